@@ -1,0 +1,69 @@
+"""Generates services/baton/v1 from protos/baton/v1; knows nothing of what the messages mean.
+
+`--check` writes nothing and fails when the committed stubs differ from what the protos give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc_tools
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+STUBS = Path("services/baton/v1")
+INIT = '"""Generated from protos/baton/v1 by scripts/gen_protos.py. Never edited."""\n'
+
+
+def generate(out: Path) -> None:
+    """Writes messages, their types and the gRPC stubs under `out` (a source root)."""
+    protos = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))
+    well_known = Path(grpc_tools.__file__).parent / "_proto"
+    code = protoc.main(
+        [
+            "protoc",
+            f"--proto_path={ROOT / 'protos'}",
+            f"--proto_path={well_known}",
+            f"--python_out={out}",
+            f"--mypy_out={out}",
+            f"--grpc_python_out={out}",
+            f"--mypy_grpc_out={out}",
+            *protos,
+        ]
+    )
+    if code != 0:
+        raise SystemExit(code)
+    (out / "baton/v1/__init__.py").write_text(INIT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail when the stubs are out of date")
+    check = parser.parse_args().check
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        fresh, kept = Path(folder) / "baton/v1", ROOT / STUBS
+        if not check:
+            kept.mkdir(parents=True, exist_ok=True)
+            for old in kept.iterdir():
+                if old.is_file():
+                    old.unlink()
+            for file in fresh.iterdir():
+                (kept / file.name).write_bytes(file.read_bytes())
+            return
+        names = {p.name for p in fresh.iterdir()} | {p.name for p in kept.iterdir() if p.is_file()}
+        stale = [n for n in sorted(names) if not _same(fresh / n, kept / n)]
+        if stale:
+            sys.exit(f"out of date: {', '.join(stale)}; run 'make protos'")
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and filecmp.cmp(one, other, shallow=False)
+
+
+if __name__ == "__main__":
+    main()

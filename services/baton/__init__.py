@@ -1,0 +1,1 @@
+"""Baton: a disaggregated LLM server with every stage in its own pool."""

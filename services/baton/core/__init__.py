@@ -1,0 +1,1 @@
+"""The pure domain: standard library only, no I/O, no clock, no torch."""

@@ -1,0 +1,74 @@
+"""What a model is and what shape its KV has; knows nothing of weights or tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+WIRE_VERSION = 1
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The shape of KV on the wire. Two workers may hand over only when `difference` is empty.
+
+    A position's payload is, per layer, its keys then its values, each [num_kv_heads, size].
+    A parcel's payload over positions is laid out [layer][key, value][position][head][element].
+    """
+
+    model_digest: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    min_wire_version: int = WIRE_VERSION
+    max_wire_version: int = WIRE_VERSION
+
+    @property
+    def bytes_per_position(self) -> int:
+        elements = self.num_layers * self.num_kv_heads * (self.key_size + self.value_size)
+        return elements * _DTYPE_BYTES[self.dtype]
+
+    def difference(self, other: KvLayout) -> str:
+        """A readable list of what differs, or "" when KV of one fits the other."""
+        names = [f.name for f in fields(self) if not f.name.endswith("wire_version")]
+        found = [
+            f"{name}: {getattr(self, name)} against {getattr(other, name)}"
+            for name in names
+            if getattr(self, name) != getattr(other, name)
+        ]
+        if (
+            self.max_wire_version < other.min_wire_version
+            or other.max_wire_version < self.min_wire_version
+        ):
+            found.append(
+                f"wire versions: {self.min_wire_version}-{self.max_wire_version} against "
+                f"{other.min_wire_version}-{other.max_wire_version}"
+            )
+        return "; ".join(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What other processes need to know of a model.
+
+    tokenizer_digest: hex, over the tokenizer's files.
+    """
+
+    name: str
+    digest: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Which process this is. incarnation: random id of this process start, 32 hex digits."""
+
+    role: str
+    incarnation: str
+    address: str

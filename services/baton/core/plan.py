@@ -1,0 +1,95 @@
+"""The values between scheduler and runner: what to compute, and what came out.
+
+Plain data: knows neither requests nor tensors. A runner sees nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.attempt import Logprobs
+from baton.core.request import SamplingParams
+
+Extents = tuple[tuple[int, int], ...]
+"""A BlockTable as runs of consecutive ids: (first block, number of blocks), in position order."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One token to draw from the logits of a chunk's last position.
+
+    choice and position (output position of the drawn token) key the random number together with
+    params.seed. banned: tokens that must not be drawn (end tokens before min_tokens). history:
+    prompt and output so far, given only when params.needs_history; its first num_prompt_tokens are
+    the prompt.
+    """
+
+    sequence_id: int
+    choice: int
+    position: int
+    params: SamplingParams
+    banned: tuple[int, ...] = ()
+    history: Sequence[int] = ()
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive positions of one sequence that this step computes.
+
+    token_ids are the inputs at positions first_position, first_position + 1, …; extents cover all
+    positions up to the last one. samples is empty unless the last position's logits are needed; a
+    prompt with n choices has n samples. sequence_id is local to the worker.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    first_position: int
+    extents: Extents
+    samples: tuple[SampleRow, ...] = ()
+
+    @property
+    def end_position(self) -> int:
+        return self.first_position + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first num_positions of a block into another one (copy on write)."""
+
+    source: int
+    target: int
+    num_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. Copies are done before anything is computed."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One drawn token, in the order of the plan's chunks and their samples."""
+
+    sequence_id: int
+    choice: int
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step made. failed: sequences whose own inputs made sampling fail, with a reason."""
+
+    step: int
+    tokens: tuple[SampledToken, ...]
+    failed: tuple[tuple[int, str], ...] = ()

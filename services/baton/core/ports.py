@@ -1,0 +1,48 @@
+"""What core needs from outside, as protocols; each ships with a double that passes its tests."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.core.model import KvLayout, ModelDescription
+from baton.core.plan import Extents, StepPlan, StepResult
+
+
+class ModelRunner(Protocol):
+    """Runs steps of one model over one block pool's memory.
+
+    Called by the engine thread only. `submit` starts a step and may return before it is done;
+    `collect` waits for the oldest submitted one. Steps complete in the order submitted. Doubles:
+    `baton.engine.fake.FakeRunner` (no torch), real: `baton.engine.runner.TorchRunner`.
+    """
+
+    @property
+    def model(self) -> ModelDescription: ...
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
+        """Writes KV of `count` positions from first_position into `out` in the wire layout.
+
+        `out` has exactly count * layout.bytes_per_position bytes. The step that wrote these
+        positions has been collected.
+        """
+
+    def unpack(
+        self, extents: Extents, first_position: int, count: int, payload: memoryview
+    ) -> None:
+        """The inverse of pack. The blocks are owned by the sequence and no step reads them yet."""
+
+    def close(self) -> None:
+        """Frees memory and threads. Idempotent."""

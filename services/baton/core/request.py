@@ -1,0 +1,172 @@
+"""What a client asked for, frozen; knows nothing of workers, progress or the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a choice ended."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one choice's next token is drawn. All values are resolved: nothing is absent."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    top_logprobs: int | None = None
+    """How many alternatives to report with each token's log-probability; None reports nothing."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a choice ends. Counts are output tokens of the choice over all attempts."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[Message, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request, as every public entry hands it to the router's pipeline.
+
+    max_tokens: None means up to the model's context. seed: None means the router draws one (then
+    `sampling.seed` is not looked at). deadline_s: seconds from arrival, or None.
+    """
+
+    prompt: Prompt
+    model: str = ""
+    n: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: str = ""
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """One token with its own bytes (not always whole characters) and natural log-probability."""
+
+    token_id: int
+    text: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A sampled token's log-probability and the most likely tokens at its position, best first."""
+
+    token: TextLogprob
+    top: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First event of every request."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    seed: int
+    prompt_token_ids: tuple[int, ...] = ()
+    """Only when token ids were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More of one choice. `text` is whole characters that follow what was sent before.
+
+    token_ids are filled always; entries drop them when the client did not ask. Text may lag behind
+    tokens (held back for a stop string or an unfinished character). finish_reason is set on the
+    choice's last delta, with what stopped it.
+    """
+
+    choice: int
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Last event of every request that did not fail."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+Event = Accepted | Delta | Finished

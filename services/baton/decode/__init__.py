@@ -1,0 +1,1 @@
+"""The decode process: collects KV and continues sequences."""

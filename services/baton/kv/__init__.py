@@ -1,0 +1,1 @@
+"""Moving KV: parcels, slot rings and transports; knows no gRPC and no scheduler."""

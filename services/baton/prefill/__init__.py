@@ -1,0 +1,1 @@
+"""The prefill process: computes prompts and gives their KV away."""

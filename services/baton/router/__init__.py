@@ -1,0 +1,1 @@
+"""The router process: the only place that knows a request's life."""

@@ -1,0 +1,1 @@
+"""Everything gRPC that is not business: servers, channels, errors, configuration, conversion."""

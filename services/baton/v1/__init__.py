@@ -1,0 +1,1 @@
+"""Generated from protos/baton/v1 by scripts/gen_protos.py. Never edited."""
