@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import filecmp
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
-import grpc_tools
+import grpc_tools  # type: ignore[import-untyped]
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,15 +24,19 @@ def generate(out: Path) -> None:
     """Writes messages, their types and the gRPC stubs under `out` (a source root)."""
     protos = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))
     well_known = Path(grpc_tools.__file__).parent / "_proto"
+    # The plugins of this very environment, whatever PATH says.
+    scripts = Path(sysconfig.get_path("scripts"))
     code = protoc.main(
         [
             "protoc",
             f"--proto_path={ROOT / 'protos'}",
             f"--proto_path={well_known}",
+            f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}",
+            f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}",
             f"--python_out={out}",
-            f"--mypy_out={out}",
+            f"--mypy_out=quiet:{out}",
             f"--grpc_python_out={out}",
-            f"--mypy_grpc_out={out}",
+            f"--mypy_grpc_out=quiet:{out}",
             *protos,
         ]
     )

@@ -98,6 +98,7 @@ class OpenText(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     PROMPT_TAIL_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Output tokens so far (after a move from another detokenizer), little-endian int32."""
     delivered_bytes: _builtins.int
@@ -110,6 +111,8 @@ class OpenText(_message.Message):
     """Also send each token's own bytes (and those of alternatives): for log-probabilities."""
     prompt_tail_ids: _builtins.bytes
     """Last prompt tokens, for tokenizers whose text depends on what came before, little-endian int32."""
+    min_tokens: _builtins.int
+    """A stop string completed by one of the first min_tokens output tokens does not count."""
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the choice."""
@@ -124,10 +127,11 @@ class OpenText(_message.Message):
         skip_special_tokens: _builtins.bool = ...,
         token_texts: _builtins.bool = ...,
         prompt_tail_ids: _builtins.bytes = ...,
+        min_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_bytes", b"delivered_bytes", "include_stop_string", b"include_stop_string", "prompt_tail_ids", b"prompt_tail_ids", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_bytes", b"delivered_bytes", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "prompt_tail_ids", b"prompt_tail_ids", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,6 +234,7 @@ class TextDelta(_message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     SPELLED_TEXTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    SEARCHED_TOKENS_FIELD_NUMBER: _builtins.int
     text_id: _builtins.int
     """The text."""
     text: _builtins.str
@@ -238,6 +243,10 @@ class TextDelta(_message.Message):
     """Output tokens whose text is now fully sent or skipped."""
     end: _builtins.bool
     """True when nothing more comes."""
+    searched_tokens: _builtins.int
+    """Output tokens searched: no stop string ends within them. These are what decode may be told to be
+    confirmed; num_tokens can lag behind them by a whole held-back stop string.
+    """
     @_builtins.property
     def stop(self) -> Global___StopMatch:
         """Set when a stop string was completed."""
@@ -265,10 +274,11 @@ class TextDelta(_message.Message):
         token_texts: _abc.Iterable[_builtins.bytes] | None = ...,
         spelled_texts: _abc.Iterable[_builtins.bytes] | None = ...,
         error: _types_pb2.Error | None = ...,
+        searched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "error", b"error", "num_tokens", b"num_tokens", "spelled_texts", b"spelled_texts", "stop", b"stop", "text", b"text", "text_id", b"text_id", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "error", b"error", "num_tokens", b"num_tokens", "searched_tokens", b"searched_tokens", "spelled_texts", b"spelled_texts", "stop", b"stop", "text", b"text", "text_id", b"text_id", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

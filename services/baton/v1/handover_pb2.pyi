@@ -222,10 +222,13 @@ class OpenHandover(_message.Message):
     HANDOVER_ID_FIELD_NUMBER: _builtins.int
     COLLECTOR_FIELD_NUMBER: _builtins.int
     GIVER_INCARNATION_FIELD_NUMBER: _builtins.int
+    MAX_PARCEL_BYTES_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """The hand-over, 16 bytes."""
     giver_incarnation: _builtins.str
     """Incarnation this message is meant for."""
+    max_parcel_bytes: _builtins.int
+    """Bytes of the collector's landing slots: no parcel, header included, may be larger."""
     @_builtins.property
     def collector(self) -> _types_pb2.WorkerIdentity:
         """The collector."""
@@ -236,10 +239,11 @@ class OpenHandover(_message.Message):
         handover_id: _builtins.bytes = ...,
         collector: _types_pb2.WorkerIdentity | None = ...,
         giver_incarnation: _builtins.str = ...,
+        max_parcel_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "handover_id", b"handover_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "handover_id", b"handover_id", "max_parcel_bytes", b"max_parcel_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

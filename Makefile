@@ -1,0 +1,80 @@
+# Everything a developer or CI does. `make` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A CPU build of torch, so that no one downloads CUDA for a laptop. Where a configured source has the
+# CPU build it is taken; else it comes from PyTorch's own index. Set TORCH_INDEX for another one.
+TORCH := 2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench tables test-chaos test-slow clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+install: $(VENV)/.installed ## Make .venv with everything in it
+
+$(VENV)/.installed: pyproject.toml
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch $(TORCH), CPU build"
+	@if [ "$$(uname -s)" = Linux ]; then \
+		$(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)+cpu" 2>/dev/null || \
+		$(BIN)/pip install -q --disable-pip-version-check --index-url $(TORCH_INDEX) "torch==$(TORCH)"; \
+	else $(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)"; fi
+	@echo "Installing Baton and its dependencies (about a minute)"
+	@$(BIN)/pip install -q --disable-pip-version-check -e '.[engine,dev]' 2>&1 | grep -v '^WARNING: Location' || true
+	@$(BIN)/python -c 'import baton, torch, transformers'
+	@touch $@
+
+up: install ## Start Baton on this machine and ask it something
+	@$(BIN)/baton up --detach --demo
+
+down: ## Stop what 'make up' started
+	@$(BIN)/baton down
+
+test: install ## The default tests: no GPU, no network
+	@echo "Running the default tests (a few minutes on 2 cores)"
+	@$(BIN)/python -m pytest -q
+
+test-chaos: install ## Tests that kill real processes
+	@$(BIN)/python -m pytest -q -m chaos
+
+test-slow: install ## Tests that take long
+	@$(BIN)/python -m pytest -q -m slow
+
+fmt: install ## Format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix -q .
+
+lint: install ## Style, import rules, stubs in step with the protos
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/gen_protos.py --check
+	@$(BIN)/python scripts/tables.py --check
+
+type: install ## mypy strict
+	@$(BIN)/mypy services scripts tests
+
+check: lint type test ## What CI runs
+
+protos: install ## Generate services/baton/v1 from protos/
+	@$(BIN)/python scripts/gen_protos.py
+
+proto-lint: ## buf lint (needs npm)
+	@npm exec --yes --package=@bufbuild/buf@1.75.0 -- buf lint
+
+model: install ## Train the bundled model again (long)
+	@PYTHONPATH=scripts $(BIN)/python -m model.train --out services/baton/models/baton-tiny
+
+bench: install ## Measure the relay against the same engine in one process
+	@$(BIN)/baton bench relay --json docs/benchmarks/relay.json
+	@$(BIN)/python scripts/tables.py
+
+tables: install ## Write the tables of docs from docs/benchmarks
+	@$(BIN)/python scripts/tables.py
+
+clean: ## Remove what can be made again
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

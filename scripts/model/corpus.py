@@ -1,0 +1,237 @@
+"""Strings questions into conversations, to train on and to judge by; knows no tokens or tensors.
+
+Everything is drawn from a seeded `random.Random`: the same seed gives the same text.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from model import facts, texts
+from model.kinds import (
+    SINGLE,
+    Turn,
+    addition,
+    articles,
+    capital,
+    echo,
+    long_addition,
+    person,
+    recital,
+    some_country,
+)
+
+Message = dict[str, str]
+
+
+class Dialogue(NamedTuple):
+    """Question and answer in turn; `system` is empty when there is no system message."""
+
+    turns: list[Turn]
+    system: str = ""
+
+    def messages(self) -> list[Message]:
+        """The conversation as a chat API takes it, up to and including the last answer."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for turn in self.turns:
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.answer})
+        return messages
+
+
+class Example(NamedTuple):
+    """A conversation that ends with the user, and the answer that should follow."""
+
+    kind: str
+    messages: list[Message]
+    answer: str
+
+
+_SINGLE_KINDS = [kind for kind, _ in SINGLE.values()]
+_SINGLE_WEIGHTS = [weight for _, weight in SINGLE.values()]
+
+
+def _any_turn(rng: random.Random) -> Turn:
+    return rng.choices(_SINGLE_KINDS, _SINGLE_WEIGHTS)[0](rng)
+
+
+def _short_turn(rng: random.Random) -> Turn:
+    while True:
+        turn = _any_turn(rng)
+        if len(turn.answer) < 120:
+            return turn
+
+
+def unrelated(rng: random.Random) -> Dialogue:
+    """Two or three questions that have nothing to do with each other."""
+    return Dialogue([_short_turn(rng) for _ in range(rng.randint(1, 2))] + [_any_turn(rng)])
+
+
+def with_system(rng: random.Random) -> Dialogue:
+    """A system message that asks for nothing unusual."""
+    turns = [_any_turn(rng)] if rng.random() < 0.7 else [_short_turn(rng), _short_turn(rng)]
+    return Dialogue(turns, rng.choice(texts.SYSTEM))
+
+
+def next_capital(rng: random.Random) -> Dialogue:
+    """A capital, then "And of Germany?" or the same fact again as JSON."""
+    turns = [capital(rng)]
+    for _ in range(rng.randint(1, 2)):
+        country = some_country(rng)
+        template = rng.choice(
+            ("And of {}?", "And {}?", "What about {}?", "And the capital of {}?", "{}?")
+        )
+        question = template.format(country.phrase)
+        turns.append(Turn(question, f"The capital of {country.phrase} is {country.capital}."))
+        if rng.random() < 0.3:
+            question = rng.choice(("Give me that as JSON.", "As JSON, please.", "And as JSON?"))
+            fact = {"country": country.name, "capital": country.capital}
+            turns.append(Turn(question, json.dumps(fact)))
+            break
+    return Dialogue(turns)
+
+
+def next_language(rng: random.Random) -> Dialogue:
+    """A phrase in one language, then "And in Japanese?"."""
+    column = rng.randrange(len(facts.PHRASES))
+    languages = rng.sample(list(facts.LANGUAGES), rng.randint(2, 3))
+    first = f"Say {facts.PHRASES[column]} in {languages[0]}."
+    questions = [first] + [
+        rng.choice(("And in {}?", "In {}?", "Now in {}.", "What about {}?")).format(language)
+        for language in languages[1:]
+    ]
+    answers = [facts.LANGUAGES[language][column] for language in languages]
+    return Dialogue([Turn(*pair) for pair in zip(questions, answers, strict=True)])
+
+
+def next_emoji(rng: random.Random) -> Dialogue:
+    """An emoji, then "And a dog?"."""
+    things = rng.sample(list(facts.EMOJI), rng.randint(2, 3))
+    turns = [Turn(articles(f"Show me a {things[0]} emoji."), facts.EMOJI[things[0]])]
+    for thing in things[1:]:
+        question = rng.choice(("And a {}?", "And {}?", "Now a {}.", "What about a {}?"))
+        turns.append(Turn(articles(question.format(thing)), facts.EMOJI[thing]))
+    return Dialogue(turns)
+
+
+def another_story(rng: random.Random) -> Dialogue:
+    """The first story, then "Another one, please."."""
+    question = rng.choice(("Tell me a story.", "Tell me a story", "A story, please."))
+    return Dialogue(
+        [Turn(question, texts.STORY), Turn(rng.choice(texts.ANOTHER), texts.SECOND_STORY)]
+    )
+
+
+def said_again(rng: random.Random) -> Dialogue:
+    """The last answer repeated, or thanks for it."""
+    turns = [_short_turn(rng)]
+    if rng.random() < 0.5:
+        question = rng.choice(("Say that again.", "Repeat that, please.", "Can you repeat that?"))
+        return Dialogue([*turns, Turn(question, turns[0].answer)])
+    return Dialogue([*turns, Turn(rng.choice(("Thanks", "Thanks!", "Thank you")), texts.WELCOME)])
+
+
+def remembered(rng: random.Random) -> Dialogue:
+    """A name or a colour told earlier, by the user or by the system message."""
+    between = [_short_turn(rng)] if rng.random() < 0.5 else []
+    # Otherwise the answer "You have not told me" could stand right after the name was told.
+    between = [turn for turn in between if turn.answer != texts.NO_NAME]
+    if rng.random() < 0.35:
+        colour = rng.choice(texts.COLOURS)
+        told = Turn(
+            f"My favourite colour is {colour}.", f"I see: your favourite colour is {colour}."
+        )
+        asked = Turn("What is my favourite colour?", f"Your favourite colour is {colour}.")
+        return Dialogue([told, *between, asked])
+    name = person(rng)
+    question = rng.choice(
+        ("What is my name?", "Who am I?", "Do you know my name?", "what is my name")
+    )
+    asked = Turn(question, f"Your name is {name}.")
+    if rng.random() < 0.2:
+        return Dialogue([*between, asked], f"The name of the user is {name}.")
+    told = Turn(
+        rng.choice(("My name is {}.", "I am {}.", "Hi, I am {}.", "my name is {}")).format(name),
+        f"Nice to meet you, {name}!",
+    )
+    return Dialogue([told, *between, asked])
+
+
+def passage(rng: random.Random, sentences: int | None = None) -> Dialogue:
+    """A text with a code word hidden in it, and a question after it.
+
+    The right answer needs a key and a value from far back, which is what a hand-over must carry.
+    """
+    count = rng.randint(2, 6) if sentences is None else sentences
+    lines = [_filler(rng) for _ in range(count)]
+    if rng.random() < 0.7:
+        word = rng.choice(texts.WORDS)
+        lines.insert(rng.randint(0, count), f"The code word is {word}.")
+        turn = Turn("What is the code word?", f"The code word is {word}.")
+    else:
+        turn = _short_turn(rng)
+    question = "Read this text: " + " ".join(lines) + " Question: " + turn.question
+    return Dialogue([Turn(question, turn.answer)])
+
+
+def _filler(rng: random.Random) -> str:
+    place, word = rng.choice([place for place, _ in texts.THINGS.values()]), rng.choice(texts.WORDS)
+    line = rng.choice((
+        f"{person(rng)} carried a {rng.choice(texts.COLOURS)} {word} to the {place}.",
+        f"The {word} in the {place} was {rng.choice(texts.COLOURS)}.",
+        f"On day {rng.randint(1, 99)}, {person(rng)} found a {word}.",
+        f"{person(rng)} and {person(rng)} talked about the {word} for {rng.randint(2, 9)} hours.",
+        f"Nobody in the {place} had ever seen such a {rng.choice(texts.COLOURS)} {word}.",
+    ))  # fmt: skip
+    return articles(line)
+
+
+MULTI: dict[str, tuple[Callable[[random.Random], Dialogue], float]] = {
+    "unrelated turns": (unrelated, 12),
+    "with a system message": (with_system, 7),
+    "next capital": (next_capital, 4),
+    "next language": (next_language, 3),
+    "next emoji": (next_emoji, 2),
+    "another story": (another_story, 1),
+    "repeat or thanks": (said_again, 3),
+    "remembered": (remembered, 5),
+    "passage": (passage, 3),
+}
+_MULTI_MAKERS = [maker for maker, _ in MULTI.values()]
+_MULTI_WEIGHTS = [weight for _, weight in MULTI.values()]
+
+
+def dialogue(rng: random.Random) -> Dialogue:
+    """One conversation to train on; nearly two of three are a single question."""
+    if rng.random() < 0.64:
+        return Dialogue([_any_turn(rng)])
+    return rng.choices(_MULTI_MAKERS, _MULTI_WEIGHTS)[0](rng)
+
+
+def long_dialogue(rng: random.Random) -> Dialogue:
+    """A conversation that needs far positions: a long passage, or many turns."""
+    if rng.random() < 0.5:
+        return passage(rng, sentences=rng.randint(8, 50))
+    turns = [_any_turn(rng) for _ in range(rng.randint(6, 25))]
+    ending = rng.choice((remembered, next_capital, said_again))(rng)
+    return Dialogue(turns + ending.turns, ending.system)
+
+
+def completion(rng: random.Random) -> str:
+    """Plain text without roles, for clients that complete a prompt instead of chatting."""
+    kind = rng.choice((capital, addition, long_addition, recital, echo))
+    return kind(rng).answer
+
+
+def evaluation_set(seed: int, n: int) -> list[Example]:
+    """`n` questions, every kind in turn; another seed gives other questions."""
+    rng = random.Random(f"evaluation {seed}")
+    names = [*SINGLE, *MULTI]
+    examples = []
+    for index in range(n):
+        name = names[index % len(names)]
+        made = MULTI[name][0](rng) if name in MULTI else Dialogue([SINGLE[name][0](rng)])
+        *before, last = made.messages()
+        examples.append(Example(name, before, last["content"]))
+    return examples

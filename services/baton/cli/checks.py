@@ -1,0 +1,181 @@
+"""What `baton doctor` looks at on this machine, one function a check; prints nothing.
+
+Every check answers with a Finding and raises nothing that is foreseen. What a check needs is
+imported inside it: a package that is missing or broken is a finding, not the end of the doctor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from baton.cli.layout import resolve_model
+from baton.core.errors import BatonError, InvalidArgument
+
+ENGINE_ADVICE = "pip install 'baton[engine]'"
+NIXL_TIMEOUT_S = 60.0
+MIN_SHM_BYTES = 256 << 20
+MIN_OPEN_FILES = 4096
+
+
+class Status(Enum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """advice: what to do about it; empty when all is well."""
+
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+def ok(detail: str) -> Finding:
+    return Finding(Status.OK, detail)
+
+
+def warn(detail: str, advice: str) -> Finding:
+    return Finding(Status.WARN, detail, advice)
+
+
+def fail(detail: str, advice: str) -> Finding:
+    return Finding(Status.FAIL, detail, advice)
+
+
+def python() -> Finding:
+    version = platform.python_version()
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return fail(version, "use Python 3.11, 3.12 or 3.13")
+    return ok(version)
+
+
+def torch() -> Finding:
+    from baton.engine.threads import configure
+
+    if "torch" not in sys.modules:
+        configure()
+    try:
+        module = importlib.import_module("torch")
+    except (ImportError, OSError):
+        return fail("torch cannot be imported", f"{ENGINE_ADVICE} (prefill and decode need it)")
+    threads, cores = module.get_num_threads(), len(os.sched_getaffinity(0))
+    detail = f"{module.__version__}, {threads} threads on {cores} cores"
+    if threads > cores:
+        return warn(detail, f"set OMP_NUM_THREADS to at most {cores}")
+    return ok(detail)
+
+
+def transformers() -> Finding:
+    try:
+        version: str = importlib.import_module("transformers").__version__
+    except ImportError:
+        return fail("transformers cannot be imported", ENGINE_ADVICE)
+    if version.split(".")[0] != "5":
+        return fail(version, "pip install 'transformers>=5.16,<6'")
+    return ok(version)
+
+
+def nixl() -> Finding:
+    """Two processes, two agents: one reads 1 MiB of the other's registered memory."""
+    from baton.kv.nixl import available
+
+    without = "or move KV without it: baton up --transport loopback"
+    if not available():
+        return fail("NIXL is not installed", f"{ENGINE_ADVICE}, {without}")
+    command = [sys.executable, "-m", "baton.cli.nixl_probe"]
+    try:
+        # A process of its own: UCX ends the process that it cannot work in.
+        probe = subprocess.run(command, capture_output=True, timeout=NIXL_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return fail(f"no transfer within {NIXL_TIMEOUT_S:.0f} s", f"check UCX_TLS, {without}")
+    try:
+        answer = json.loads(probe.stdout.splitlines()[-1])
+        return ok(f"NIXL moved {answer['bytes']} bytes between two processes")
+    except (ValueError, IndexError, KeyError):
+        reason = probe.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
+        return fail(
+            f"the transfer ended with code {probe.returncode} {reason[0][:200]}".rstrip(),
+            f"try UCX_LOG_LEVEL=info and UCX_TLS=tcp, {without}",
+        )
+
+
+def gpu() -> Finding:
+    try:
+        cuda = importlib.import_module("torch").cuda
+    except (ImportError, OSError):
+        return warn("unknown without torch", ENGINE_ADVICE)
+    if cuda.is_available():
+        names = [cuda.get_device_name(index) for index in range(cuda.device_count())]
+        return ok(", ".join(names))
+    if Path("/dev/nvidia0").exists():
+        return warn(
+            "there is a GPU that torch does not see", "install a CUDA build of torch, or a driver"
+        )
+    return ok("none; the engine runs on the CPU")
+
+
+def shared_memory() -> Finding:
+    """UCX moves KV between processes of one machine through it."""
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return warn("there is no /dev/shm", "UCX falls back to TCP, which is slower")
+    detail = f"/dev/shm has {size >> 20} MiB"
+    if size < MIN_SHM_BYTES:
+        return warn(detail, "in a container: docker run --shm-size=1g, or a memory emptyDir")
+    return ok(detail)
+
+
+def open_files() -> Finding:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
+        return ok("no limit" if limit == resource.RLIM_INFINITY else f"limit {limit}")
+    return warn(f"limit {limit}", f"ulimit -n {min(65_536, most) if most > 0 else 65_536}")
+
+
+def model(name: str) -> Callable[[], Finding]:
+    """Whether a model could be served, without reading its weights."""
+
+    def check() -> Finding:
+        advice = "choose a folder with config.json, tokenizer.json and *.safetensors"
+        try:
+            folder, _ = resolve_model(name)
+            from baton.tokenizer.files import load
+
+            load(folder)
+        except InvalidArgument as error:
+            return fail(error.message, advice)
+        try:
+            from baton.engine.guards import check_class, check_files
+
+            library = importlib.import_module("transformers")
+            meta = importlib.import_module("torch").device("meta")
+        except (ImportError, OSError):
+            return warn(f"{folder.name}: only the tokenizer was checked", ENGINE_ADVICE)
+        try:
+            weights = check_files(folder)
+            config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            with meta:  # shapes without memory
+                network = library.AutoModelForCausalLM.from_config(config)
+            check_class(type(network), config)
+        except BatonError as error:
+            return fail(error.message, advice)
+        except (ValueError, KeyError, OSError):
+            return fail(f"{folder.name}: transformers does not know this architecture", advice)
+        size = sum(file.stat().st_size for file in weights)
+        return ok(f"{folder.name}: {type(network).__name__}, {size / 2**20:.1f} MiB of weights")
+
+    return check

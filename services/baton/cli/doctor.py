@@ -1,0 +1,117 @@
+"""`baton doctor`: checks this machine, a model and a running Baton, and says what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+
+from baton.cli import checks, state
+from baton.cli.checks import Finding, Status
+from baton.rpc.address import split
+from baton.rpc.options import CLIENT
+
+SERVICE = "baton.v1.Inference"
+HEALTH_TIMEOUT_S = 5.0
+
+_COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
+
+log = logging.getLogger(__name__)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("doctor", help="check this machine and say what to do")
+    parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    parser.add_argument(
+        "--grpc", metavar="HOST:PORT", help="a running Baton (default: where `baton up` runs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when a check failed, else 0."""
+    if args.grpc:
+        split(args.grpc, "grpc")
+    table: dict[str, Callable[[], Finding]] = {
+        "python": checks.python,
+        "torch": checks.torch,
+        "transformers": checks.transformers,
+        "nixl": checks.nixl,
+        "gpu": checks.gpu,
+        "shared memory": checks.shared_memory,
+        "open files": checks.open_files,
+        "model": checks.model(args.model),
+        "baton": lambda: running(args.grpc),
+    }
+    console = Console(highlight=False, soft_wrap=True)
+    findings: dict[str, Finding] = {}
+    for name, check in table.items():
+        findings[name] = _checked(name, check)
+        if not args.json:
+            _show(console, name, findings[name])
+    if args.json:
+        print(json.dumps(_document(findings), indent=2))
+    return int(any(finding.status is Status.FAIL for finding in findings.values()))
+
+
+def running(address: str | None) -> Finding:
+    """Whether a Baton answers. None running is fine unless one was named."""
+    known = state.read()
+    where = address or (str(known["grpc"]) if known else "")
+    if not where:
+        return checks.ok("none runs here; 'baton up' starts one")
+    with grpc.insecure_channel(where, options=CLIENT) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=HEALTH_TIMEOUT_S
+            )
+        except grpc.RpcError:
+            return checks.fail(f"no Baton answers at {where}", "start it with 'baton up'")
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        return checks.fail(
+            f"{where} is up but not ready",
+            f"wait for its workers to load, or see why they do not: {state.log_file()}",
+        )
+    return checks.ok(f"serving at {where}")
+
+
+def _checked(name: str, check: Callable[[], Finding]) -> Finding:
+    """A check that breaks is a finding of its own, and the others still run."""
+    try:
+        return check()
+    except Exception as error:
+        log.debug("check %s broke", name, exc_info=True)
+        return checks.fail(
+            f"the check itself broke: {type(error).__name__}: {error}", "please report this"
+        )
+
+
+def _show(console: Console, name: str, finding: Finding) -> None:
+    status = finding.status.value
+    console.print(f"{status:<5}", style=_COLOURS[finding.status], end="")
+    console.print(f" {name:<14} {finding.detail}", markup=False)
+    if finding.advice:
+        console.print(f"{'':<6}{'':<14} -> {finding.advice}", markup=False)
+    sys.stdout.flush()
+
+
+def _document(findings: Mapping[str, Finding]) -> dict[str, Any]:
+    return {
+        "ok": all(finding.status is not Status.FAIL for finding in findings.values()),
+        "checks": [
+            {
+                "name": name,
+                "status": finding.status.value,
+                "detail": finding.detail,
+                "advice": finding.advice,
+            }
+            for name, finding in findings.items()
+        ],
+    }

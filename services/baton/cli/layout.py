@@ -1,0 +1,164 @@
+"""Which processes `baton up` runs and with what flags; starts nothing itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from baton.core.errors import InvalidArgument
+
+BUNDLED = "baton-tiny"
+HOST = "127.0.0.1"
+ENGINE_ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What the user asked of `baton up`."""
+
+    model: str = ""
+    prefill: int = 1
+    decode: int = 1
+    tokenizer: int = 1
+    detokenizer: int = 1
+    routers: int = 1
+    http_port: int = 8000
+    grpc_port: int = 50051
+    transport: str = "nixl"
+    exact: bool = True
+    threads: int = 0
+    runner: str = "torch"
+    engine_cpus: str = ""
+    """Cores that prefill and decode are pinned to, as taskset writes them; empty: not pinned."""
+    other_cpus: str = ""
+    """Cores for router, tokenizer and detokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process: its role and number, its command line and its addresses."""
+
+    role: str
+    index: int
+    command: tuple[str, ...]
+    grpc: str
+    metrics: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All processes of one `baton up`."""
+
+    processes: tuple[ProcessSpec, ...]
+    http: str
+    grpc: str
+    threads: int
+
+
+def resolve_model(model: str) -> tuple[Path, str]:
+    """The folder of a model and the name clients use for it. Downloads a hub id.
+
+    Raises InvalidArgument when there is no such model.
+    """
+    if not model:
+        return Path(str(files("baton"))) / "models" / BUNDLED, BUNDLED
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve(), path.resolve().name
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise InvalidArgument(f"there is no model folder {model!r}", field="model")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        raise InvalidArgument(
+            f"{model!r} is neither a folder nor a model that can be had from the hub", field="model"
+        ) from None
+    return Path(folder), model
+
+
+def plan(options: UpOptions) -> Layout:
+    """Gives every process its flags and its own free ports. Raises InvalidArgument."""
+    for role in ("decode", "tokenizer", "detokenizer", "routers"):
+        if getattr(options, role) < 1:
+            raise InvalidArgument("must be at least 1", field=role)
+    if options.prefill < 0:
+        raise InvalidArgument("must not be negative (0 prefills on decode)", field="prefill")
+    model, name = resolve_model(options.model)
+    engines = options.prefill + options.decode
+    threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
+    ports = iter(_free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
+    processes: list[ProcessSpec] = []
+    addresses: dict[str, list[str]] = {}
+
+    def add(role: str, index: int, *flags: str) -> None:
+        grpc, metrics = f"{HOST}:{next(ports)}", f"{HOST}:{next(ports)}"
+        cpus = options.engine_cpus if role in ENGINE_ROLES else options.other_cpus
+        command = _command(role, cpus, "--listen", grpc, "--metrics-listen", metrics, *flags)
+        processes.append(ProcessSpec(role, index, command, grpc, metrics))
+        addresses.setdefault(role, []).append(grpc)
+
+    served = ("--model", str(model), "--model-name", name)
+    engine = (
+        *served,
+        *("--threads", str(threads), "--transport", options.transport, "--runner", options.runner),
+        *("--exact", str(options.exact).lower()),
+    )
+    for role, count, flags in (
+        ("tokenizer", options.tokenizer, served),
+        ("prefill", options.prefill, engine),
+        ("decode", options.decode, engine),
+        ("detokenizer", options.detokenizer, served),
+    ):
+        for index in range(count):
+            add(role, index, *flags)
+    lists = [
+        part
+        for role, flag in (
+            ("tokenizer", "--tokenizers"),
+            ("prefill", "--prefills"),
+            ("decode", "--decodes"),
+            ("detokenizer", "--detokenizers"),
+        )
+        for part in (flag, ",".join(addresses.get(role, [])))
+        if addresses.get(role)
+    ]
+    for index in range(options.routers):
+        http = f"{HOST}:{options.http_port + index}"
+        grpc = f"{HOST}:{options.grpc_port + index}"
+        listen = ("--http-listen", http, "--grpc-listen", grpc)
+        command = _command("router", options.other_cpus, *listen, *lists)
+        processes.append(ProcessSpec("router", index, command, grpc, http))
+    return Layout(
+        tuple(processes),
+        f"http://{HOST}:{options.http_port}",
+        f"{HOST}:{options.grpc_port}",
+        threads,
+    )
+
+
+def _command(role: str, cpus: str, *flags: str) -> tuple[str, ...]:
+    pin = ("taskset", "-c", cpus) if cpus else ()
+    return (*pin, sys.executable, "-m", f"baton.{role}", *flags)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now. All are held until all are found, so that they differ."""
+    held = []
+    try:
+        for _ in range(count):
+            held.append(socket.create_server((HOST, 0)))
+        return [s.getsockname()[1] for s in held]
+    finally:
+        for s in held:
+            s.close()

@@ -1,0 +1,39 @@
+"""The `baton` command: finds the subcommand and runs it; knows nothing of what they do.
+
+Subcommands import what they need when they run, so that `baton --help` and `baton chat` never load
+torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+
+from baton.core.errors import BatonError
+
+COMMANDS = ("up", "down", "bench")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="baton", description="A disaggregated LLM server: every stage in its own pool."
+    )
+    parser.add_argument("--version", action="version", version=metadata.version("baton"))
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        import_module(f"baton.cli.{name}").add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return int(import_module(f"baton.cli.{args.command}").run(args))
+    except BatonError as error:
+        where = f" ({error.field})" if error.field else ""
+        print(f"baton {args.command}: {error.message}{where}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

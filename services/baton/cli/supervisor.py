@@ -1,0 +1,174 @@
+"""Runs all processes of a layout, restarts a dead one with back-off; prints nothing itself.
+
+What happens is told through `notify`: ("loading", name, done, total), ("serving", name),
+("restarting", name, exit code), ("ready",). The first start must succeed: a process that ends
+before everything is ready ends the supervisor with `StartFailed`, because a wrong flag does not
+heal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from baton.cli import state
+from baton.cli.layout import Layout, ProcessSpec
+from baton.cli.process import Child
+from baton.core.errors import BatonError
+
+FIRST_BACKOFF_S = 0.1
+LONGEST_BACKOFF_S = 5.0
+HEALTHY_AFTER_S = 10.0
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 25.0
+
+Notify = Callable[..., None]
+
+
+class StartFailed(BatonError):
+    """A process ended, or took too long, before everything was ready."""
+
+
+class Supervisor:
+    """Owns the child processes. `run` returns when `stop` was called; no child outlives it."""
+
+    def __init__(self, layout: Layout, notify: Notify) -> None:
+        self._layout = layout
+        self._notify = notify
+        self._children: dict[str, Child] = {}
+        self._serving = {spec.name: asyncio.Event() for spec in layout.processes}
+        self._stop = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._failure: StartFailed | None = None
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def description(self) -> dict[str, Any]:
+        """The JSON of `--detach`, with the supervisor's own pid."""
+        return {
+            "http": self._layout.http,
+            "grpc": self._layout.grpc,
+            "pid": os.getpid(),
+            "processes": [
+                {
+                    "role": spec.role,
+                    "pid": self._children[spec.name].pid,
+                    "grpc": spec.grpc,
+                    "metrics": f"http://{spec.metrics}/metrics",
+                }
+                for spec in self._layout.processes
+                if spec.name in self._children
+            ],
+        }
+
+    async def run(self) -> None:
+        """Runs until stopped. Raises StartFailed."""
+        state.folder().mkdir(parents=True, exist_ok=True)
+        state.log_file().write_bytes(b"")
+        keepers = [asyncio.create_task(self._keep(spec)) for spec in self._layout.processes]
+        watcher = asyncio.create_task(self._watch_start())
+        try:
+            await self._stop.wait()
+        finally:
+            self._stop.set()
+            watcher.cancel()
+            await self._end_children()
+            for task in keepers:
+                task.cancel()
+            await asyncio.gather(watcher, *keepers, return_exceptions=True)
+            state.remove(os.getpid())
+        if self._failure is not None:
+            raise self._failure
+
+    async def _keep(self, spec: ProcessSpec) -> None:
+        backoff = FIRST_BACKOFF_S
+        while not self._stop.is_set():
+            began = time.monotonic()
+            child = await Child.start(
+                spec,
+                state.log_file(),
+                self._layout.threads,
+                lambda name, done, total: self._notify("loading", name, done, total),
+            )
+            self._children[spec.name] = child
+            if self._ready.is_set():
+                state.write(self.description())
+            serving = asyncio.create_task(self._announce(child))
+            try:
+                code = await child.wait()
+            finally:
+                serving.cancel()
+            if self._stop.is_set():
+                return
+            if not self._ready.is_set():
+                words = child.last_words[-1] if child.last_words else f"it ended with code {code}"
+                self._fail(f"{spec.name} did not start: {words}")
+                return
+            self._notify("restarting", spec.name, code)
+            backoff = (
+                FIRST_BACKOFF_S
+                if time.monotonic() - began > HEALTHY_AFTER_S
+                else min(backoff * 2, LONGEST_BACKOFF_S)
+            )
+            await asyncio.sleep(backoff)
+
+    async def _announce(self, child: Child) -> None:
+        await child.serving.wait()
+        self._serving[child.spec.name].set()
+        self._notify("serving", child.spec.name)
+
+    async def _watch_start(self) -> None:
+        """Ready is when every process serves and the first router says that it can answer."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                for serving in self._serving.values():
+                    await serving.wait()
+                await asyncio.to_thread(_wait_until_healthy, self._layout.http, START_TIMEOUT_S)
+        except TimeoutError:
+            self._fail(f"not ready after {START_TIMEOUT_S:.0f} s; see {state.log_file()}")
+            return
+        self._ready.set()
+        state.write(self.description())
+        self._notify("ready")
+
+    def _fail(self, message: str) -> None:
+        if self._failure is None:
+            self._failure = StartFailed(message)
+        self._stop.set()
+
+    async def _end_children(self) -> None:
+        """Routers first, so that no request meets a missing worker; then the rest; then force."""
+        children = list(self._children.values())
+        routers = [child for child in children if child.spec.role == "router"]
+        for group in (routers, [child for child in children if child not in routers]):
+            for child in group:
+                child.terminate()
+            if not group:
+                continue
+            waits = [asyncio.create_task(child.wait()) for child in group]
+            _, pending = await asyncio.wait(waits, timeout=STOP_TIMEOUT_S)
+            if pending:
+                for child in group:
+                    child.kill()
+                await asyncio.wait(pending)
+
+
+def _wait_until_healthy(http: str, timeout_s: float) -> None:
+    """Returns when a router says that it can answer. Raises TimeoutError. Blocks."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with (
+            contextlib.suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(f"{http}/health", timeout=2) as answer,
+        ):
+            if answer.status == 200:
+                return
+        time.sleep(0.05)
+    raise TimeoutError

@@ -1,0 +1,273 @@
+"""BlockPool, who owns every block of KV memory; knows ids and counts, never the memory itself.
+
+A block is in exactly one of three states:
+
+    owned    referenced by tables, by pending copies or by frees that wait for a step
+    cached   owned by nobody, its content can be found by its prefix; evicted oldest first
+    unused   owned by nobody, its content is worth nothing
+
+Ownership is a `BlockTable`: whoever got one releases it exactly once. Steps in flight still read
+and write blocks whose table was released, so the pool itself keeps those references until the
+newest step launched before the release is done. Whoever launches steps therefore calls `launched`
+and `completed`, in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, deque
+
+from baton.core.blocks import BlockTable
+from baton.core.plan import BlockCopy
+from baton.core.prefix import PrefixChain, PrefixLink
+
+_GROWTH_ROOM = 8
+"""A table that cannot grow in place goes on where it finds this many blocks in a row, so that it
+can then grow in place for a while."""
+
+_UNUSED = b"\x01"
+_TAKEN = b"\x00"
+_RUNS = re.compile(_UNUSED + b"+")
+
+
+class InvariantBroken(RuntimeError):
+    """The pool's books do not agree with themselves: a fault of Baton, memory is not safe."""
+
+
+class BlockPool:
+    """num_blocks blocks of block_size token positions each, ids from 0."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError("a pool needs at least one block of at least one position")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._unused = bytearray(_UNUSED * num_blocks)
+        self._num_unused = num_blocks
+        self._references = [0] * num_blocks
+        self._links: dict[int, PrefixLink] = {}
+        self._by_digest: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._tables: set[BlockTable] = set()
+        self._newest_launched = 0
+        self._newest_completed = 0
+        self._deferred: deque[tuple[int, list[int]]] = deque()
+        self._claimed: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation may take, cached ones included."""
+        return self._num_unused + len(self._evictable)
+
+    @property
+    def num_tables(self) -> int:
+        """Tables that are not released; 0 when nothing runs, or something has leaked."""
+        return len(self._tables)
+
+    def allocate(
+        self,
+        num_blocks: int,
+        chain: PrefixChain | None = None,
+        max_cached: int = 0,
+        keep_free: int = 0,
+    ) -> BlockTable | None:
+        """A table of num_blocks, or None when fewer than keep_free would stay free after it.
+
+        None changes nothing.
+
+        Up to max_cached leading blocks come from the prefix cache as far as `chain` is found there
+        (`BlockTable.num_cached` says how many); they are shared and must not be written. The others
+        are one run of consecutive ids where possible, following the last shared one if it can.
+        """
+        hits = self._lookup(chain, min(max_cached, num_blocks)) if chain else []
+        revived = sum(1 for block in hits if not self._references[block])
+        if num_blocks - len(hits) + keep_free > self.num_free - revived:
+            return None
+        for block in hits:
+            self._refer(block)
+        table = BlockTable()
+        table.num_cached = table.num_published = len(hits)
+        table.extend(hits)
+        table.extend(self._take(num_blocks - len(hits), hits[-1] if hits else None))
+        self._tables.add(table)
+        return table
+
+    def fork(self, table: BlockTable, num_positions: int, num_blocks: int) -> BlockTable | None:
+        """A table of num_blocks that begins with the first num_positions of another one.
+
+        Full blocks are shared and must not be written by either. A last, partial one gets a block
+        of its own, filled by `BlockTable.copy`, which `claim_copy` puts into a step. None when
+        there are not enough blocks; then nothing has changed.
+        """
+        full, partial = divmod(num_positions, self.block_size)
+        if num_blocks * self.block_size < num_positions:
+            raise ValueError("a fork must hold the positions it begins with")
+        if num_blocks - full > self.num_free:
+            return None
+        child = BlockTable()
+        child.num_published = full
+        for block in table.blocks[:full]:
+            self._refer(block)
+        child.extend(table.blocks[:full])
+        child.extend(self._take(num_blocks - full, child.blocks[-1] if full else None))
+        if partial:
+            child.copy = BlockCopy(table.blocks[full], child.blocks[full], partial)
+            self._refer(child.copy.source)
+        self._tables.add(child)
+        return child
+
+    def claim_copy(self, table: BlockTable) -> BlockCopy | None:
+        """The copy that a fork still needs, for the step that is planned now and launched next.
+
+        Its source stays owned until that step is done, whatever becomes of the table it is from.
+        """
+        copy, table.copy = table.copy, None
+        if copy is not None:
+            self._claimed.append(copy.source)
+        return copy
+
+    def grow(self, table: BlockTable) -> bool:
+        """Appends one block, in place if possible. False when there is none."""
+        if not self.num_free:
+            return False
+        table.extend(self._take(1, table.blocks[-1] if table.blocks else None))
+        return True
+
+    def publish(self, table: BlockTable, chain: PrefixChain, num_blocks: int) -> None:
+        """Lets others find the first num_blocks by their prefix. Their KV is computed."""
+        for index in range(table.num_published, num_blocks):
+            link, block = chain.links[index], table.blocks[index]
+            if link.digest not in self._by_digest:
+                self._by_digest[link.digest] = block
+                self._links[block] = link
+        table.num_published = max(table.num_published, num_blocks)
+
+    def release(self, table: BlockTable) -> None:
+        """Gives a table up. Its blocks are free once no step in flight can touch them.
+
+        Raises RuntimeError for a table that is not owned (any more).
+        """
+        if table not in self._tables:
+            raise RuntimeError("this block table was released before")
+        self._tables.remove(table)
+        # Last block first: of a cached prefix the head is worth more, so it is evicted later.
+        blocks = table.blocks[::-1]
+        if table.copy is not None:
+            blocks.append(table.copy.source)
+        self._drop(blocks)
+
+    def launched(self, step: int) -> None:
+        """A step that may touch all blocks owned so far starts. Numbers only grow."""
+        if step <= self._newest_launched:
+            raise ValueError(f"step {step} after step {self._newest_launched}")
+        self._newest_launched = step
+        claimed, self._claimed = self._claimed, []
+        if claimed:
+            self._drop(claimed)
+
+    def completed(self, step: int) -> None:
+        """This step, and so every one before it, touches no block any more."""
+        if not self._newest_completed < step <= self._newest_launched:
+            raise ValueError(f"step {step} was not in flight")
+        self._newest_completed = step
+        while self._deferred and self._deferred[0][0] <= step:
+            self._unrefer(self._deferred.popleft()[1])
+
+    def check(self) -> None:
+        """Raises InvariantBroken unless every invariant holds. Costs time per block."""
+        owned: Counter[int] = Counter(self._claimed)
+        for _, blocks in self._deferred:
+            owned.update(blocks)
+        for table in self._tables:
+            owned.update(table.blocks)
+            if table.copy is not None:
+                owned[table.copy.source] += 1
+            if len(set(table.blocks)) != len(table.blocks):
+                raise InvariantBroken("a table names a block twice")
+            covered = [first + i for first, count in table.extents for i in range(count)]
+            if covered != table.blocks:
+                raise InvariantBroken("a table's extents are not its blocks")
+        for block in range(self.num_blocks):
+            if owned[block] != self._references[block]:
+                raise InvariantBroken(f"block {block}: its references are miscounted")
+            states = (owned[block] > 0, block in self._evictable, self._unused[block] == 1)
+            if sum(states) != 1:
+                raise InvariantBroken(f"block {block} is not in exactly one state")
+            if states[2] and block in self._links:
+                raise InvariantBroken(f"block {block} is unused and still named by a prefix")
+            if states[1] and block not in self._links:
+                raise InvariantBroken(f"block {block} is cached under no prefix")
+        if self._num_unused != sum(self._unused):
+            raise InvariantBroken("unused blocks are miscounted")
+        if self._by_digest != {link.digest: block for block, link in self._links.items()}:
+            raise InvariantBroken("the prefix cache's two directions differ")
+
+    def _lookup(self, chain: PrefixChain, limit: int) -> list[int]:
+        hits: list[int] = []
+        for link in chain.links[:limit]:
+            block = self._by_digest.get(link.digest)
+            if block is None or self._links[block] != link:
+                break
+            hits.append(block)
+        return hits
+
+    def _refer(self, block: int) -> None:
+        if not self._references[block]:
+            del self._evictable[block]
+        self._references[block] += 1
+
+    def _drop(self, blocks: list[int]) -> None:
+        if self._newest_launched > self._newest_completed:
+            self._deferred.append((self._newest_launched, blocks))
+        else:
+            self._unrefer(blocks)
+
+    def _unrefer(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if block in self._links:
+                self._evictable[block] = None
+            else:
+                self._unused[block] = 1
+                self._num_unused += 1
+
+    def _take(self, count: int, after: int | None) -> list[int]:
+        """Makes so many free blocks owned. There are enough."""
+        while self._num_unused < count:
+            block, _ = self._evictable.popitem(last=False)
+            del self._by_digest[self._links.pop(block).digest]
+            self._unused[block] = 1
+            self._num_unused += 1
+        places = self._place(count, after)
+        taken = [block for first, size in places for block in range(first, first + size)]
+        for block in taken:
+            self._references[block] = 1
+        self._num_unused -= count
+        return taken
+
+    def _place(self, count: int, after: int | None) -> list[tuple[int, int]]:
+        """Chooses unused blocks: right after a block, else first fit, else the fewest runs."""
+        wanted = _UNUSED * count
+        if after is not None and self._unused.startswith(wanted, after + 1):
+            first = after + 1
+        elif after is not None and count < _GROWTH_ROOM:
+            first = self._unused.find(_UNUSED * _GROWTH_ROOM)
+            first = first if first >= 0 else self._unused.find(wanted)
+        else:
+            first = self._unused.find(wanted)
+        if first >= 0:
+            places = [(first, count)]
+        else:
+            places = []
+            runs = sorted((m.start() - m.end(), m.start()) for m in _RUNS.finditer(self._unused))
+            for negative_size, start in runs:
+                size = min(-negative_size, count)
+                places.append((start, size))
+                count -= size
+                if not count:
+                    break
+        for start, size in places:
+            self._unused[start : start + size] = _TAKEN * size
+        return places

@@ -1,0 +1,70 @@
+"""What schedulers tell about attempts; knows neither who listens nor how it travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.attempt import AttemptKey, ChoiceTokens
+from baton.core.errors import BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Prefill: the input's first chunk is in a step that is about to run."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Prefill: KV of all positions below num_positions is in the blocks and may be packed.
+
+    cached: how many of them came from this worker's prefix cache.
+    """
+
+    key: AttemptKey
+    num_positions: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """Prefill: token 0 of every choice. queue_s: until its first step; prefill_s: from there on."""
+
+    key: AttemptKey
+    tokens: tuple[ChoiceTokens, ...]
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Decode: the attempt's KV is complete, its tokens follow.
+
+    cached_tokens: input tokens whose KV this worker had. wait_s: since it was reserved or added.
+    """
+
+    key: AttemptKey
+    cached_tokens: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Decode: new tokens, one entry a sequence. step: the newest step when they were made."""
+
+    tokens: tuple[ChoiceTokens, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt, or some choices of it, ended without an answer; nothing of them is left here."""
+
+    key: AttemptKey
+    choices: tuple[int, ...]
+    error: BatonError
+
+
+Event = Planned | Computed | FirstTokens | Started | Tokens | Failed

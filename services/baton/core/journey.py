@@ -1,0 +1,337 @@
+"""One request's life: its choices, the attempts that run them, and what a failure means.
+
+Pure: told what happened, it says what to run next. It knows neither which workers run an attempt
+nor how; the router's relay carries its decisions out.
+
+An attempt runs choices that share all accepted tokens; its input is prompt + those tokens, so an
+accepted position is never sampled again. It has one or two legs:
+
+    PLACING ──► PREFILLING                      every choice ends at token 0: no decode worker
+        │
+        ├─────► PAIRED ──► HANDING_OVER ──► DECODING     prefill answers first (the usual order)
+        │          └──────────────────────────▲         or decode has all KV first
+        └─────────────────────────────────────┘         decode prefills by itself
+
+Any of them ends as ENDED (no choice is left to run in it) or FAILED (its unfinished choices wait
+for another attempt). Prefill lost after decode has all KV is no loss; prefill lost while its KV is
+being collected is decode's to report. Events about an attempt that is over are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.core.attempt import Attempt, ChoiceTokens
+from baton.core.errors import BatonError, Internal, Reason
+from baton.core.request import SamplingParams, StopParams
+from baton.core.token_log import PositionGap, TokenLog
+
+
+class Leg(Enum):
+    """A part of an attempt that runs on one worker."""
+
+    PREFILL = auto()
+    DECODE = auto()
+
+
+class AttemptState(Enum):
+    """Where an attempt stands."""
+
+    PLACING = auto()
+    PREFILLING = auto()
+    PAIRED = auto()
+    HANDING_OVER = auto()
+    DECODING = auto()
+    ENDED = auto()
+    FAILED = auto()
+
+
+class AttemptEvent(Enum):
+    """What may happen to an attempt."""
+
+    PLACED_ON_PREFILL = auto()
+    PLACED_ON_BOTH = auto()
+    PLACED_ON_DECODE = auto()
+    PREFILL_ANSWERED = auto()
+    PREFILL_LOST = auto()
+    KV_COMPLETE = auto()
+    DECODE_LOST = auto()
+    NOTHING_LEFT = auto()
+
+
+_S, _E = AttemptState, AttemptEvent
+
+TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
+    (_S.PLACING, _E.PLACED_ON_PREFILL): _S.PREFILLING,
+    (_S.PLACING, _E.PLACED_ON_BOTH): _S.PAIRED,
+    (_S.PLACING, _E.PLACED_ON_DECODE): _S.DECODING,
+    (_S.PLACING, _E.NOTHING_LEFT): _S.ENDED,
+    # An answer that leaves a choice unfinished breaks the deal: nobody has its KV.
+    (_S.PREFILLING, _E.PREFILL_ANSWERED): _S.FAILED,
+    (_S.PREFILLING, _E.PREFILL_LOST): _S.FAILED,
+    (_S.PREFILLING, _E.NOTHING_LEFT): _S.ENDED,
+    (_S.PAIRED, _E.PREFILL_ANSWERED): _S.HANDING_OVER,
+    (_S.PAIRED, _E.PREFILL_LOST): _S.FAILED,
+    (_S.PAIRED, _E.KV_COMPLETE): _S.DECODING,
+    (_S.PAIRED, _E.DECODE_LOST): _S.FAILED,
+    (_S.PAIRED, _E.NOTHING_LEFT): _S.ENDED,
+    (_S.HANDING_OVER, _E.KV_COMPLETE): _S.DECODING,
+    (_S.HANDING_OVER, _E.DECODE_LOST): _S.FAILED,
+    (_S.HANDING_OVER, _E.NOTHING_LEFT): _S.ENDED,
+    (_S.DECODING, _E.PREFILL_ANSWERED): _S.DECODING,
+    (_S.DECODING, _E.PREFILL_LOST): _S.DECODING,
+    (_S.DECODING, _E.KV_COMPLETE): _S.DECODING,
+    (_S.DECODING, _E.DECODE_LOST): _S.FAILED,
+    (_S.DECODING, _E.NOTHING_LEFT): _S.ENDED,
+}
+
+OVER = frozenset({_S.ENDED, _S.FAILED})
+
+_HOLDERS: dict[AttemptState, frozenset[Leg]] = {
+    _S.PLACING: frozenset(),
+    _S.PREFILLING: frozenset({Leg.PREFILL}),
+    _S.PAIRED: frozenset({Leg.PREFILL, Leg.DECODE}),
+    _S.HANDING_OVER: frozenset({Leg.PREFILL, Leg.DECODE}),
+    _S.DECODING: frozenset({Leg.DECODE}),
+}
+"""Who may hold blocks for an attempt in each state, and has to be told when it is over."""
+
+_LOST = {Leg.PREFILL: _E.PREFILL_LOST, Leg.DECODE: _E.DECODE_LOST}
+
+
+class Verdict(Enum):
+    """What a leg's failure means for the request."""
+
+    FATAL = auto()
+    ELSEWHERE = auto()
+    """Another attempt; counts against the retry budget."""
+    LATER = auto()
+    """Another attempt after a pause; does not count, the deadline bounds it."""
+
+
+VERDICTS: dict[Reason, Verdict] = {
+    Reason.INVALID_ARGUMENT: Verdict.FATAL,
+    Reason.CONTEXT_LENGTH_EXCEEDED: Verdict.FATAL,
+    Reason.DEADLINE_EXCEEDED: Verdict.FATAL,
+    Reason.UNIMPLEMENTED: Verdict.FATAL,
+    Reason.OVERLOADED: Verdict.LATER,
+    Reason.UNAVAILABLE: Verdict.ELSEWHERE,
+    Reason.HANDOVER_FAILED: Verdict.ELSEWHERE,
+    Reason.INCOMPATIBLE: Verdict.ELSEWHERE,
+    Reason.CANCELLED: Verdict.ELSEWHERE,
+    Reason.INTERNAL: Verdict.ELSEWHERE,
+    Reason.NOT_FOUND: Verdict.ELSEWHERE,
+    Reason.MODEL_NOT_FOUND: Verdict.ELSEWHERE,
+    Reason.UNAUTHENTICATED: Verdict.ELSEWHERE,
+}
+
+
+@dataclass(slots=True)
+class AttemptRun:
+    """The progress of one attempt. `running`: its choices that have neither ended nor left it."""
+
+    attempt: Attempt
+    running: set[int]
+    state: AttemptState = AttemptState.PLACING
+    to_cancel: frozenset[Leg] = frozenset()
+    """Once over: the legs that may still hold something for it."""
+    freed_by_decode: set[int] = field(default_factory=set)
+    """Choices that decode itself has ended or failed: it holds nothing for them."""
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+
+class Journey:
+    """All choices of one request and the attempts that run them.
+
+    max_barren: how many attempts in a row a choice may lose without having gained a second token
+    in one of them (the first may be prefill's doing; only the second shows that decode lives).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        stop: StopParams,
+        max_barren: int,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        traceparent: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.stop = stop
+        self.logs = tuple(TokenLog(choice) for choice in range(n))
+        self.failure: BatonError | None = None
+        self.num_attempts = 0
+        self._max_barren = max_barren
+        self._priority = priority
+        self._cache_salt = cache_salt
+        self._traceparent = traceparent
+        self._runs: dict[int, AttemptRun] = {}
+        self._barren = [0] * n
+
+    @property
+    def done(self) -> bool:
+        """No attempt runs and none is wanted any more."""
+        return self.failure is not None or all(log.ended for log in self.logs)
+
+    def next_attempts(self) -> list[AttemptRun]:
+        """Attempts for all choices that wait, one per group with the same accepted tokens."""
+        if self.failure is not None:
+            return []
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for log in self.logs:
+            if log.attempt is None and not log.ended:
+                groups.setdefault(log.token_ids(), []).append(log.choice)
+        return [self._open(output, choices) for output, choices in groups.items()]
+
+    def _open(self, output: tuple[int, ...], choices: list[int]) -> AttemptRun:
+        number = self.num_attempts
+        self.num_attempts += 1
+        attempt = Attempt(
+            request_id=self.request_id,
+            attempt=number,
+            choices=tuple(choices),
+            token_ids=self.prompt + output,
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.sampling,
+            stop=self.stop,
+            priority=self._priority,
+            cache_salt=self._cache_salt,
+            traceparent=self._traceparent,
+        )
+        run = self._runs[number] = AttemptRun(attempt, set(choices))
+        for choice in choices:
+            self.logs[choice].attempt = number
+        return run
+
+    def needs_decode(self, attempt: Attempt) -> bool:
+        """Whether any choice may go on after this attempt's first token."""
+        return attempt.position + 1 < self.stop.max_tokens
+
+    def placed(self, number: int, legs: Collection[Leg]) -> None:
+        """The attempt's workers are chosen and are about to be told."""
+        if Leg.DECODE not in legs:
+            event = AttemptEvent.PLACED_ON_PREFILL
+        elif Leg.PREFILL in legs:
+            event = AttemptEvent.PLACED_ON_BOTH
+        else:
+            event = AttemptEvent.PLACED_ON_DECODE
+        self._apply(number, event)
+
+    def tokens(self, leg: Leg, tokens: ChoiceTokens) -> bool:
+        """Tokens of one choice came from a leg; returns whether its log has grown or ended."""
+        _, choice, number = tokens.key
+        run = self._runs.get(number)
+        if run is None or choice not in run.running:
+            return False
+        log = self.logs[choice]
+        try:
+            accepted = log.accept(tokens)
+        except PositionGap:
+            self.attempt_failed(number, Internal("Tokens were lost between workers."))
+            return False
+        if leg is Leg.DECODE and tokens.finish_reason is not None:
+            run.freed_by_decode.add(choice)
+        if log.ended:
+            self._left(run, choice)
+        return accepted > 0 or log.ended
+
+    def prefill_answered(self, number: int) -> None:
+        """Prefill's answer is in, its tokens were given to `tokens` before."""
+        run = self._apply(number, AttemptEvent.PREFILL_ANSWERED)
+        if run is not None and run.over:
+            self._judge(run, run.running, Internal("Prefill left a choice unfinished."))
+
+    def kv_complete(self, number: int) -> None:
+        """Decode has all KV of the attempt."""
+        self._apply(number, AttemptEvent.KV_COMPLETE)
+
+    def leg_failed(
+        self, number: int, leg: Leg, error: BatonError, choices: Collection[int] = ()
+    ) -> None:
+        """A leg failed, for these choices only when some are named."""
+        run = self._runs.get(number)
+        if run is None:
+            return
+        if leg is Leg.DECODE:
+            run.freed_by_decode.update(choices or run.attempt.choices)
+        if choices and run.running - set(choices):
+            lost = run.running & set(choices)
+            run.running -= lost
+            self._judge(run, lost, error)
+            return
+        self._apply(number, _LOST[leg])
+        if run.over:
+            run.to_cancel -= {leg}
+            self._judge(run, run.running, error)
+
+    def attempt_failed(self, number: int, error: BatonError) -> None:
+        """The attempt cannot go on whatever its legs say; all of them are to be cancelled."""
+        run = self._runs.get(number)
+        if run is not None:
+            self._end(run, AttemptState.FAILED)
+            self._judge(run, run.running, error)
+
+    def stopped(self, choice: int, position: int, stop_string: str) -> int | None:
+        """A stop string was completed. Returns the attempt in which the choice has to be cancelled,
+        if one goes on without it. Raises PositionGap for a position that was never accepted.
+        """
+        log = self.logs[choice]
+        log.truncate(position, stop_string)
+        run = None if log.attempt is None else self._runs.get(log.attempt)
+        if run is None or choice not in run.running:
+            return None
+        self._left(run, choice)
+        return None if run.over else run.attempt.attempt
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the request: deadline, cancellation, or a failure outside of any attempt."""
+        if self.failure is None:
+            self.failure = error
+        for run in list(self._runs.values()):
+            self._end(run, AttemptState.FAILED)
+
+    def _apply(self, number: int, event: AttemptEvent) -> AttemptRun | None:
+        """The attempt after the event, or None when it was over before."""
+        run = self._runs.get(number)
+        if run is not None:
+            state = TRANSITIONS[run.state, event]
+            if state in OVER:
+                self._end(run, state)
+            run.state = state
+        return run
+
+    def _end(self, run: AttemptRun, state: AttemptState) -> None:
+        run.to_cancel = _HOLDERS[run.state]
+        if run.freed_by_decode >= set(run.attempt.choices):
+            run.to_cancel -= {Leg.DECODE}
+        run.state = state
+        del self._runs[run.attempt.attempt]
+
+    def _left(self, run: AttemptRun, choice: int) -> None:
+        run.running.discard(choice)
+        if not run.running:
+            self._apply(run.attempt.attempt, AttemptEvent.NOTHING_LEFT)
+
+    def _judge(self, run: AttemptRun, choices: Collection[int], error: BatonError) -> None:
+        """These choices lost their attempt: let them wait for another one, or end the request."""
+        verdict = VERDICTS[error.reason]
+        for choice in choices:
+            log = self.logs[choice]
+            log.attempt = None
+            if len(log) - run.attempt.position > 1:
+                self._barren[choice] = 0
+            elif verdict is Verdict.ELSEWHERE:
+                self._barren[choice] += 1
+        if verdict is Verdict.FATAL or any(b >= self._max_barren for b in self._barren):
+            self.fail(error)

@@ -1,0 +1,53 @@
+"""What a worker tells about itself: what it is, and how busy; knows nothing of who asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+
+
+class WorkerState(Enum):
+    """Where a worker stands in its life."""
+
+    STARTING = 1
+    SERVING = 2
+    DRAINING = 3
+    KV_ONLY = 4
+    """Computes nothing more; KV still waits to be collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What a worker is; the same for its whole incarnation.
+
+    model, layout, transports and the numbers are left out where a role has none. transports: best
+    first. num_blocks: blocks of the pool. block_size: positions of a block.
+    """
+
+    identity: WorkerIdentity
+    model: ModelDescription | None = None
+    layout: KvLayout | None = None
+    transports: tuple[str, ...] = ()
+    num_blocks: int = 0
+    block_size: int = 0
+    kv_bytes_per_position: int = 0
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How busy a worker is.
+
+    waiting_tokens: prompt tokens that wait to be computed. free_blocks: blocks that nobody uses,
+    cached ones included. step_age_us and step_predicted_us: of the running step, 0 when idle.
+    """
+
+    state: WorkerState
+    waiting_sequences: int = 0
+    waiting_tokens: int = 0
+    running_sequences: int = 0
+    free_blocks: int = 0
+    step_age_us: int = 0
+    step_predicted_us: int = 0

@@ -1,0 +1,92 @@
+"""Names prefixes of token histories by chained, keyed hashes; knows nothing of who stores them.
+
+A prefix is cut into units of equal size. The hash of a unit is keyed by the hash before it, and the
+first one by a namespace made of {tenant salt, model, adapter}. Equal hashes therefore mean equal
+prefixes in one namespace, and two tenants never share one. Two chains are in use: blocks of a
+worker's own size inside its pool (`PrefixChain`), and units of 64 tokens between processes
+(`prefix_hashes`), whatever a worker's block size is.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+UNIT_TOKENS = 64
+HASH_BYTES = 16
+
+_TOKEN_BYTES = 4
+
+
+def namespace(salt: bytes, model_digest: str, adapter: str = "") -> bytes:
+    """The key of a chain's first hash, HASH_BYTES long. Parts cannot run into each other."""
+    hasher = blake2b(digest_size=HASH_BYTES, person=b"baton-prefix")
+    for part in (salt, model_digest.encode(), adapter.encode()):
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def prefix_hashes(token_ids: Sequence[int], salt: bytes, model_digest: str) -> bytes:
+    """One hash of HASH_BYTES per full unit of UNIT_TOKENS tokens, concatenated.
+
+    Each covers all tokens up to its unit's end. Raises OverflowError for ids beyond int32.
+    """
+    data = memoryview(token_bytes(token_ids))
+    unit_bytes = UNIT_TOKENS * _TOKEN_BYTES
+    digest = namespace(salt, model_digest)
+    hashes = bytearray()
+    for start in range(0, len(data) - unit_bytes + 1, unit_bytes):
+        digest = _next_hash(digest, data[start : start + unit_bytes])
+        hashes += digest
+    return bytes(hashes)
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    ids = array("i", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+class PrefixLink(NamedTuple):
+    """One full block of a chain. Links are equal only when their tokens are equal too."""
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes
+
+
+class PrefixChain:
+    """The links of one growing token history, made on demand and never twice."""
+
+    __slots__ = ("_block_size", "_root", "links")
+
+    def __init__(self, root: bytes, block_size: int):
+        self._root = root
+        self._block_size = block_size
+        self.links: list[PrefixLink] = []
+
+    def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Adds links until there are num_blocks. token_ids go on from what is linked already."""
+        size = self._block_size
+        parent = self.links[-1].digest if self.links else self._root
+        for index in range(len(self.links), num_blocks):
+            tokens = token_bytes(token_ids[index * size : (index + 1) * size])
+            digest = _next_hash(parent, tokens)
+            self.links.append(PrefixLink(digest, parent, tokens))
+            parent = digest
+
+    def fork(self) -> PrefixChain:
+        """An independent chain with the same history."""
+        chain = PrefixChain(self._root, self._block_size)
+        chain.links = self.links.copy()
+        return chain
+
+
+def _next_hash(previous: bytes, unit: bytes | memoryview) -> bytes:
+    return blake2b(unit, digest_size=HASH_BYTES, key=previous).digest()

@@ -1,0 +1,100 @@
+"""What both schedulers share: their port, limits, orders and checks; knows no block pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.attempt import Attempt
+from baton.core.errors import Overloaded
+from baton.core.events import Event
+from baton.core.plan import StepPlan, StepResult
+from baton.core.shared_input import SharedInput
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a scheduler is. Free blocks include cached ones."""
+
+    waiting_sequences: int
+    waiting_tokens: int
+    running_sequences: int
+    free_blocks: int
+
+
+class Scheduler(Protocol):
+    """Decides what runs. Called by the engine thread only; every time is a reading of one clock.
+
+    For each step: `plan`, run it, `apply`. Everything else may be called in between, also while a
+    planned step is not applied yet.
+    """
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is here that has not ended, or is kept for another worker."""
+
+    @property
+    def load(self) -> Load: ...
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, which the caller must run; None when nothing can run now."""
+
+    def apply(self, result: StepResult, now: float) -> list[Event]:
+        """Takes the oldest planned step's result and tells everything that came of it."""
+
+    def take_events(self) -> list[Event]:
+        """What happened outside of `apply`, in order; each event is told once."""
+
+    def next_wake(self, now: float) -> float | None:
+        """When `plan` may find more than it did just now though nothing was called; or None."""
+
+    def check(self) -> None:
+        """Raises InvariantBroken when the books disagree. For idle moments and tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimit:
+    """How much may wait. An input alone is let in whatever its length."""
+
+    tokens: int = 16384
+    sequences: int = 1024
+
+    def check(self, load: Load, attempt: Attempt) -> None:
+        """Raises Overloaded when an attempt does not fit any more."""
+        tokens = load.waiting_tokens + len(attempt.token_ids)
+        full = load.waiting_tokens > 0 and tokens > self.tokens
+        if full or load.waiting_sequences + len(attempt.choices) > self.sequences:
+            raise Overloaded(
+                f"The worker's queue is full: {load.waiting_sequences} sequences with "
+                f"{load.waiting_tokens} tokens wait.",
+                retry_after_s=1.0,
+            )
+
+
+Order = Callable[[Iterable[SharedInput], float], list[SharedInput]]
+"""Who gets the token budget first, at a time. The place for fairness between tenants."""
+
+
+def first_come(inputs: Iterable[SharedInput], now: float) -> list[SharedInput]:
+    """Priority class, then arrival."""
+    return sorted(inputs, key=lambda job: (job.priority, job.arrived, job.id))
+
+
+def shortest_remaining(aging_tokens_per_s: float) -> Order:
+    """Priority class, then fewest positions left, where each second of waiting counts as so many
+    positions less. Nobody starves: what arrives now loses against all who waited long enough."""
+
+    def order(inputs: Iterable[SharedInput], now: float) -> list[SharedInput]:
+        def rank(job: SharedInput) -> tuple[int, float, int]:
+            waited = (now - job.arrived) * aging_tokens_per_s
+            return job.priority, job.remaining - waited, job.id
+
+        return sorted(inputs, key=rank)
+
+    return order
+
+
+def earliest(times: Iterable[float | None], now: float) -> float | None:
+    """The first time that is still to come, or None."""
+    return min((time for time in times if time is not None and time > now), default=None)

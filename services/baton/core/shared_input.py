@@ -1,0 +1,166 @@
+"""SharedInput, one input on its way to KV and the sequences that go on from it; knows no policy.
+
+A prompt with n choices is computed or collected once. Its sequences part when KV is complete: one
+takes the table over, each of the others got a fork of it, with room to grow, when blocks were
+taken, so that nothing can run out in between. A preempted sequence becomes a SharedInput again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+
+from baton.core.attempt import AttemptKey
+from baton.core.block_pool import BlockPool
+from baton.core.blocks import BlockTable, blocks_for
+from baton.core.plan import Chunk, SampleRow
+from baton.core.prefix import PrefixChain
+from baton.core.sequence import Sequence, SequenceEvent
+
+
+class SharedInput:
+    """tokens: the input. computed: leading positions that have KV. cached: those of them that came
+    from the prefix cache. arrived, started: clock readings in seconds. resumed: its sequences have
+    run before. deadline: a clock reading after which it need not start, or None; what was told to
+    the client cannot be taken back, so one that is resumed has none here. held_back: it was refused
+    blocks, or lost them.
+    """
+
+    __slots__ = (
+        "arrived",
+        "cached",
+        "chain",
+        "computed",
+        "deadline",
+        "held_back",
+        "id",
+        "in_flight",
+        "key",
+        "priority",
+        "resumed",
+        "sequences",
+        "started",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self, sequences: list[Sequence], chain: PrefixChain, now: float, *, resumed: bool = False
+    ):
+        first = sequences[0]
+        attempt = first.attempt
+        self.id = first.id
+        self.key: AttemptKey = attempt.key
+        self.priority = attempt.priority
+        self.sequences = sequences
+        self.tokens: Tokens[int] = first.tokens
+        self.chain = chain
+        self.arrived = now
+        self.started: float | None = None
+        remaining_s = None if resumed else attempt.remaining_s
+        self.deadline = None if remaining_s is None else now + remaining_s
+        self.resumed = resumed
+        self.held_back = False
+        self.table: BlockTable | None = None
+        self.computed = 0
+        self.cached = 0
+        self.in_flight = False
+
+    @property
+    def remaining(self) -> int:
+        """Positions that still have to be computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether its next token would be too far ahead of confirmed positions."""
+        return any(sequence.must_wait for sequence in self.sequences)
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables that it and its sequences own."""
+        return (self.table is not None) + sum(s.table is not None for s in self.sequences)
+
+    def positions_with_room(self, headroom: int) -> int:
+        """Positions to own at the start: the input and as much growth as its choices can need.
+
+        The last token of a choice never gets KV.
+        """
+        size = len(self.tokens)
+        return max(size, min(size + headroom, self.sequences[0].rule.max_positions - 1))
+
+    def blocks_wanted(self, block_size: int, headroom: int) -> tuple[int, int]:
+        """Blocks of the first table, and of each fork beyond those that it shares."""
+        whole = blocks_for(self.positions_with_room(headroom), block_size)
+        return whole, whole - len(self.tokens) // block_size
+
+    def take_blocks(
+        self, pool: BlockPool, *, max_cached: int, headroom: int | None = None, keep_free: int = 0
+    ) -> bool:
+        """Takes blocks for the input, or none at all.
+
+        max_cached: positions that may come from the prefix cache. headroom: also take what all
+        sequences need until each has grown by so many positions; None: they do not run here.
+        keep_free: blocks to leave free.
+        """
+        size = pool.block_size
+        self.chain.extend(self.tokens, len(self.tokens) // size)
+        whole, fork = self.blocks_wanted(size, headroom or 0)
+        heirs = [] if headroom is None else self.sequences[1:]
+        keep_free += fork * len(heirs)
+        self.table = pool.allocate(whole, self.chain, max_cached // size, keep_free)
+        if self.table is None:
+            return False
+        self.computed = self.cached = self.table.num_cached * size
+        for sequence in heirs:
+            sequence.table = pool.fork(self.table, len(self.tokens), whole)
+        return True
+
+    def chunk(self, budget: int, block_size: int) -> Chunk:
+        """The next positions to compute. budget: at least one block, or all that remains.
+
+        A chunk that is not the last one ends where a block ends, so that whole blocks travel.
+        """
+        assert self.table is not None
+        first, end = self.computed, len(self.tokens)
+        rows: tuple[SampleRow, ...] = ()
+        if self.remaining > budget:
+            end = (first + budget) // block_size * block_size
+        else:
+            rows = tuple(sequence.sample_row() for sequence in self.sequences)
+        return Chunk(self.id, self.tokens[first:end], first, self.table.extents, rows)
+
+    def publish(self, pool: BlockPool) -> None:
+        """Lets others find the full blocks that have KV."""
+        assert self.table is not None
+        pool.publish(self.table, self.chain, self.computed // pool.block_size)
+
+    def hand_on(self, pool: BlockPool) -> None:
+        """Gives every sequence its table; the input's own goes to the one that got no fork."""
+        assert self.table is not None
+        for sequence in self.sequences:
+            if sequence.table is None:
+                sequence.table, self.table = self.table, None
+                sequence.chain = self.chain
+            else:
+                sequence.chain = self.chain.fork()
+            sequence.computed = len(self.tokens)
+        if self.table is not None:
+            self.give_up_table(pool)
+
+    def give_up_table(self, pool: BlockPool) -> None:
+        """Releases the input's own table, if there is one."""
+        table, self.table = self.table, None
+        if table is not None:
+            pool.release(table)
+
+    def give_up_blocks(self, pool: BlockPool) -> None:
+        """Releases everything; the input has to be computed from its start again."""
+        self.give_up_table(pool)
+        for sequence in self.sequences:
+            sequence.give_up_table(pool)
+        self.computed = self.cached = 0
+
+    def move(self, event: SequenceEvent) -> None:
+        """All its sequences take the same step."""
+        for sequence in self.sequences:
+            sequence.move(event)

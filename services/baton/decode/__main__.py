@@ -1,0 +1,69 @@
+"""Starts a decode worker: reads the configuration, wires, serves."""
+
+from __future__ import annotations
+
+import sys
+
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.ports import ModelRunner
+from baton.core.scheduling import QueueLimit
+from baton.decode.config import DecodeConfig
+from baton.decode.service import DecodeService
+from baton.decode.servicer import DecodeServicer
+from baton.kv.collector import Collector
+from baton.rpc.config import load
+from baton.rpc.handover import GrpcGiverConnection
+from baton.rpc.lifecycle import run
+from baton.rpc.server import Service
+from baton.v1 import decode_pb2_grpc
+from baton.worker.process import Parts, run_worker
+
+
+def main() -> int:
+    config = load(DecodeConfig, prog="baton-decode")
+    policy = DecodePolicy(
+        max_sequences=config.max_running,
+        token_budget=config.max_running + config.step_tokens,
+        prefill_budget=config.step_tokens,
+        limit=QueueLimit(config.max_waiting_tokens, config.max_waiting),
+    )
+
+    def scheduler(runner: ModelRunner, pool: BlockPool) -> DecodeScheduler:
+        model = runner.model
+        return DecodeScheduler(
+            pool,
+            policy,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            model_digest=model.digest,
+        )
+
+    def service(parts: Parts) -> tuple[DecodeService, list[Service]]:
+        collector = Collector(
+            parts.identity,
+            parts.runner.layout,
+            parts.staging,
+            lambda giver: GrpcGiverConnection(parts.channels.get(giver.address)),
+            stats=parts.stats,
+        )
+        made = DecodeService(
+            parts.engine,
+            collector,
+            handover_timeout_s=config.handover_timeout_s,
+            resume_window_s=config.resume_window_s,
+        )
+        servicer = DecodeServicer(made, parts.engine, parts.identity)
+        return made, [
+            Service(
+                "baton.v1.Decode",
+                lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server),
+            )
+        ]
+
+    return run(run_worker("decode", "collector", config, scheduler, service))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""What a decode worker can be told besides what every worker can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.rpc.config import option
+from baton.worker.options import WorkerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(WorkerOptions):
+    """One decode worker."""
+
+    step_tokens: int = option(
+        256, "most tokens of a step, local prefill chunks included", unit="tokens", minimum=1
+    )
+    max_running: int = option(64, "sequences of a step", minimum=1, maximum=4096)
+    resume_window_s: float = option(
+        2.0, "how long a router's sequences outlive its stream", unit="s", minimum=0.0
+    )

@@ -1,0 +1,166 @@
+"""The gRPC face of decode: one Session stream per router. Knows no business."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+
+from baton.core.attempt import AttemptKey, SequenceKey
+from baton.core.errors import BatonError, InvalidArgument, Unavailable
+from baton.core.model import WorkerIdentity
+from baton.decode.service import DecodeService
+from baton.decode.sessions import Failure, Frame, RouterSession
+from baton.engine.thread import EngineThread
+from baton.kv.collector import Ticket
+from baton.rpc.convert import (
+    attempt_from_proto,
+    choice_tokens_to_proto,
+    error_to_proto,
+    identity_from_proto,
+    identity_to_proto,
+)
+from baton.v1 import decode_pb2, decode_pb2_grpc
+
+HEARTBEAT_S = 0.5
+HANDOVER_ID_BYTES = 16
+
+Context = grpc.aio.ServicerContext[decode_pb2.SessionRequest, decode_pb2.SessionResponse]
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Serves `baton.v1.Decode` of one incarnation."""
+
+    def __init__(
+        self, service: DecodeService, engine: EngineThread[Any], identity: WorkerIdentity
+    ) -> None:
+        self._service = service
+        self._engine = engine
+        self._identity = identity
+        self._frames = 0
+
+    async def Session(
+        self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[decode_pb2.SessionResponse]:
+        session, welcome = await self._open(request_iterator)
+        stream = session.stream = object()
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            yield welcome
+            while not reader.done() and session.stream is stream:
+                frame = await session.next_frame(HEARTBEAT_S)
+                if session.stream is not stream:
+                    return
+                yield self._heartbeat() if frame is None else self._frame(frame)
+            if reader.done():
+                reader.result()
+        finally:
+            reader.cancel()
+            if session.stream is stream:
+                session.stream, session.broken_at = None, time.monotonic()
+
+    async def _open(
+        self, requests: AsyncIterator[decode_pb2.SessionRequest]
+    ) -> tuple[RouterSession, decode_pb2.SessionResponse]:
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise InvalidArgument("the first message must be a hello", field="message")
+        hello = first.hello
+        if hello.decode_incarnation not in ("", self._identity.incarnation):
+            raise Unavailable("this address now belongs to a newer decode worker")
+        if not hello.router.incarnation:
+            raise InvalidArgument("must not be empty", field="hello.router.incarnation")
+        session = self._service.session(hello.router.incarnation)
+        lost = self._service.resume(session, _positions(hello.resume))
+        welcome = decode_pb2.SessionWelcome(
+            decode=identity_to_proto(self._identity),
+            lost=[
+                decode_pb2.SequencePosition(
+                    request_id=key.request_id, choice=key.choice, attempt=key.attempt
+                )
+                for key in lost
+            ],
+        )
+        return session, decode_pb2.SessionResponse(welcome=welcome)
+
+    async def _read(
+        self, session: RouterSession, requests: AsyncIterator[decode_pb2.SessionRequest]
+    ) -> None:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "start":
+                    self._start(session, request.start)
+                case "cancel":
+                    cancel = request.cancel
+                    self._service.cancel(
+                        AttemptKey(cancel.request_id, cancel.attempt), tuple(cancel.choices)
+                    )
+                case "confirm":
+                    self._service.confirm(_positions(request.confirm.sequences))
+                case _:
+                    raise InvalidArgument("is empty or out of place", field="message")
+
+    def _start(self, session: RouterSession, start: decode_pb2.StartSequence) -> None:
+        try:
+            attempt = attempt_from_proto(start.attempt)
+            ticket = _ticket(start, len(attempt.token_ids))
+        except BatonError as error:
+            key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
+            session.failed(Failure(key, tuple(start.attempt.choices), error))
+            return
+        self._service.start(session, attempt, ticket, start.max_unconfirmed)
+
+    def _heartbeat(self) -> decode_pb2.SessionResponse:
+        return decode_pb2.SessionResponse(
+            heartbeat=decode_pb2.Heartbeat(
+                step_age_us=round(self._engine.step_age_s * 1e6),
+                step_predicted_us=round(self._engine.step_predicted_s * 1e6),
+            )
+        )
+
+    def _frame(self, frame: Frame) -> decode_pb2.SessionResponse:
+        self._frames += 1
+        return decode_pb2.SessionResponse(
+            frame=decode_pb2.StepFrame(
+                step=self._frames,
+                tokens=[choice_tokens_to_proto(tokens) for tokens in frame.tokens],
+                failures=[
+                    decode_pb2.SequenceFailure(
+                        request_id=failure.key.request_id,
+                        attempt=failure.key.attempt,
+                        choices=failure.choices,
+                        error=error_to_proto(failure.error),
+                    )
+                    for failure in frame.failures
+                ],
+                started=[
+                    decode_pb2.SequenceStarted(
+                        request_id=started.key.request_id,
+                        attempt=started.key.attempt,
+                        cached_tokens=started.cached_tokens,
+                        received_bytes=started.received_bytes,
+                        wait_us=round(started.wait_s * 1e6),
+                    )
+                    for started in frame.started
+                ],
+            )
+        )
+
+
+def _ticket(start: decode_pb2.StartSequence, num_positions: int) -> Ticket | None:
+    if not start.HasField("source"):
+        return None
+    if len(start.source.handover_id) != HANDOVER_ID_BYTES:
+        raise InvalidArgument("must be 16 bytes", field="source.handover_id")
+    return Ticket(
+        handover_id=start.source.handover_id,
+        giver=identity_from_proto(start.source.giver),
+        num_positions=num_positions,
+    )
+
+
+def _positions(entries: Iterable[decode_pb2.SequencePosition]) -> dict[SequenceKey, int]:
+    return {SequenceKey(e.request_id, e.choice, e.attempt): e.position for e in entries}

@@ -1,0 +1,87 @@
+"""Starts one detokenizer: parse, wire, serve."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.detokenizer.config import DetokenizerConfig
+from baton.detokenizer.servicer import DetokenizerServicer
+from baton.detokenizer.vocabulary import Vocabulary
+from baton.rpc import config, lifecycle, logs, metrics
+from baton.rpc.digest import tokenizer_digest
+from baton.rpc.server import ProcessServer, Service
+from baton.rpc.worker import worker_service
+from baton.v1.detokenizer_pb2_grpc import add_DetokenizerServicer_to_server
+
+ROLE = "detokenizer"
+
+log = logging.getLogger(__name__)
+
+
+async def serve(options: DetokenizerConfig) -> int:
+    """Returns the exit code."""
+    incarnation = lifecycle.new_incarnation()
+    logs.setup(ROLE, options.log_level, options.log_json, incarnation=incarnation)
+    log.info("%s", config.describe(options))
+    folder = Path(options.model)
+    servicer = DetokenizerServicer(
+        Vocabulary.load(folder),
+        max_texts=options.max_texts,
+        max_unsent_bytes=options.max_unsent_mib << 20,
+    )
+    model = _model(options, folder)
+    address = ""
+
+    def describe() -> WorkerDescription:
+        identity = WorkerIdentity(ROLE, incarnation, options.advertise or address)
+        return WorkerDescription(identity, model)
+
+    def load() -> WorkerLoad:
+        state = WorkerState.DRAINING if servicer.draining else WorkerState.SERVING
+        return WorkerLoad(state, running_sequences=servicer.num_texts)
+
+    server = ProcessServer(
+        listen=options.listen,
+        services=[
+            Service(
+                "baton.v1.Detokenizer",
+                lambda server: add_DetokenizerServicer_to_server(servicer, server),
+            ),
+            worker_service(describe, load),
+        ],
+        reflection=options.reflection,
+        metrics_listen=options.metrics_listen,
+    )
+    metrics.gauge(metrics.STREAMS, lambda: {(ROLE,): servicer.num_sessions})
+    metrics.gauge(metrics.SEQUENCES, lambda: {("running",): servicer.num_texts})
+    address = await server.start()
+    server.set_serving(True)
+    print(json.dumps({"role": ROLE, "listen": address}), flush=True)
+    return await lifecycle.run_until_stopped(
+        server, servicer.drain, drain_timeout_s=options.drain_timeout_s
+    )
+
+
+def _model(options: DetokenizerConfig, folder: Path) -> ModelDescription:
+    """Only what the tokenizer's files tell."""
+    return ModelDescription(
+        name=options.model_name or folder.resolve().name,
+        digest="",
+        max_model_len=0,
+        vocab_size=0,
+        eos_token_ids=(),
+        tokenizer_digest=tokenizer_digest(folder),
+    )
+
+
+def main() -> int:
+    return lifecycle.run(serve(config.load(DetokenizerConfig, prog="baton-detokenizer")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""The gRPC face of the detokenizer: one Session stream per router. Converts, and decides nothing.
+
+Reading never waits for writing: operations are applied as they come, news gathers in `OpenTexts`,
+and one writer sends all there is as one response whenever the stream has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.core.errors import BatonError, InvalidArgument, Overloaded, Unavailable
+from baton.detokenizer.text import TextOptions
+from baton.detokenizer.texts import OpenTexts, TextNews
+from baton.detokenizer.vocabulary import Vocabulary
+from baton.rpc.convert import error_to_proto, token_ids_from_bytes
+from baton.rpc.metrics import TEXT_BYTES, counter
+from baton.v1 import detokenizer_pb2 as pb
+from baton.v1 import detokenizer_pb2_grpc
+
+HEARTBEAT_S = 0.5
+MAX_RESPONSE_CHARACTERS = 1 << 18
+BURST_TOKENS = 4096
+"""Tokens worked on before other sessions and heartbeats get their turn."""
+
+Context = grpc.aio.ServicerContext[pb.DetokenizerSessionRequest, pb.DetokenizerSessionResponse]
+
+
+class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
+    """Serves `baton.v1.Detokenizer`."""
+
+    def __init__(self, vocabulary: Vocabulary, *, max_texts: int, max_unsent_bytes: int) -> None:
+        self._vocabulary = vocabulary
+        self._max_texts = max_texts
+        self._max_unsent_bytes = max_unsent_bytes
+        self._sessions: set[_Session] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_texts(self) -> int:
+        """Open texts of all sessions. May be read on any thread."""
+        return sum(len(session.texts) for session in tuple(self._sessions))
+
+    async def drain(self) -> None:
+        """No text is opened from now on, and a session ends when it has none; returns then."""
+        self.draining = True
+        for session in self._sessions:
+            session.drain()
+        await self._idle.wait()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.DetokenizerSessionRequest], context: Context
+    ) -> AsyncIterator[pb.DetokenizerSessionResponse]:
+        session = _Session(OpenTexts(self._vocabulary, self._max_texts), self._max_unsent_bytes)
+        if self.draining:
+            session.drain()
+        self._sessions.add(session)
+        self._idle.clear()
+        reader = asyncio.create_task(session.read(request_iterator))
+        try:
+            async for response in session.responses(reader):
+                yield response
+        finally:
+            self._sessions.discard(session)
+            reader.cancel()
+            # Its failure, if it had one, was raised by `responses` already.
+            await asyncio.gather(reader, return_exceptions=True)
+            if not self._sessions:
+                self._idle.set()
+
+
+class _Session:
+    """One stream. Two tasks share it on one event loop: `read` and whoever runs `responses`."""
+
+    def __init__(self, texts: OpenTexts, max_unsent_bytes: int) -> None:
+        self.texts = texts
+        self._max_unsent_bytes = max_unsent_bytes
+        self._draining = False
+        self._made = counter(TEXT_BYTES)
+        self._wake = asyncio.Event()
+
+    def drain(self) -> None:
+        self._draining = True
+        self._wake.set()
+
+    async def read(self, requests: AsyncIterator[pb.DetokenizerSessionRequest]) -> None:
+        """Applies operations until the router has no more, or leaves too much unread."""
+        try:
+            burst = 0
+            async for request in requests:
+                for operation in request.operations:
+                    burst += self._apply(operation)
+                    if burst > BURST_TOKENS:
+                        burst = 0
+                        self._wake.set()
+                        await asyncio.sleep(0)
+                if self.texts.unsent_bytes > self._max_unsent_bytes:
+                    raise Overloaded("the session's responses are not read")
+                if self.texts.has_news:
+                    self._wake.set()
+        finally:
+            self._wake.set()
+
+    async def responses(
+        self, reader: asyncio.Task[None]
+    ) -> AsyncIterator[pb.DetokenizerSessionResponse]:
+        """Ends when the router has no more operations, or when draining and no text is open."""
+        while True:
+            self._wake.clear()
+            while news := self.texts.take(MAX_RESPONSE_CHARACTERS):
+                response = pb.DetokenizerSessionResponse(deltas=map(_delta, news))
+                self._made.inc(sum(len(delta.text.encode()) for delta in response.deltas))
+                yield response
+            if reader.done():
+                reader.result()
+                return
+            if self._draining and not self.texts:
+                return
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                yield pb.DetokenizerSessionResponse(heartbeat=True)
+
+    def _apply(self, operation: pb.DetokenizeOperation) -> int:
+        """Returns how many tokens it took."""
+        text_id = operation.text_id
+        try:
+            match operation.WhichOneof("operation"):
+                case "open":
+                    return self._open(text_id, operation.open)
+                case "append":
+                    return self._append(text_id, operation.append)
+                case "close":
+                    self.texts.close(text_id)
+                case _:
+                    raise InvalidArgument("is empty or not known", field="operation")
+        except BatonError as error:
+            self.texts.fail(text_id, error)
+        return 1
+
+    def _open(self, text_id: int, message: pb.OpenText) -> int:
+        if self._draining:
+            raise Unavailable("the detokenizer is leaving")
+        token_ids = token_ids_from_bytes(message.token_ids, "token_ids")
+        options = TextOptions(
+            stop_strings=tuple(message.stop_strings),
+            include_stop_string=message.include_stop_string,
+            skip_special_tokens=message.skip_special_tokens,
+            prompt_tail_ids=token_ids_from_bytes(message.prompt_tail_ids, "prompt_tail_ids"),
+            delivered_bytes=message.delivered_bytes,
+            min_tokens=message.min_tokens,
+        )
+        self.texts.open(text_id, options, token_ids, with_token_texts=message.token_texts)
+        return 1 + len(token_ids) + len(options.prompt_tail_ids)
+
+    def _append(self, text_id: int, message: pb.AppendTokens) -> int:
+        token_ids = token_ids_from_bytes(message.token_ids, "token_ids")
+        spell = token_ids_from_bytes(message.spell_token_ids, "spell_token_ids")
+        self.texts.append(
+            text_id,
+            message.position,
+            token_ids,
+            spell=spell,
+            last=message.last,
+            last_is_stop_token=message.last_is_stop_token,
+        )
+        return 1 + len(token_ids) + len(spell)
+
+
+def _delta(entry: TextNews) -> pb.TextDelta:
+    if entry.news is None:
+        assert entry.error is not None
+        return pb.TextDelta(text_id=entry.text_id, error=error_to_proto(entry.error))
+    news = entry.news
+    delta = pb.TextDelta(
+        text_id=entry.text_id,
+        text=news.text,
+        num_tokens=news.num_tokens,
+        searched_tokens=news.searched_tokens,
+        end=news.end,
+        token_texts=entry.token_texts,
+        spelled_texts=entry.spelled_texts,
+    )
+    if news.stop is not None:
+        delta.stop.stop_string = news.stop.stop_string
+        delta.stop.position = news.stop.position
+    return delta

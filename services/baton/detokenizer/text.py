@@ -1,0 +1,189 @@
+"""The text of one choice, from its tokens to what may be sent. Knows nothing of the wire.
+
+Tokens become whole characters (`incremental`), stop strings are searched in them (`stops`), and
+what can be part of no stop string any more is ready. Everything here is a function of the token ids
+in order, so a text that is opened again with the same ids goes on with the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.errors import InvalidArgument
+from baton.detokenizer.incremental import IncrementalText, Spelling
+from baton.detokenizer.stops import Match, StopMatcher, compile_stops
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How a choice's text is made. delivered_bytes: UTF-8 bytes of it that are not sent again;
+    min_tokens: stop strings completed by one of so many first output tokens do not count.
+    """
+
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    skip_special_tokens: bool = True
+    prompt_tail_ids: tuple[int, ...] = ()
+    delivered_bytes: int = 0
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A stop string, and the output position of the token that completed it."""
+
+    stop_string: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What follows the text sent so far.
+
+    num_tokens: output tokens whose text is fully sent or skipped. searched_tokens: output tokens in
+    which no stop string ends. end: nothing more comes.
+    """
+
+    text: str
+    num_tokens: int
+    searched_tokens: int
+    stop: Stop | None = None
+    end: bool = False
+
+
+class ChoiceText:
+    """Making one raises InvalidArgument (`stop_strings`) for stop strings it cannot search."""
+
+    def __init__(self, spelling: Spelling, options: TextOptions) -> None:
+        self._incremental = IncrementalText(
+            spelling,
+            skip_special_tokens=options.skip_special_tokens,
+            prompt_tail_ids=options.prompt_tail_ids,
+        )
+        stops = options.stop_strings
+        self._matcher = StopMatcher(compile_stops(stops)) if stops else None
+        self._include_stop_string = options.include_stop_string
+        self._min_tokens = options.min_tokens
+        self._delivered_bytes = options.delivered_bytes
+        self._count = 0
+        self._characters = 0
+        self._ends: deque[int] = deque()
+        """Where each token's text ends, for tokens whose text is not fully ready, in characters."""
+        self._held = ""
+        self._ready: list[str] = []
+        self._stop: Stop | None = None
+        self._ended = False
+        self._told = (0, 0)
+
+    @property
+    def count(self) -> int:
+        """Output tokens so far; none beyond a stop string."""
+        return self._count
+
+    def append(
+        self,
+        position: int,
+        token_ids: Sequence[int],
+        *,
+        last: bool = False,
+        last_is_stop_token: bool = False,
+    ) -> None:
+        """Takes tokens whose first one is at `position`. Without effect once the text has ended.
+
+        last: no token follows. last_is_stop_token: the last one of token_ids has no text.
+        Raises InvalidArgument when the tokens do not follow those so far.
+        """
+        if self._ended:
+            return
+        if position != self._count:
+            raise InvalidArgument(f"must be {self._count}, not {position}", field="position")
+        if last_is_stop_token and not token_ids:
+            raise InvalidArgument("must hold the stop token", field="token_ids")
+        spoken = len(token_ids) - last_is_stop_token
+        for token_id in token_ids[:spoken]:
+            self._push(token_id)
+            if self._ended:
+                return
+        if last:
+            self._finish()
+        if not self._stop:
+            self._count = position + len(token_ids)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._ready) or self._ended or self._told != self._tell()
+
+    def take(self, max_characters: int) -> News:
+        """What is ready, at most max_characters of it; the rest stays for the next call."""
+        text = "".join(self._ready)
+        self._ready.clear()
+        if len(text) > max_characters:
+            self._ready.append(text[max_characters:])
+            return News(text[:max_characters], *self._told)
+        self._told = self._tell()
+        return News(text, *self._told, stop=self._stop, end=self._ended)
+
+    def _tell(self) -> tuple[int, int]:
+        searched = self._count if self._matcher else 0
+        return self._count - len(self._ends), searched
+
+    def _push(self, token_id: int) -> None:
+        text = self._incremental.push(token_id)
+        self._characters += len(text)
+        # Bytes that wait make one character more, whatever completes them.
+        self._ends.append(self._characters + self._incremental.pending)
+        self._count += 1
+        if text:
+            self._add(text)
+        while self._ends and self._ends[0] <= self._characters - len(self._held):
+            self._ends.popleft()
+
+    def _add(self, text: str) -> None:
+        """Takes characters that the newest token completed."""
+        self._held += text
+        if self._matcher is None:
+            self._release(len(self._held))
+            return
+        match = self._matcher.feed(text, armed=self._count > self._min_tokens)
+        if match:
+            self._end_at(match, len(text))
+        else:
+            self._release(len(self._held) - self._matcher.held)
+
+    def _end_at(self, match: Match, piece_characters: int) -> None:
+        end = len(self._held) - piece_characters + match.end
+        self._release(end if self._include_stop_string else end - len(match.stop_string))
+        self._stop = Stop(match.stop_string, self._count - 1)
+        self._end()
+
+    def _finish(self) -> None:
+        broken = self._incremental.finish()
+        if broken:
+            self._characters += len(broken)
+            self._add(broken)
+        if not self._ended:
+            self._release(len(self._held))
+            self._end()
+
+    def _end(self) -> None:
+        self._held = ""
+        self._ends.clear()
+        self._ended = True
+
+    def _release(self, num_characters: int) -> None:
+        text, self._held = self._held[:num_characters], self._held[num_characters:]
+        if self._delivered_bytes:
+            text = self._after_delivered(text)
+        if text:
+            self._ready.append(text)
+
+    def _after_delivered(self, text: str) -> str:
+        data = text.encode()
+        delivered = min(self._delivered_bytes, len(data))
+        self._delivered_bytes -= delivered
+        try:
+            return data[delivered:].decode()
+        except UnicodeDecodeError:
+            raise InvalidArgument("ends within a character", field="delivered_bytes") from None

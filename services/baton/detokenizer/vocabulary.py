@@ -1,0 +1,187 @@
+"""The bytes that each token id adds to a text. Knows nothing of streams or stop strings.
+
+Every decoder of the `tokenizers` library that language models use is local: a token adds the same
+bytes wherever it stands, but for the first token of a text, which may lose a leading space
+(Metaspace, Strip, WordPiece). So a text is `first(ids[0])` followed by `middle(id)` of the others,
+and a UTF-8 decoder over these bytes gives what `Tokenizer.decode` gives. This is checked at load
+on sampled ids; a tokenizer that breaks the rule (CTC, BPEDecoder) is refused.
+
+Where the bytes come from:
+
+    ByteLevel        the byte alphabet of GPT-2, a character a byte
+    ByteFallback     `<0xHH>` is that byte
+    anything else    `decode([anchor, id])` without the anchor's own text
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from baton.core.errors import InvalidArgument
+
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CHECKED_TEXTS = 64
+_CHECKED_LENGTH = 8
+
+
+class Vocabulary:
+    """Spells token ids. Ids without a token spell nothing, as in `Tokenizer.decode`.
+
+    Raises InvalidArgument (field `model`) when the tokenizer's decoder is not local.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, named_special_tokens: frozenset[str] = frozenset()):
+        self._tokenizer = tokenizer
+        kinds = set(_decoder_kinds(tokenizer))
+        self._byte_level = "ByteLevel" in kinds
+        self.replaces_each_byte = "ByteFallback" in kinds
+        """Whether each byte that is no character becomes one U+FFFD, not each maximal run."""
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(
+            token_id
+            for token_id, token in added.items()
+            if token.special or token.content in named_special_tokens
+        ) | {tokenizer.token_to_id(token) for token in named_special_tokens}
+        base = tokenizer.get_vocab_size(with_added_tokens=False)
+        self.size = max(base, max(added, default=-1) + 1)
+        self._middle: list[bytes | None] = [None] * self.size
+        self._anchor, self._anchor_text = self._find_anchor()
+        self._check_local()
+
+    @classmethod
+    def load(cls, folder: Path) -> Vocabulary:
+        """Reads a model folder. Raises InvalidArgument naming `model`."""
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more exact
+            raise InvalidArgument(
+                f"{folder} has no readable tokenizer.json ({error})", field="model"
+            ) from error
+        return cls(tokenizer, _named_special_tokens(folder))
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def knows(self, token_id: int) -> bool:
+        return 0 <= token_id < self.size and self._tokenizer.id_to_token(token_id) is not None
+
+    def middle(self, token_id: int) -> bytes:
+        """What the token adds to a text that has begun: its own bytes, for log-probabilities."""
+        if not 0 <= token_id < self.size:
+            return b""
+        found = self._middle[token_id]
+        if found is None:
+            found = self._middle[token_id] = self._spell_middle(token_id)
+        return found
+
+    def first(self, token_id: int) -> bytes:
+        """What the token adds to an empty text."""
+        raw = self._raw_bytes(token_id)
+        # A byte of a longer character has no text of its own to strip anything from.
+        if raw is not None and (self._byte_level or raw >= b"\x80"):
+            return raw
+        return self._decode([token_id]).encode()
+
+    def _spell_middle(self, token_id: int) -> bytes:
+        raw = self._raw_bytes(token_id)
+        if raw is not None:
+            return raw
+        text = self._decode([self._anchor, token_id])
+        return text.removeprefix(self._anchor_text).encode()
+
+    def _raw_bytes(self, token_id: int) -> bytes | None:
+        """The token's bytes where its name spells them, else None."""
+        if not (self._byte_level or self.replaces_each_byte):
+            return None
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_ALPHABET[character] for character in token)
+            except KeyError:
+                return str(token).encode()
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _find_anchor(self) -> tuple[int, str]:
+        """A token with plain text, to stand before another one."""
+        for token_id in range(self.size):
+            text = self._decode([token_id])
+            if text.isascii() and text.isalnum() and token_id not in self._special:
+                return token_id, text
+        raise InvalidArgument("its tokenizer has no token of plain letters", field="model")
+
+    def _check_local(self) -> None:
+        ids = [i for i in range(self.size) if not _BYTE_TOKEN.fullmatch(self._name(i))]
+        draw = random.Random(0)
+        for _ in range(_CHECKED_TEXTS):
+            sample = draw.choices(ids, k=_CHECKED_LENGTH)
+            spelled = self.first(sample[0]) + b"".join(map(self.middle, sample[1:]))
+            if spelled.decode(errors="replace") != self._decode(sample):
+                raise InvalidArgument(
+                    "its tokenizer's decoder needs later tokens to spell earlier ones; "
+                    "such text cannot be streamed",
+                    field="model",
+                )
+
+    def _name(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
+
+def _named_special_tokens(folder: Path) -> frozenset[str]:
+    """Tokens that the folder's configuration names; transformers treats them as special."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if path.is_file():
+            try:
+                config |= json.loads(path.read_bytes())
+            except (ValueError, TypeError) as error:
+                raise InvalidArgument(f"{path} is not a JSON object", field="model") from error
+    values = (config.get(name) for name in _NAMED_TOKENS)
+    contents = (value.get("content") if isinstance(value, dict) else value for value in values)
+    return frozenset(content for content in contents if content)
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:
+    """The type names in the decoder's specification, nested ones included."""
+    if tokenizer.decoder is None:
+        return
+    waiting = [json.loads(tokenizer.decoder.__getstate__())]
+    while waiting:
+        spec = waiting.pop()
+        yield spec["type"]
+        waiting.extend(spec.get("decoders", ()))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's bijection of bytes and printable characters: printable Latin-1 stands for itself, the
+    other bytes follow from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_ALPHABET = _byte_alphabet()

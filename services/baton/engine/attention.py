@@ -1,0 +1,247 @@
+"""Paged attention behind transformers' AttentionInterface: one function, one context object.
+
+Knows layers, tiles and the KV memory; the arithmetic of a tile is a kernel's. The model passes our
+context through its layers as the keyword argument `baton_context`; every attention layer ends up
+in `paged`, which hands over to `context.attend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from baton.core.errors import Internal
+from baton.engine.config import TILE
+from baton.engine.inputs import StepInputs, Tile, TileGroup
+from baton.engine.kernels import Kernel, flash_cpu, merge, reference
+from baton.engine.kv_cache import KvCache
+from baton.engine.spans import spans
+
+# No mask function is registered under this name, so transformers builds no masks at all. The name
+# avoids the substrings that transformers treats specially.
+INTERFACE = "baton_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerArguments:
+    """What a model says about one attention layer beside its tensors."""
+
+    layer: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class AttentionContext(Protocol):
+    """query [heads, T, D], key [kv_heads, T, D], value [kv_heads, T, Dv] -> [T, heads, Dv]."""
+
+    def attend(
+        self,
+        arguments: LayerArguments,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+def paged(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    baton_context: AttentionContext | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function registered with transformers: [1, heads, T, D] in, [1, T, heads, Dv] out.
+
+    Raises Internal for anything that would silently give other attention than the model's own; the
+    loader turns that into a refusal.
+    """
+    if baton_context is None:
+        raise Internal("the model does not pass keyword arguments on to attention")
+    if attention_mask is not None or position_bias is not None:
+        raise Internal("the model passes a mask or bias of its own to attention")
+    if not getattr(module, "is_causal", True):
+        raise Internal("the model's attention looks ahead")
+    if query.shape[0] != 1:
+        raise Internal("the model splits the flattened batch")
+    arguments = LayerArguments(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window or None,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    # Attention is exact by itself; catching its many small calls in exact mode would only cost time.
+    with torch._C.DisableTorchFunction():
+        output = baton_context.attend(arguments, query[0], key[0], value[0])
+    return output[None], None
+
+
+AttentionInterface.register(INTERFACE, paged)
+
+
+class MaskBank:
+    """Masks of query tiles, as slices of one constant per (window, queries per KV head).
+
+    Counted from a tile's end, which keys a query sees depends on its offset in the tile alone. So
+    one matrix, aligned at its right edge, serves every tile at every position.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self._dtype = dtype
+        self._device = device
+        self._known: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def take(self, window: int | None, group: int, length: int) -> torch.Tensor:
+        """[16 * group, length]: rows by offset in the tile, then by query head."""
+        known = self._known.get((window, group))
+        if known is None or known.shape[1] < length:
+            known = self._build(window, group, max(1024, 1 << (length - 1).bit_length()))
+            self._known[window, group] = known
+        return known[:, known.shape[1] - length :]
+
+    def _build(self, window: int | None, group: int, width: int) -> torch.Tensor:
+        back = torch.arange(width, 0, -1, device=self._device)[None]
+        ahead = TILE - torch.arange(TILE, device=self._device).repeat_interleave(group)[:, None]
+        seen = back >= ahead
+        if window is not None:
+            seen &= back < ahead + window
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(~seen, float("-inf"))
+
+
+class PagedAttention:
+    """Runs the attention of steps over one KvCache.
+
+    exact: a query's bits depend on its sequence's tokens alone. Keys that lie in several extents
+    are then gathered, so that the kernel always sees the one run it would see unfragmented;
+    otherwise each extent is read in place and the parts are merged by log-sum-exp, which is faster
+    and differs in the last bits.
+    """
+
+    def __init__(self, cache: KvCache, kernel: Kernel, *, exact: bool):
+        self._cache = cache
+        self._kernel = kernel
+        self._exact = exact
+        self._masks = MaskBank(cache.keys.dtype, cache.keys.device)
+
+    def step(self, inputs: StepInputs) -> StepAttention:
+        if inputs.stale.numel():
+            self._cache.clear(inputs.stale)
+        return StepAttention(self, inputs)
+
+    def run(self, arguments: LayerArguments, group: TileGroup, query: torch.Tensor) -> torch.Tensor:
+        """query [T, heads, D] -> the group's rows, [tiles * width, heads, Dv]."""
+        layout = self._cache.layout
+        kv_heads, per_head = layout.num_kv_heads, query.shape[1] // layout.num_kv_heads
+        tiles, rows = len(group.tiles), group.width * per_head
+        queries = query[group.rows].view(tiles, group.width, kv_heads, per_head, -1)
+        queries = queries.transpose(1, 2).reshape(tiles, kv_heads, rows, -1)
+        if self._exact and rows % TILE:
+            # Matrix products of few rows take other kernels, with other bits, than those of many.
+            queries = torch.nn.functional.pad(queries, (0, 0, 0, -rows % TILE))
+        parts = [
+            self._tile(arguments, tile, queries[i], per_head, group.width)
+            for i, tile in enumerate(group.tiles)
+        ]
+        output = torch.stack(parts)[:, :, :rows, : layout.value_size]
+        output = output.view(tiles, kv_heads, group.width, per_head, -1).transpose(1, 2)
+        return output.reshape(tiles * group.width, kv_heads * per_head, -1)
+
+    def _tile(
+        self,
+        arguments: LayerArguments,
+        tile: Tile,
+        query: torch.Tensor,
+        per_head: int,
+        width: int,
+    ) -> torch.Tensor:
+        first = 0
+        if arguments.window is not None:
+            first = max(0, tile.end - TILE - arguments.window + 1) // TILE * TILE
+        mask = self._masks.take(arguments.window, per_head, tile.end - first)
+        if width == 1:
+            row = tile.first_position % TILE * per_head
+            mask = mask[row].expand(query.shape[1], -1)
+        kernel = reference if arguments.softcap is not None else self._kernel
+        keys, values = self._cache.keys[arguments.layer], self._cache.values[arguments.layer]
+        runs = list(spans(tile.extents, first, tile.end - first, self._cache.block_size))
+        if len(runs) > 1 and self._exact:
+            key = torch.cat([keys.narrow(1, *run) for run in runs], 1)
+            value = torch.cat([values.narrow(1, *run) for run in runs], 1)
+            output, lse = kernel(query, key, value, mask, arguments.scale, arguments.softcap)
+        else:
+            outputs, lses, done = [], [], 0
+            for run in runs:
+                output, lse = kernel(
+                    query,
+                    keys.narrow(1, *run),
+                    values.narrow(1, *run),
+                    mask.narrow(1, done, run[1]),
+                    arguments.scale,
+                    arguments.softcap,
+                )
+                outputs.append(output)
+                lses.append(lse)
+                done += run[1]
+            if len(runs) > 1:
+                output, lse = merge(outputs, lses)
+        if arguments.sinks is not None:
+            output = _with_sinks(output, lse, arguments.sinks, per_head)
+        return output
+
+
+class StepAttention:
+    """The context object of one step."""
+
+    def __init__(self, attention: PagedAttention, inputs: StepInputs):
+        self._attention = attention
+        self._inputs = inputs
+
+    def attend(
+        self,
+        arguments: LayerArguments,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        self._attention._cache.write(arguments.layer, self._inputs.places, key, value)
+        query = query.transpose(0, 1)
+        output = query.new_empty(*query.shape[:2], value.shape[-1])
+        for group in self._inputs.groups:
+            rows = self._attention.run(arguments, group, query)
+            output[group.targets] = rows if group.kept is None else rows[group.kept]
+        return output
+
+
+def _with_sinks(
+    output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, per_head: int
+) -> torch.Tensor:
+    """Adds each query head's sink to the softmax's denominator.
+
+    output [kv_heads, rows, Dv], lse [kv_heads, rows], sinks [heads]. Rows are laid out position by
+    position, per_head query heads each; padding rows get any sink.
+    """
+    heads = sinks.float().view(-1, per_head)
+    repeats = -(-lse.shape[1] // per_head)
+    sink = heads.repeat(1, repeats)[:, : lse.shape[1]]
+    return output * torch.sigmoid(lse - sink).unsqueeze(-1).to(output.dtype)
+
+
+def choose_kernel(name: str, device: torch.device, key_size: int, value_size: int) -> Kernel:
+    """The kernel for a configured name. The CPU one cannot read values wider than keys."""
+    fits = device.type == "cpu" and value_size <= key_size
+    if name == "reference" or not fits:
+        return reference
+    return flash_cpu

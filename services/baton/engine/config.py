@@ -1,0 +1,71 @@
+"""What the operator chooses about the engine; knows no torch, so every process may print it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from baton.core.errors import InvalidArgument
+
+TILE = 16
+"""Positions that attention handles together; a block holds whole tiles."""
+
+MIB = 1024 * 1024
+
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
+    "attention": ("auto", "reference", "cpu"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Validated when made: a wrong value raises InvalidArgument that names the field.
+
+    model: folder, or hub id. model_name: the name it is served under, else the folder's.
+    dtype: auto is float32 on CPU, because exactness outranks speed, and the checkpoint's on a GPU.
+    num_blocks: 0 takes as many as fit kv_memory_bytes. max_model_len: positions, 0 is the model's.
+    exact: a row's logits do not depend on what else is in the batch. threads: 0 is torch's default.
+    max_batch: how many sequences are expected at once; bounds the pool when it is sized by memory.
+    tokenizer_digest: hex, passed on in the model's description.
+    """
+
+    model: str
+    model_name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int = 0
+    kv_memory_bytes: int = 512 * MIB
+    max_model_len: int = 0
+    exact: bool = True
+    attention: str = "auto"
+    threads: int = 0
+    max_batch: int = 64
+    tokenizer_digest: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise InvalidArgument("model must name a folder or a hub id", field="model")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidArgument(f"{name} must be one of {', '.join(allowed)}", field=name)
+        if self.block_size <= 0 or self.block_size % TILE:
+            raise InvalidArgument(
+                f"block_size must be a multiple of {TILE} positions", field="block_size"
+            )
+        for name in ("num_blocks", "max_model_len", "threads"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument(f"{name} must be 0 or more", field=name)
+        for name in ("kv_memory_bytes", "max_batch"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgument(f"{name} must be more than 0", field=name)
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or Path(self.model).name
+
+    def describe(self) -> dict[str, str]:
+        """Every field as text, for the one print at start."""
+        return {f.name: str(getattr(self, f.name)) for f in fields(self)}

@@ -1,0 +1,84 @@
+"""Attention of one tile of queries over one run of keys: the plain one and the CPU's own.
+
+A kernel knows neither blocks nor layers. Both have the signature of `Kernel`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Kernel(Protocol):
+    """query [heads, rows, D], key [heads, n, D], value [heads, n, Dv], mask [rows, n] with 0 where
+    a row sees a key and -inf where not. Rows are all queries that share a KV head.
+
+    Returns output [heads, rows, Dv] and the log-sum-exp of the scores, float32 [heads, rows].
+    """
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch, scores in float32; runs on every device and does everything."""
+    scores = torch.matmul(query, key.transpose(1, 2)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask.float()
+    # A row that sees nothing in this run has -inf everywhere; exp(-inf - 0) is the 0 it should be.
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    output = torch.matmul((weights / total.clamp_min(1e-30)).to(value.dtype), value)
+    return output, (top + torch.log(total)).squeeze(-1)
+
+
+def flash_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch's tiled CPU kernel, which reads keys and values in place. Needs D == Dv, no softcap."""
+    assert softcap is None
+    output, lse = _flash_cpu(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        attn_mask=mask.unsqueeze(0).unsqueeze(0),
+        scale=scale,
+    )
+    return output[0], lse[0]
+
+
+def merge(
+    outputs: list[torch.Tensor], lses: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over several runs of keys from that over each, by their log-sum-exps.
+
+    outputs: [heads, rows, Dv] each, lses: float32 [heads, rows] each.
+    """
+    lse = torch.stack(lses)
+    total = torch.logsumexp(lse, 0)
+    weights = torch.exp(lse - total).unsqueeze(-1)
+    return (torch.stack(outputs) * weights).sum(0).to(outputs[0].dtype), total

@@ -1,0 +1,109 @@
+"""The block pool's memory: keys and values of all layers, and their way to and from the wire.
+
+Knows shapes and places (block id x block size + offset), not who owns a block.
+
+Storage is head-major, [layer, head, place, element]: what one head reads for an extent is then one
+contiguous run, which the CPU kernel takes without a copy. The wire is position-major, so packing
+and unpacking permute.
+
+Invariant: within a tile of 16 places, those after the last written one hold zeros. Attention reads
+whole tiles and masks what lies ahead; zeros keep a former owner's infinities out of that mask.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from baton.core.errors import Internal
+from baton.core.model import KvLayout
+from baton.core.plan import BlockCopy, Extents
+from baton.engine.check import check_extents
+from baton.engine.config import TILE
+from baton.engine.spans import spans
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvCache:
+    """keys: [layers, heads, places, key_size]; values: [layers, heads, places, stored], where
+    stored is max(value_size, key_size) if `even` (kernels that need equal sizes), else value_size.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        even: bool = False,
+    ):
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        places = num_blocks * block_size
+        stored = max(layout.value_size, layout.key_size) if even else layout.value_size
+        shape = (layout.num_layers, layout.num_kv_heads, places)
+        dtype = DTYPES[layout.dtype]
+        self.keys = torch.zeros((*shape, layout.key_size), dtype=dtype, device=device)
+        self.values = torch.zeros((*shape, stored), dtype=dtype, device=device)
+
+    def write(
+        self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """keys [heads, T, key_size] and values [heads, T, value_size] to places [T] (int64)."""
+        self.keys[layer].index_copy_(1, places, keys)
+        self.values[layer].narrow(-1, 0, self.layout.value_size).index_copy_(1, places, values)
+
+    def clear(self, places: torch.Tensor) -> None:
+        """Zeros places [N] (int64) in all layers."""
+        self.keys.index_fill_(2, places, 0)
+        self.values.index_fill_(2, places, 0)
+
+    def copy(self, copy: BlockCopy) -> None:
+        """Copies the start of a block and zeros the rest of its last tile."""
+        source, target = copy.source * self.block_size, copy.target * self.block_size
+        count = copy.num_positions
+        for memory in (self.keys, self.values):
+            memory.narrow(2, target, count).copy_(memory.narrow(2, source, count))
+            memory.narrow(2, target + count, -count % TILE).zero_()
+
+    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
+        """See ModelRunner.pack."""
+        wire = self._wire(extents, first_position, count, out)
+        done = 0
+        for start, length in spans(extents, first_position, count, self.block_size):
+            for part, memory in zip(wire, (self.keys, self.values), strict=True):
+                stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
+                part.narrow(1, done, length).copy_(stored.transpose(1, 2))
+            done += length
+
+    def unpack(
+        self, extents: Extents, first_position: int, count: int, payload: memoryview
+    ) -> None:
+        """See ModelRunner.unpack. A read-only payload is copied once more."""
+        if payload.readonly:
+            payload = memoryview(bytearray(payload))
+        wire = self._wire(extents, first_position, count, payload)
+        done = start = length = 0
+        for start, length in spans(extents, first_position, count, self.block_size):
+            for part, memory in zip(wire, (self.keys, self.values), strict=True):
+                stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
+                stored.copy_(part.narrow(1, done, length).transpose(1, 2))
+            done += length
+        for memory in (self.keys, self.values):
+            memory.narrow(2, start + length, -(first_position + count) % TILE).zero_()
+
+    def _wire(
+        self, extents: Extents, first_position: int, count: int, buffer: memoryview
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a payload as [layers, count, heads, size] views of its bytes."""
+        layout = self.layout
+        check_extents(extents, first_position + count, self.num_blocks, self.block_size)
+        if count <= 0 or buffer.nbytes != count * layout.bytes_per_position:
+            raise Internal("the payload's size does not fit its positions")
+        flat = torch.frombuffer(buffer, dtype=DTYPES[layout.dtype]).view(layout.num_layers, -1)
+        shape = (layout.num_layers, count, layout.num_kv_heads)
+        split = count * layout.num_kv_heads * layout.key_size
+        keys = flat[:, :split].view(*shape, layout.key_size)
+        return keys, flat[:, split:].view(*shape, layout.value_size)

@@ -1,0 +1,298 @@
+"""From a folder or hub id to a transformers model wired to our attention, or a readable refusal.
+
+Knows files and model classes; KV memory and steps are the runner's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from baton.core.model import KvLayout, ModelDescription
+from baton.engine.attention import INTERFACE, LayerArguments
+from baton.engine.config import EngineConfig
+from baton.engine.digest import model_digest
+from baton.engine.guards import UnsupportedModel, check_class, check_files, rope_limit
+from baton.engine.kv_cache import DTYPES
+
+Progress = Callable[[int, int], None]
+"""Told (bytes done, bytes in all) while weights are read."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """network: in eval mode, with its own eager attention still; `wire` switches it to ours."""
+
+    network: nn.Module
+    description: ModelDescription
+    device: torch.device
+
+
+def load(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
+    """Reads the model. Raises UnsupportedModel naming what is wrong with it.
+
+    Weights are read twice, once for the digest (which also warms the page cache) and once into
+    memory; progress counts both.
+    """
+    folder = _folder(config.model)
+    weights = check_files(folder)
+    settings = _settings(folder)
+    model_class = _model_class(settings)
+    check_class(model_class, settings)
+    device = _device(config.device)
+    total = 2 * sum(file.stat().st_size for file in weights)
+    bar = _Bar(progress, total)
+    digest = model_digest(folder / "config.json", weights, bar.advance)
+    network = _network(model_class, folder, settings, _dtype(config.dtype, device, settings), bar)
+    return LoadedModel(
+        network=network.to(device),
+        description=ModelDescription(
+            name=config.model_name or folder.name,
+            digest=digest,
+            max_model_len=_max_model_len(config.max_model_len, settings),
+            vocab_size=int(settings.get_text_config().vocab_size),
+            eos_token_ids=_eos_token_ids(network, settings),
+            tokenizer_digest=config.tokenizer_digest,
+        ),
+        device=device,
+    )
+
+
+def wire(network: nn.Module) -> None:
+    """Routes all attention of the model through `attention.paged`, and experts through their loop.
+
+    The batched forms of experts make a token's bits depend on how many others chose its expert, and
+    are no faster on CPUs.
+    """
+    network.set_attn_implementation(INTERFACE)  # type: ignore[operator]
+    if network.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
+        raise UnsupportedModel("the model did not take our attention")
+    if network._can_set_experts_implementation():  # type: ignore[operator]
+        network.set_experts_implementation("eager")  # type: ignore[operator]
+
+
+class KvProbe:
+    """An attention context that computes nothing and notes what attention layers are given."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.shapes: set[tuple[int, int, int]] = set()
+
+    def attend(
+        self,
+        arguments: LayerArguments,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        self.layers.append(arguments.layer)
+        self.shapes.add((key.shape[0], key.shape[-1], value.shape[-1]))
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+
+
+def probe_layout(loaded: LoadedModel) -> KvLayout:
+    """The KV's shape, taken from a run of the wired model rather than from its configuration.
+
+    Raises UnsupportedModel unless attention is called exactly once for each layer.
+    """
+    network = loaded.network
+    probe = KvProbe()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=loaded.device)
+    run_network(network, tokens, torch.arange(2, device=loaded.device)[None], tokens[0, :1], probe)
+    layers = int(network.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
+    name = network.config.model_type  # type: ignore[union-attr]
+    if sorted(probe.layers) != list(range(layers)):
+        raise UnsupportedModel(
+            f"{name}: attention was called for {len(probe.layers)} of {layers} layers"
+        )
+    if len(probe.shapes) != 1:
+        raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
+    ((heads, key_size, value_size),) = probe.shapes
+    return KvLayout(
+        model_digest=loaded.description.digest,
+        dtype=next(k for k, v in DTYPES.items() if v == network.dtype),
+        num_layers=layers,
+        num_kv_heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+    )
+
+
+def run_network(
+    network: nn.Module,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    context: object,
+) -> torch.Tensor:
+    """One forward pass: int64 token_ids and positions [1, T], rows [S] -> logits [S, vocab].
+
+    context: what attention gets, or None for the model's own attention. All caches of transformers
+    are bypassed; positions come only from `positions`.
+    """
+    extra = {} if context is None else {"baton_context": context}
+    output = network(
+        input_ids=token_ids,
+        position_ids=positions,
+        use_cache=False,
+        past_key_values=None,
+        logits_to_keep=rows,
+        **extra,
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+class _Bar:
+    """Turns steps of any size into (done, total) calls that never go backwards."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress = progress
+        self._done = 0
+        self.total = total
+
+    def advance(self, count: int) -> None:
+        self._done = min(self._done + count, self.total)
+        if self._progress is not None:
+            self._progress(self._done, self.total)
+
+
+class _WeightsBar:
+    """Stands in for transformers' own progress bar, which counts tensors."""
+
+    def __init__(self, bar: _Bar, items: Any):
+        self._bar = bar
+        self._items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        share = self._bar.total // 2 // max(1, len(self._items))
+        for item in self._items:
+            yield item
+            self._bar.advance(share)
+        self._bar.advance(self._bar.total)
+
+
+@contextmanager
+def _quiet(bar: _Bar) -> Iterator[None]:
+    """Transformers' bar drives ours, and its advice to Python users is not printed."""
+
+    def hook(factory: Any, args: Any, kwargs: Any) -> Any:
+        items = args[0] if args else kwargs.get("iterable")
+        return factory(*args, **kwargs) if items is None else _WeightsBar(bar, items)
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.ERROR)
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _folder(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise UnsupportedModel(f"model {path.name} is neither a folder nor a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UnsupportedModel(f"model {model} cannot be fetched from the hub") from error
+
+
+def _settings(folder: Path) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(
+            f"model {folder.name} is of an architecture that transformers "
+            f"{transformers.__version__} does not have, or needs code of its own"
+        ) from error
+
+
+def _model_class(settings: Any) -> Any:
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(settings) not in mapping:
+        raise UnsupportedModel(f"{settings.model_type}: it is no causal language model")
+    found = mapping[type(settings)]
+    model_class: Any = found[0] if isinstance(found, (tuple, list)) else found
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        raise UnsupportedModel(f"{settings.model_type}: it cannot choose which logits to compute")
+    return model_class
+
+
+def _network(
+    model_class: Any, folder: Path, settings: Any, dtype: torch.dtype, bar: _Bar
+) -> nn.Module:
+    with _quiet(bar):
+        network, info = model_class.from_pretrained(
+            folder,
+            config=settings,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    lacking = [*info["missing_keys"], *info["mismatched_keys"]]
+    if lacking:
+        raise UnsupportedModel(f"model {folder.name} lacks weights, among them {lacking[0]}")
+    eval_mode: nn.Module = network.eval().requires_grad_(False)
+    return eval_mode
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device, settings: Any) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    own = getattr(settings.get_text_config(), "dtype", None)
+    if device.type == "cuda" and isinstance(own, torch.dtype) and own in DTYPES.values():
+        return own
+    return torch.float32
+
+
+def _max_model_len(wanted: int, settings: Any) -> int:
+    limit = int(settings.get_text_config().max_position_embeddings)
+    fixed = rope_limit(settings)
+    if wanted > limit:
+        raise UnsupportedModel(f"max_model_len {wanted} is more than the model's {limit}")
+    if fixed is None or (wanted or limit) <= fixed:
+        return wanted or limit
+    if wanted:
+        raise UnsupportedModel(
+            f"max_model_len {wanted} is more than {fixed}, beyond which this model's rotary "
+            "embedding depends on the longest sequence of a batch"
+        )
+    log.warning("max_model_len is %d: beyond it the rotary embedding varies by batch", fixed)
+    return fixed
+
+
+def _eos_token_ids(network: nn.Module, settings: Any) -> tuple[int, ...]:
+    generation = getattr(network, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = settings.get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)

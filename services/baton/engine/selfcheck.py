@@ -1,0 +1,80 @@
+"""Runs a model both ways at load and compares: its own eager forward against our paged one.
+
+Knows the forward pass as a function and plans; the one place that proves, for the very model on the
+very machine, that attention is wired right and whether logits are exact.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.core.request import SamplingParams
+from baton.engine.guards import UnsupportedModel
+
+Forward = Callable[[StepPlan], torch.Tensor]
+"""Runs a plan and returns the sampled rows' logits [S, vocab]."""
+
+_LENGTHS = (45, 22)
+_CHUNK = 7
+_GREEDY = SamplingParams(temperature=0.0)
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+
+
+def prompts(vocab_size: int, max_model_len: int) -> list[list[int]]:
+    """Two prompts of random tokens that differ in length and content."""
+    numbers = random.Random(5)
+    return [
+        [numbers.randrange(vocab_size) for _ in range(min(length, max_model_len))]
+        for length in _LENGTHS
+    ]
+
+
+def check_parity(
+    forward: Forward, tables: list[Extents], texts: list[list[int]], expected: list[torch.Tensor]
+) -> None:
+    """Raises UnsupportedModel when packed or chunked logits differ from eager ones.
+
+    expected: per prompt the last position's logits [vocab], from the model's own attention.
+    """
+    whole = forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
+    chunked = _in_chunks(forward, tables, texts, _CHUNK)
+    for got, how in ((whole, "packed"), (chunked, "chunked")):
+        for row, wanted in zip(got.float(), expected, strict=True):
+            wanted = wanted.float()
+            limit = _TOLERANCE[expected[0].dtype] * max(1.0, float(wanted.abs().max()))
+            worst = float((row - wanted).abs().max())
+            if not worst <= limit:
+                raise UnsupportedModel(
+                    f"{how} prompts give other logits than the model's own attention "
+                    f"(by {worst:.2g}): it cannot be served correctly"
+                )
+
+
+def is_exact(forward: Forward, tables: list[Extents], texts: list[list[int]]) -> bool:
+    """Whether logits are bit-equal packed, alone, in chunks and token by token."""
+    whole = forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
+    alone = [forward(StepPlan(0, (_chunk(i, text, tables[i]),)))[0] for i, text in enumerate(texts)]
+    others = [torch.stack(alone)]
+    others += [_in_chunks(forward, tables, texts, size) for size in (_CHUNK, 1)]
+    return all(torch.equal(whole, other) for other in others)
+
+
+def _in_chunks(
+    forward: Forward, tables: list[Extents], texts: list[list[int]], size: int
+) -> torch.Tensor:
+    """Logits of each prompt's last position, all prompts advancing by `size` a step."""
+    last: dict[int, torch.Tensor] = {}
+    for start in range(0, max(map(len, texts)), size):
+        live = [i for i, text in enumerate(texts) if start < len(text)]
+        chunks = tuple(_chunk(i, texts[i][start : start + size], tables[i], start) for i in live)
+        for i, row in zip(live, forward(StepPlan(0, chunks)), strict=True):
+            last[i] = row
+    return torch.stack([last[i] for i in range(len(texts))])
+
+
+def _chunk(sequence: int, tokens: list[int], extents: Extents, first_position: int = 0) -> Chunk:
+    return Chunk(sequence, tokens, first_position, extents, (SampleRow(sequence, 0, 0, _GREEDY),))

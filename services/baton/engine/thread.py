@@ -1,0 +1,264 @@
+"""EngineThread, the one thread that owns scheduler, pool and runner; knows no torch and no RPC.
+
+asyncio talks to it through two queues. Inwards: functions that run between two steps, in order,
+with the EngineLoop as their argument. Outwards: two deliveries a step (answers with what planning
+told, then what the step told), each one call into the event loop whatever it carries. The thread
+sleeps when there is nothing to do, and polls nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from baton.core.errors import Overloaded, Unavailable
+from baton.core.events import Event
+from baton.core.loop import EngineLoop, SchedulerT
+from baton.core.scheduling import Load
+from baton.core.plan import StepPlan
+from baton.core.step_time import StepTimes
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_QUEUED_CALLS = 65536
+
+
+class _Call:
+    """A function for the engine thread. answer: None for one that nobody waits for."""
+
+    __slots__ = ("answer", "error", "function", "value")
+
+    def __init__(
+        self, function: Callable[[EngineLoop[Any]], Any], answer: asyncio.Future[Any] | None
+    ):
+        self.function = function
+        self.answer = answer
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class EngineThread(Generic[SchedulerT]):
+    """make_loop runs on the thread itself, so that whatever is bound to a thread is bound to it.
+
+    deliver gets the events of a step, on the event loop that `start` was awaited on. `failed` is
+    done, with the exception, when the thread died of one: the process has to exit then, because
+    memory is in an unknown state.
+    """
+
+    def __init__(
+        self,
+        make_loop: Callable[[], EngineLoop[SchedulerT]],
+        deliver: Callable[[list[Event]], None],
+        *,
+        max_queued_calls: int = MAX_QUEUED_CALLS,
+    ):
+        self._make_loop = make_loop
+        self._deliver = deliver
+        self._max_queued_calls = max_queued_calls
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._wake = threading.Condition()
+        self._calls: deque[_Call] = deque()
+        self._stopping = False
+        self._answers: list[_Call] = []
+        self._times = StepTimes()
+        self._step_began: float | None = None
+        self._predicted_s = 0.0
+        self.load = Load(0, 0, 0, 0)
+        """How busy the scheduler is, read on its own thread after every step and every call."""
+
+    async def start(self) -> None:
+        """Starts the thread and returns when its loop is made. Raises what make_loop raised."""
+        self._asyncio = asyncio.get_running_loop()
+        self.failed: asyncio.Future[BaseException] = self._asyncio.create_future()
+        self._made: asyncio.Future[None] = self._asyncio.create_future()
+        self._thread.start()
+        await self._made
+
+    async def stop(self) -> None:
+        """Ends the thread after the step it runs, and closes the runner. Idempotent.
+
+        What is still queued is answered with Unavailable.
+        """
+        if not self._thread.ident:
+            return
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    async def call(self, function: Callable[[EngineLoop[SchedulerT]], T]) -> T:
+        """Runs a function between two steps and returns, or raises, what it does.
+
+        It runs even if whoever waits is cancelled. Raises Overloaded when too much is queued,
+        Unavailable when stopping.
+        """
+        return await self._enqueue_for_answer(function)
+
+    async def call_to_end(self, function: Callable[[EngineLoop[SchedulerT]], T]) -> T:
+        """Like `call`, but a cancelled waiter leaves only when the function is done.
+
+        For functions that use memory of the waiter's.
+        """
+        answer = self._enqueue_for_answer(function)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            while not answer.done():
+                try:
+                    await asyncio.wait([answer])
+                except asyncio.CancelledError:
+                    continue
+            answer.exception()
+            raise
+
+    def post(self, function: Callable[[EngineLoop[SchedulerT]], object]) -> None:
+        """Runs a function between two steps; nobody waits for it. It must not raise.
+
+        Functions of `call` and `post` run in the order in which they were given.
+        """
+        self._enqueue(_Call(function, None))
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the running step has been running, in seconds; 0 when there is none."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def step_predicted_s(self) -> float:
+        """A pessimistic guess of how long the running step takes, or the last one if none runs."""
+        return self._predicted_s
+
+    def _enqueue_for_answer(
+        self, function: Callable[[EngineLoop[SchedulerT]], T]
+    ) -> asyncio.Future[T]:
+        answer: asyncio.Future[T] = self._asyncio.create_future()
+        self._enqueue(_Call(function, answer))
+        return answer
+
+    def _enqueue(self, call: _Call) -> None:
+        with self._wake:
+            if self._stopping:
+                raise Unavailable("This worker's engine has stopped.")
+            if len(self._calls) >= self._max_queued_calls:
+                raise Overloaded("Too much is queued for this worker's engine.", retry_after_s=1.0)
+            self._calls.append(call)
+            self._wake.notify()
+
+    def _main(self) -> None:
+        """The thread's life."""
+        try:
+            loop = self._make_loop()
+        except BaseException as error:
+            self._end()
+            self._tell(self._made.set_exception, error)
+            return
+        self._tell(_resolve, self._made, None)
+        try:
+            self._run(loop)
+        except BaseException as error:
+            logger.exception("the engine thread died")
+            self._tell(_resolve, self.failed, error)
+        finally:
+            self._step_began = None
+            self._end()
+            loop.runner.close()
+
+    def _run(self, loop: EngineLoop[SchedulerT]) -> None:
+        wake: float | None = None
+        idle = unchecked = False
+        while (calls := self._next_calls(idle, wake)) is not None:
+            for call in calls:
+                self._answer(call, loop)
+            now = time.monotonic()
+            plan = loop.plan(now)
+            self.load = loop.scheduler.load
+            self._flush(loop.scheduler.take_events())
+            idle = plan is None
+            if plan is not None:
+                unchecked = True
+                self._flush(self._step(loop, plan, now))
+            else:
+                wake = loop.scheduler.next_wake(now)
+                if unchecked and not loop.scheduler.has_work:
+                    unchecked = False
+                    loop.idle_check()
+
+    def _step(self, loop: EngineLoop[SchedulerT], plan: StepPlan, began: float) -> list[Event]:
+        self._predicted_s = self._times.predict(plan.num_tokens)
+        self._step_began = began
+        result = loop.run(plan)
+        ended = time.monotonic()
+        self._step_began = None
+        self._times.observe(plan.num_tokens, ended - began)
+        events = loop.apply(result, ended)
+        self.load = loop.scheduler.load
+        return events
+
+    def _next_calls(self, idle: bool, wake: float | None) -> list[_Call] | None:
+        """What is queued, after sleeping for it if idle; None when the thread has to end."""
+        with self._wake:
+            if idle:
+                timeout = None if wake is None else max(0.0, wake - time.monotonic())
+                self._wake.wait_for(lambda: self._calls or self._stopping, timeout)
+            if self._stopping:
+                return None
+            calls = list(self._calls)
+            self._calls.clear()
+            return calls
+
+    def _answer(self, call: _Call, loop: EngineLoop[SchedulerT]) -> None:
+        try:
+            call.value = call.function(loop)
+        except Exception as error:
+            call.error = error
+            if call.answer is None:
+                logger.exception("a function posted to the engine thread failed")
+        if call.answer is not None:
+            self._answers.append(call)
+
+    def _flush(self, events: list[Event]) -> None:
+        """Hands answers and events over in one go."""
+        answers, self._answers = self._answers, []
+        if answers or events:
+            self._tell(self._hand_over, answers, events)
+
+    def _hand_over(self, answers: list[_Call], events: list[Event]) -> None:
+        """On the event loop. Answers go first: events may be about what they began."""
+        for call in answers:
+            assert call.answer is not None
+            if call.error is None:
+                _resolve(call.answer, call.value)
+            elif not call.answer.done():
+                call.answer.set_exception(call.error)
+        if events:
+            self._deliver(events)
+
+    def _end(self) -> None:
+        """Takes no more calls and refuses those that are queued."""
+        with self._wake:
+            self._stopping = True
+            calls, self._calls = self._calls, deque()
+        for call in calls:
+            call.error = Unavailable("This worker's engine has stopped.")
+        self._answers += [call for call in calls if call.answer is not None]
+        self._flush([])
+
+    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._asyncio.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The event loop is closed: the process ends and nobody is left to be told.
+            logger.debug("the event loop closed before the engine thread ended")
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -1,0 +1,138 @@
+"""The collecting side of hand-overs: meets givers and collects KV from them.
+
+Knows neither gRPC nor the engine. One stream's work is `baton.kv.collecting.Collecting`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    Incompatible,
+    InvalidArgument,
+    Overloaded,
+    Unavailable,
+)
+from baton.core.handover import LIMITS, HandoverEvent, Limit, State
+from baton.core.handover_messages import HANDOVER_ID_BYTES
+from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.collecting import Collected as Collected
+from baton.kv.collecting import Collecting, Reserve, Surroundings, Unpack
+from baton.kv.collecting import Ticket as Ticket
+from baton.kv.ending import Ending
+from baton.kv.line import Liveness
+from baton.kv.parcel import positions_per_parcel
+from baton.kv.peers import Connect, Peers, as_handover_failure
+from baton.kv.staging import Staging
+from baton.kv.stats import HandoverStats
+from baton.kv.tasks import outlast
+
+FAREWELL_S = 1.0
+
+
+class Collector:
+    """Collects KV into one staging ring. Lives on the event loop.
+
+    connect: how a giver is spoken to, one connection per giver.
+    """
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        staging: Staging,
+        connect: Connect,
+        *,
+        liveness: Liveness | None = None,
+        limits: Mapping[State, Limit] = LIMITS,
+        stats: HandoverStats | None = None,
+    ) -> None:
+        if positions_per_parcel(staging.ring.slot_bytes, layout) == 0:
+            raise InvalidArgument(
+                f"a slot must hold one position, {layout.bytes_per_position} bytes and a header",
+                field="slot_mib",
+            )
+        self.stats = stats or HandoverStats()
+        self._around = Surroundings(
+            identity, layout, staging.ring, liveness or Liveness(), limits, self.stats
+        )
+        self._peers = Peers(identity, layout, staging, connect)
+        self._running = 0
+        self._farewells: set[asyncio.Task[None]] = set()
+
+    @property
+    def idle(self) -> bool:
+        """No hand-over runs and every ended one has taken its leave."""
+        return not self._running and not self._farewells
+
+    async def meet(self, giver: WorkerIdentity) -> None:
+        """Meets a giver ahead of traffic: layouts compared, connection warm, result remembered.
+
+        Raises Incompatible with a readable difference, and Unavailable.
+        """
+        await self._peers.meet(giver)
+
+    async def forget(self, incarnation: str) -> None:
+        """Drops what is kept of a giver that is gone."""
+        await self._peers.forget(incarnation)
+
+    async def collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
+        """Collects one hand-over.
+
+        On return all KV from `Collected.cached_positions` on is unpacked. When this raises or is
+        cancelled, unpack runs no more and what `reserve` holds is the caller's to free. Raises
+        HandoverFailed (prefill again elsewhere), Overloaded (reserve had no room), Incompatible,
+        Cancelled (the giver was), and what reserve and unpack raise.
+        """
+        if len(ticket.handover_id) != HANDOVER_ID_BYTES:
+            raise InvalidArgument(f"must be {HANDOVER_ID_BYTES} bytes", field="handover_id")
+        outcome = "failed"
+        self._running += 1
+        try:
+            collected = await self._collect(ticket, reserve, unpack)
+            outcome = "completed"
+            return collected
+        except Overloaded:
+            outcome = "full"
+            raise
+        finally:
+            self._running -= 1
+            self.stats.outcomes[outcome] += 1
+
+    async def close(self) -> None:
+        """Waits for farewells under way and forgets all peers. Collections are ended before."""
+        await outlast(list(self._farewells))
+        await self._peers.close()
+
+    async def _collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
+        try:
+            async with self._peers.use(ticket.giver) as peer:
+                stream = peer.connection.collect()
+                work = Collecting(self._around, ticket, peer, stream, reserve, unpack)
+                try:
+                    return await work.run()
+                finally:
+                    peer.suspect |= work.ending is not None and (
+                        work.ending.event is HandoverEvent.PEER_LOST
+                    )
+                    self._see_off(work)
+        except Ending as ending:
+            raise _for_the_caller(ending) from None
+        except Unavailable as error:
+            raise as_handover_failure(error) from None
+
+    def _see_off(self, work: Collecting) -> None:
+        # Not awaited here: a cancelled hand-over gives its memory back at once.
+        farewell = asyncio.create_task(work.see_off(FAREWELL_S))
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
+
+
+def _for_the_caller(ending: Ending) -> BatonError:
+    """Our own failures as they are; the giver's, the stream's and lost time: prefill elsewhere."""
+    if ending.event is HandoverEvent.CANCEL or isinstance(ending.error, Cancelled | Incompatible):
+        return ending.error
+    return as_handover_failure(ending.error)

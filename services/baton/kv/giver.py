@@ -1,0 +1,226 @@
+"""The giving side of hand-overs: what is on offer, who may collect it, and how peers meet.
+
+Knows neither gRPC nor the engine: `baton.rpc.handover` calls `meet` and `serve`, the worker that
+computes calls `offer`. One stream's work is `baton.kv.giving.Giving`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from baton.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Incompatible,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from baton.core.handover import DOOR_S, LIMITS, GiverState, Limit, State
+from baton.core.handover_messages import (
+    HANDOVER_ID_BYTES,
+    CollectorMessage,
+    GiverMessage,
+    Introduction,
+    Meeting,
+    OpenHandover,
+)
+from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.giving import Giving
+from baton.kv.line import Liveness
+from baton.kv.offer import HandoverOutcome as HandoverOutcome
+from baton.kv.offer import Offer as Offer
+from baton.kv.offer import Outcome as Outcome
+from baton.kv.offer import Pack
+from baton.kv.parcel import XXH3, positions_per_parcel
+from baton.kv.staging import Staging
+from baton.kv.stats import HandoverStats
+from baton.kv.tasks import outlast
+
+MAX_OFFERS = 4096
+MAX_AT_THE_DOOR = 256
+MAX_TOMBSTONES = 8192
+
+
+class Giver:
+    """Gives KV away through one staging ring. Lives on the event loop.
+
+    digest: how parcels are sealed, "xxh3-128" or "blake2b".
+    """
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        staging: Staging,
+        *,
+        digest: str = XXH3,
+        liveness: Liveness | None = None,
+        limits: Mapping[State, Limit] = LIMITS,
+        stats: HandoverStats | None = None,
+    ) -> None:
+        if positions_per_parcel(staging.ring.slot_bytes, layout) == 0:
+            raise InvalidArgument(
+                f"a slot must hold one position, {layout.bytes_per_position} bytes and a header",
+                field="slot_mib",
+            )
+        self.identity, self.layout, self.staging, self.digest = identity, layout, staging, digest
+        self.liveness, self.limits = liveness or Liveness(), limits
+        self.stats = stats or HandoverStats()
+        self._offers: dict[bytes, Offer] = {}
+        self._door: dict[bytes, asyncio.Future[Offer]] = {}
+        self._tombstones: OrderedDict[bytes, None] = OrderedDict()
+        self._timers: dict[bytes, tuple[asyncio.TimerHandle, ...]] = {}
+        self._streams: set[asyncio.Task[object]] = set()
+
+    @property
+    def num_offers(self) -> int:
+        """Hand-overs that have not ended."""
+        return len(self._offers)
+
+    def offer(
+        self,
+        handover_id: bytes,
+        collector_incarnation: str,
+        num_positions: int,
+        pack: Pack,
+        *,
+        deadline_s: float,
+    ) -> Offer:
+        """Puts one input's KV on offer to one collector, for at most deadline_s seconds.
+
+        Raises InvalidArgument (an id that is malformed or was used), Overloaded.
+        """
+        if len(handover_id) != HANDOVER_ID_BYTES:
+            raise InvalidArgument(f"must be {HANDOVER_ID_BYTES} bytes", field="handover_id")
+        if handover_id in self._offers or handover_id in self._tombstones:
+            raise InvalidArgument("was used before", field="handover_id")
+        if len(self._offers) >= MAX_OFFERS:
+            raise Overloaded("too many hand-overs are on offer")
+        offer = Offer(handover_id, collector_incarnation, num_positions, pack, self._bury)
+        self._offers[handover_id] = offer
+        loop = asyncio.get_running_loop()
+        self._timers[handover_id] = (
+            loop.call_later(deadline_s, _expire, offer),
+            loop.call_later(self.limits[GiverState.OFFERED].seconds, _unclaimed, offer),
+        )
+        waiting = self._door.pop(handover_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(offer)
+        return offer
+
+    def meet(self, introduction: Introduction) -> Meeting:
+        """Answers a collector that introduces itself.
+
+        Raises Unavailable (it looks for an older process at this address) and Incompatible.
+        """
+        self._check_incarnation(introduction.giver_incarnation)
+        difference = self.layout.difference(introduction.layout)
+        if difference:
+            raise Incompatible(f"the KV of the two workers differs: {difference}")
+        for name in introduction.transports:
+            reader = self.staging.readers.get(name)
+            if reader is not None:
+                return Meeting(
+                    giver=self.identity,
+                    layout=self.layout,
+                    transport=name,
+                    transport_metadata=reader.metadata,
+                    ring=self.staging.ring.describe(),
+                    digest=self.digest,
+                )
+        raise Incompatible(
+            f"no transport in common: {', '.join(introduction.transports) or 'none'} "
+            f"against {', '.join(self.staging.names)}"
+        )
+
+    async def serve(
+        self,
+        incoming: AsyncIterator[CollectorMessage],
+        send: Callable[[GiverMessage], Awaitable[None]],
+    ) -> None:
+        """Drives one Collect stream to its end. Failures are told in the stream, never raised.
+
+        incoming: ends or raises when the collector leaves. send: writes one message; it is not
+        called concurrently. Cancelling this ends the hand-over like a broken stream.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            await Giving(self, incoming, send).run()
+        finally:
+            self._streams.discard(task)
+
+    async def close(self) -> None:
+        """Ends all hand-overs and waits until nothing packs and no stream runs."""
+        for offer in list(self._offers.values()):
+            offer.fail(Unavailable("this worker is leaving"))
+        for waiting in self._door.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable("this worker is leaving"))
+        await outlast(list(self._streams))
+
+    async def claim(self, opening: OpenHandover) -> Offer:
+        """Finds what a stream asks for; a stream that came too early waits at the door.
+
+        Raises NotFound (unknown, ended, taken, or another collector's: all look alike),
+        Unavailable (meant for an older process) and Overloaded.
+        """
+        self._check_incarnation(opening.giver_incarnation)
+        offer = self._offers.get(opening.handover_id)
+        if offer is None:
+            offer = await self._wait_at_the_door(opening.handover_id)
+        if (
+            offer.collector_incarnation != opening.collector.incarnation
+            or offer.side.state is not GiverState.OFFERED
+        ):
+            raise _gone()
+        slot_bytes = min(self.staging.ring.slot_bytes, opening.max_parcel_bytes)
+        offer.side.opened(positions_per_parcel(slot_bytes, self.layout))
+        return offer
+
+    async def _wait_at_the_door(self, handover_id: bytes) -> Offer:
+        if handover_id in self._tombstones or handover_id in self._door:
+            raise _gone()
+        if len(self._door) >= MAX_AT_THE_DOOR:
+            raise Overloaded("too many collectors came before their hand-over")
+        arrives: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        self._door[handover_id] = arrives
+        try:
+            async with asyncio.timeout(DOOR_S):
+                return await arrives
+        except TimeoutError:
+            raise _gone() from None
+        finally:
+            if self._door.get(handover_id) is arrives:
+                del self._door[handover_id]
+
+    def _check_incarnation(self, meant: str) -> None:
+        if meant != self.identity.incarnation:
+            raise Unavailable("this address now belongs to another process")
+
+    def _bury(self, offer: Offer, outcome: HandoverOutcome) -> None:
+        for timer in self._timers.pop(offer.handover_id):
+            timer.cancel()
+        del self._offers[offer.handover_id]
+        self._tombstones[offer.handover_id] = None
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        self.stats.outcomes[outcome.outcome.value] += 1
+
+
+def _expire(offer: Offer) -> None:
+    offer.expire(DeadlineExceeded("the hand-over ran out of time"))
+
+
+def _unclaimed(offer: Offer) -> None:
+    if offer.side.state is GiverState.OFFERED:
+        offer.expire(DeadlineExceeded("nobody came to collect the hand-over"))
+
+
+def _gone() -> BatonError:
+    return NotFound("this hand-over is not on offer (any more)")

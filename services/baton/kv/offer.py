@@ -1,0 +1,113 @@
+"""One offered hand-over as the worker that computes the KV sees it; knows nothing of streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.core.attempt import ChoiceTokens
+from baton.core.errors import BatonError
+from baton.core.handover import GiverSide, GiverState, HandoverEvent
+from baton.kv.ending import Ending
+
+Pack = Callable[[int, int, memoryview], Awaitable[None]]
+"""pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
+
+It is never cancelled; when it returns or raises, it touches `out` no more.
+"""
+
+
+class Outcome(Enum):
+    COMPLETED = "completed"
+    FULL = "full"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverOutcome:
+    """How a hand-over ended for the giver. error: None only when completed."""
+
+    outcome: Outcome
+    error: BatonError | None = None
+
+
+class Offer:
+    """A hand-over from offer to end. Made by `Giver.offer`; all methods on the event loop.
+
+    The worker reports what it computes with `announce`, `advance` and `tokens`, may give up with
+    `fail`, and keeps the KV in place until `wait` returns; after that nothing packs from it.
+    on_granted: called once when the collector has reserved its blocks.
+    """
+
+    def __init__(
+        self,
+        handover_id: bytes,
+        collector_incarnation: str,
+        num_positions: int,
+        pack: Pack,
+        on_end: Callable[[Offer, HandoverOutcome], None],
+    ) -> None:
+        self.handover_id, self.collector_incarnation = handover_id, collector_incarnation
+        self.pack = pack
+        self.side = GiverSide(num_positions)
+        self.on_granted: Callable[[], None] = lambda: None
+        self.granted: bool | None = None
+        self.announced = False
+        self.finished = 0
+        self.first_tokens: tuple[ChoiceTokens, ...] | None = None
+        self.changed = asyncio.Event()
+        self._on_end = on_end
+        self._gave_up: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[HandoverOutcome] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_positions(self) -> int:
+        return self.side.num_positions
+
+    def announce(self) -> None:
+        """The first chunk has entered a plan."""
+        self.announced = True
+        self.changed.set()
+
+    def advance(self, num_positions: int) -> None:
+        """KV of all positions below num_positions is computed and may be packed."""
+        self.finished = max(self.finished, num_positions)
+        self.changed.set()
+
+    def tokens(self, choices: Sequence[ChoiceTokens]) -> None:
+        """Token 0 of every choice was sampled."""
+        self.first_tokens = tuple(choices)
+        self.changed.set()
+
+    def fail(self, error: BatonError) -> None:
+        """The worker gives up: cancelled, out of memory, leaving. Without effect after the end."""
+        self._give_up(Ending(HandoverEvent.CANCEL, error))
+
+    async def wait(self) -> HandoverOutcome:
+        """Returns when the hand-over has ended and none of its packing runs any more."""
+        return await asyncio.shield(self._ended)
+
+    def expire(self, error: BatonError) -> None:
+        """For the giver: time is up."""
+        self._give_up(Ending(HandoverEvent.DEADLINE, error))
+
+    def end(self, outcome: HandoverOutcome) -> None:
+        """For the giver: the hand-over has ended and nothing packs. The first call counts."""
+        if not self._ended.done():
+            self._ended.set_result(outcome)
+            self._on_end(self, outcome)
+
+    async def given_up(self) -> None:
+        """For the stream: waits for `fail` or `expire` and raises their Ending."""
+        raise await asyncio.shield(self._gave_up)
+
+    def _give_up(self, ending: Ending) -> None:
+        if self._ended.done() or self._gave_up.done():
+            return
+        self._gave_up.set_result(ending)
+        if self.side.state is GiverState.OFFERED:
+            # No stream was opened that would notice.
+            self.side.end(ending.event)
+            self.end(HandoverOutcome(Outcome.FAILED, ending.error))

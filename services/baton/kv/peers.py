@@ -1,0 +1,210 @@
+"""The givers we have met: one meeting per incarnation, shared by all hand-overs with it.
+
+Knows how workers meet, neither gRPC nor what is handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.core.errors import BatonError, HandoverFailed, Incompatible, Unavailable
+from baton.core.handover_messages import CollectorMessage, GiverMessage, Introduction, Meeting
+from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.parcel import DIGESTS, HEADER_BYTES
+from baton.kv.reader import Reader
+from baton.kv.staging import Staging
+from baton.kv.transport import TransportError
+
+MEET_S = 10.0
+MAX_PEERS = 1024
+
+
+class CollectStream(Protocol):
+    """The collector's end of one Collect stream, open from the start.
+
+    Iterating gives the giver's messages and ends, or raises Unavailable, when the stream does; it
+    may be abandoned and cancelled without ending the stream. `send` raises Unavailable when the
+    stream is broken. `close` lets what was sent arrive, bounded, then ends the stream.
+    """
+
+    def __aiter__(self) -> AsyncIterator[GiverMessage]: ...
+
+    async def send(self, message: CollectorMessage) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class GiverConnection(Protocol):
+    """How one giver is spoken to. Implemented by `baton.rpc.handover.GrpcGiverConnection`."""
+
+    async def meet(self, introduction: Introduction) -> Meeting:
+        """Raises Incompatible, Unavailable."""
+
+    def collect(self) -> CollectStream:
+        """Opens a Collect stream; what goes wrong shows when it is used."""
+
+
+Connect = Callable[[WorkerIdentity], GiverConnection]
+
+
+@dataclass(slots=True)
+class Peer:
+    """A giver whose ring can be read. suspect: its stream or a read broke; removed once unused."""
+
+    meeting: Meeting
+    reader: Reader
+    connection: GiverConnection
+    users: int = 0
+    suspect: bool = False
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def incarnation(self) -> str:
+        return self.meeting.giver.incarnation
+
+
+class Peers:
+    """Meets givers and remembers them. Lives on the event loop."""
+
+    def __init__(
+        self, identity: WorkerIdentity, layout: KvLayout, staging: Staging, connect: Connect
+    ) -> None:
+        self._identity, self._layout = identity, layout
+        self._staging, self._connect = staging, connect
+        self._meetings: OrderedDict[str, asyncio.Task[Peer]] = OrderedDict()
+
+    async def meet(self, giver: WorkerIdentity) -> Peer:
+        """Meets a giver, or remembers that we have; waits for its ring to be read once.
+
+        Raises Incompatible with what differs, and Unavailable.
+        """
+        known = self._known(giver.incarnation)
+        if known is not None and known.suspect:
+            # Others still use the broken connection. It must be gone before there is a new one.
+            await self._wait_until_unused(known)
+        task = self._meetings.get(giver.incarnation)
+        if task is None:
+            task = asyncio.create_task(self._meet(giver))
+            self._meetings[giver.incarnation] = task
+            task.add_done_callback(lambda _: self._forget_failure(giver.incarnation))
+        peer = await asyncio.shield(task)
+        await self._drop_replaced(peer)
+        return peer
+
+    @asynccontextmanager
+    async def use(self, giver: WorkerIdentity) -> AsyncIterator[Peer]:
+        """A met peer that stays until the block is left."""
+        peer = await self.meet(giver)
+        peer.users += 1
+        try:
+            yield peer
+        finally:
+            peer.users -= 1
+            if peer.suspect and peer.users == 0:
+                await self._remove(peer)
+
+    async def forget(self, incarnation: str) -> None:
+        """Drops what is kept of a giver that is gone, as soon as no hand-over uses it."""
+        peer = self._known(incarnation)
+        if peer is not None:
+            peer.suspect = True
+            if peer.users == 0:
+                await self._remove(peer)
+
+    async def close(self) -> None:
+        tasks = list(self._meetings.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._meetings.clear()
+
+    def _known(self, incarnation: str) -> Peer | None:
+        task = self._meetings.get(incarnation)
+        if task is None or not task.done() or task.cancelled() or task.exception():
+            return None
+        return task.result()
+
+    def _forget_failure(self, incarnation: str) -> None:
+        if self._known(incarnation) is None:
+            self._meetings.pop(incarnation, None)
+
+    async def _wait_until_unused(self, peer: Peer) -> None:
+        try:
+            async with asyncio.timeout(MEET_S):
+                await peer.unused.wait()
+        except TimeoutError:
+            raise Unavailable("the connection to the giver is broken") from None
+
+    async def _meet(self, giver: WorkerIdentity) -> Peer:
+        connection = self._connect(giver)
+        names = list(self._staging.names)
+        refused: list[str] = []
+        try:
+            async with asyncio.timeout(MEET_S):
+                while names:
+                    meeting = await connection.meet(
+                        Introduction(self._identity, self._layout, tuple(names), giver.incarnation)
+                    )
+                    self._check(giver, meeting)
+                    try:
+                        reader = await self._reach(meeting)
+                    except TransportError:
+                        refused.append(meeting.transport)
+                        names = [name for name in names if name not in refused]
+                        continue
+                    return Peer(meeting, reader, connection)
+        except TimeoutError:
+            raise Unavailable("the giver did not answer in time") from None
+        raise Incompatible(f"the giver's memory cannot be reached: tried {', '.join(refused)}")
+
+    def _check(self, giver: WorkerIdentity, meeting: Meeting) -> None:
+        if meeting.giver.incarnation != giver.incarnation:
+            raise Unavailable("this address now belongs to another process")
+        difference = self._layout.difference(meeting.layout)
+        if difference:
+            raise Incompatible(f"the KV of the two workers differs: {difference}")
+        if meeting.transport not in self._staging.readers or meeting.digest not in DIGESTS:
+            raise Incompatible("the giver chose a transport or digest that is not known here")
+
+    async def _reach(self, meeting: Meeting) -> Reader:
+        """Adds the peer and reads one header, so that the first parcel finds a warm connection."""
+        reader, peer = self._staging.readers[meeting.transport], meeting.giver.incarnation
+        await reader.add_peer(peer, meeting.transport_metadata, meeting.ring)
+        slot = await self._staging.ring.wait(peer)
+        try:
+            await reader.read(peer, 0, slot, HEADER_BYTES, MEET_S)
+        except BaseException:
+            await reader.remove_peer(peer)
+            raise
+        finally:
+            slot.release()
+        return reader
+
+    async def _drop_replaced(self, peer: Peer) -> None:
+        """A process at an address replaces the one before; and the number of peers is bounded."""
+        if peer.incarnation in self._meetings:
+            self._meetings.move_to_end(peer.incarnation)
+        for incarnation in list(self._meetings):
+            old = self._known(incarnation)
+            if old is None or old is peer:
+                continue
+            replaced = old.meeting.giver.address == peer.meeting.giver.address
+            if replaced or (len(self._meetings) > MAX_PEERS and old.users == 0):
+                await self.forget(incarnation)
+
+    async def _remove(self, peer: Peer) -> None:
+        self._meetings.pop(peer.incarnation, None)
+        try:
+            await peer.reader.remove_peer(peer.incarnation)
+        finally:
+            peer.unused.set()
+
+
+def as_handover_failure(error: BatonError) -> BatonError:
+    """What a peer's or the stream's failure means to whoever wants the KV: prefill elsewhere."""
+    return error if isinstance(error, Incompatible) else HandoverFailed(error.message)

@@ -1,0 +1,172 @@
+"""Staging memory in equal slots, and who owns each; knows nothing of what lies in them.
+
+A slot has up to two owners: its *holder*, who took it, and a *transfer* that may still write into
+it. It is free again only when both have let go. A slot whose holder left while the transfer is
+undecided is in *limbo*: nothing can stop such a transfer, so the slot waits for its end, however
+long that takes. Too much of the ring in limbo and only a restart of the process helps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import mmap
+import os
+from collections import Counter, deque
+
+from baton.core.errors import Overloaded
+from baton.core.handover_messages import RingDescription
+
+ALIGNMENT = 4096
+MAX_WAITING = 4096
+
+
+class Slot:
+    """A taken slot. Whoever took it calls `release` exactly once.
+
+    view: the slot's memory, slot_bytes long. A transfer into it is bracketed by `lend` and
+    `settle`; in between, `release` leaves the slot in limbo.
+    """
+
+    __slots__ = ("_held", "_lent", "_ring", "index", "peer", "view")
+
+    def __init__(self, ring: SlotRing, index: int, peer: str, view: memoryview) -> None:
+        self._ring = ring
+        self._held, self._lent = True, False
+        self.index, self.peer, self.view = index, peer, view
+
+    def release(self) -> None:
+        if not self._held:
+            raise RuntimeError(f"slot {self.index} was released twice")
+        self._held = False
+        if self._lent:
+            self._ring._to_limbo()
+        else:
+            self._ring._return(self)
+
+    def lend(self) -> None:
+        if self._lent or not self._held:
+            raise RuntimeError(f"slot {self.index} cannot be lent now")
+        self._lent = True
+
+    def settle(self) -> None:
+        """The transfer has ended, well or badly: it will not write any more."""
+        self._lent = False
+        if not self._held:
+            self._ring._from_limbo(self)
+
+
+class SlotRing:
+    """num_slots slots of slot_bytes each, in one page-aligned memory. Used on the event loop only.
+
+    The memory is an anonymous file (memfd) that cannot shrink: processes of the same machine may
+    map it, and it is gone when the last of them is, however that one ended.
+    No peer holds more than `share` slots, so a slow one leaves room for the others.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        if num_slots < 2:
+            raise ValueError("num_slots must be at least 2")
+        if slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT:
+            raise ValueError(f"slot_bytes must be a multiple of {ALIGNMENT}")
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self.share = max(2, num_slots // 2)
+        size = num_slots * slot_bytes
+        self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._memory = mmap.mmap(self.fd, size)
+        self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        whole = memoryview(self._memory)
+        self._views = [whole[i * slot_bytes : (i + 1) * slot_bytes] for i in range(num_slots)]
+        whole.release()
+        self._free = deque(range(num_slots))
+        self._limbo = 0
+        self._held_by: Counter[str] = Counter()
+        self._waiting: deque[tuple[str, asyncio.Future[Slot]]] = deque()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_limbo(self) -> int:
+        return self._limbo
+
+    @property
+    def exhausted(self) -> bool:
+        """More than a quarter is in limbo: stop taking work and restart the process."""
+        return self._limbo * 4 > self.num_slots
+
+    def describe(self) -> RingDescription:
+        return RingDescription(self.base_address, self.slot_bytes, self.num_slots)
+
+    def view(self, index: int) -> memoryview:
+        """A slot's memory, whoever owns it."""
+        return self._views[index]
+
+    def take(self, peer: str) -> Slot | None:
+        """A free slot for work with `peer`; None without one or when the peer has its share."""
+        if not self._free or self._held_by[peer] >= self.share:
+            return None
+        index = self._free.popleft()
+        self._held_by[peer] += 1
+        return Slot(self, index, peer, self._views[index])
+
+    async def wait(self, peer: str) -> Slot:
+        """Waits for a slot, in order of arrival among those whose peer is below its share.
+
+        The caller bounds the wait. Raises Overloaded when too many wait already.
+        """
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded("too many hand-overs wait for a slot")
+        ready: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+        entry = (peer, ready)
+        self._waiting.append(entry)
+        self._serve()
+        try:
+            return await ready
+        except asyncio.CancelledError:
+            if ready.done() and not ready.cancelled():
+                ready.result().release()
+            raise
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+
+    def close(self) -> None:
+        """Unmaps the memory. Only when no transfer can touch it any more; idempotent."""
+        if self.fd < 0:
+            return
+        for view in self._views:
+            view.release()
+        self._memory.close()
+        os.close(self.fd)
+        self.fd = -1
+
+    def _return(self, slot: Slot) -> None:
+        self._free.append(slot.index)
+        self._held_by[slot.peer] -= 1
+        if not self._held_by[slot.peer]:
+            del self._held_by[slot.peer]
+        self._serve()
+
+    def _to_limbo(self) -> None:
+        self._limbo += 1
+
+    def _from_limbo(self, slot: Slot) -> None:
+        self._limbo -= 1
+        self._return(slot)
+
+    def _serve(self) -> None:
+        for entry in list(self._waiting):
+            peer, ready = entry
+            if not self._free:
+                return
+            if ready.done():
+                continue
+            slot = self.take(peer)
+            if slot is not None:
+                self._waiting.remove(entry)
+                ready.set_result(slot)

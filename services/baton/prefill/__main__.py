@@ -1,0 +1,65 @@
+"""Starts a prefill worker: reads the configuration, wires, serves."""
+
+from __future__ import annotations
+
+import sys
+
+from baton.core.block_pool import BlockPool
+from baton.core.ports import ModelRunner
+from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
+from baton.core.scheduling import QueueLimit, first_come, shortest_remaining
+from baton.kv.giver import Giver
+from baton.prefill.config import PrefillConfig
+from baton.prefill.service import PrefillService
+from baton.prefill.servicer import PrefillServicer
+from baton.rpc.config import load
+from baton.rpc.handover import HandoverServicer
+from baton.rpc.lifecycle import run
+from baton.rpc.server import Service
+from baton.v1 import handover_pb2_grpc, prefill_pb2_grpc
+from baton.worker.process import Parts, run_worker
+
+AGING_TOKENS_PER_S = 1000.0
+
+
+def main() -> int:
+    config = load(PrefillConfig, prog="baton-prefill")
+    policy = PrefillPolicy(
+        token_budget=config.step_tokens,
+        batch_window_s=config.batch_window_ms / 1000,
+        limit=QueueLimit(config.max_waiting_tokens, config.max_waiting),
+        order=first_come if config.order == "fcfs" else shortest_remaining(AGING_TOKENS_PER_S),
+    )
+
+    def scheduler(runner: ModelRunner, pool: BlockPool) -> PrefillScheduler:
+        model = runner.model
+        return PrefillScheduler(
+            pool,
+            policy,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            model_digest=model.digest,
+        )
+
+    def service(parts: Parts) -> tuple[PrefillService, list[Service]]:
+        giver = Giver(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)
+        made = PrefillService(parts.engine, giver, handover_timeout_s=config.handover_timeout_s)
+        handover = HandoverServicer(giver)
+        servicer = PrefillServicer(made, parts.identity.incarnation)
+        return made, [
+            Service(
+                "baton.v1.Prefill",
+                lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server),
+            ),
+            Service(
+                "baton.v1.Handover",
+                lambda server: handover_pb2_grpc.add_HandoverServicer_to_server(handover, server),
+            ),
+        ]
+
+    return run(run_worker("prefill", "giver", config, scheduler, service))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""What a prefill worker can be told besides what every worker can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.rpc.config import option
+from baton.worker.options import WorkerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig(WorkerOptions):
+    """One prefill worker."""
+
+    step_tokens: int = option(512, "most prompt tokens of a step", unit="tokens", minimum=1)
+    batch_window_ms: float = option(
+        2.0, "longest wait for a fuller batch", unit="ms", minimum=0.0, maximum=1000.0
+    )
+    order: str = option(
+        "shortest", "which prompt goes first within a priority", choices=("shortest", "fcfs")
+    )

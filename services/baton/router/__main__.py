@@ -1,0 +1,104 @@
+"""Starts the router process: reads its configuration, wires its parts, serves until stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+
+from baton.core.model import WorkerIdentity
+from baton.router.config import RouterConfig
+from baton.router.discovery import StaticDiscovery
+from baton.router.fleet import Fleet
+from baton.router.http.app import HttpApp
+from baton.router.http.server import serve_http
+from baton.router.metrics import RouterMetrics
+from baton.router.pipeline import Pipeline
+from baton.router.servicer import InferenceServicer
+from baton.rpc import config as configuration
+from baton.rpc import lifecycle, logs
+from baton.rpc.channels import Channels
+from baton.rpc.metrics import REGISTRY
+from baton.rpc.server import ProcessServer, Service
+from baton.v1 import inference_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICE = "baton.v1.Inference"
+HTTP_GRACE_S = 1.0
+READINESS_S = 1.0
+
+
+async def serve(config: RouterConfig) -> int:
+    """Runs until SIGTERM, then drains. Returns the exit code."""
+    identity = WorkerIdentity("router", lifecycle.new_incarnation(), config.grpc_listen)
+    logs.setup("router", config.log_level, config.log_json, incarnation=identity.incarnation)
+    log.info("configuration: %s", configuration.describe(config))
+    discovery = StaticDiscovery(
+        {
+            "tokenizer": config.tokenizers,
+            "prefill": config.prefills,
+            "decode": config.decodes,
+            "detokenizer": config.detokenizers,
+        }
+    )
+    channels = Channels()
+    fleet = Fleet(discovery, channels, identity)
+    metrics = RouterMetrics()
+    pipeline = Pipeline(fleet, config, metrics)
+    servicer = InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s)
+    server = ProcessServer(
+        listen=config.grpc_listen,
+        services=[
+            Service(
+                SERVICE,
+                lambda grpc_server: inference_pb2_grpc.add_InferenceServicer_to_server(
+                    servicer, grpc_server
+                ),
+            )
+        ],
+        reflection=config.reflection,
+        public=True,
+    )
+    unwatch = metrics.watch(fleet, lambda: pipeline.num_requests)
+    try:
+        http = await serve_http(HttpApp(pipeline, REGISTRY), config.http_listen)
+        try:
+            grpc_address = await server.start()
+            fleet.start()
+            readiness = asyncio.create_task(_tell_readiness(server, pipeline, fleet))
+            started = {"role": "router", "http": http.address, "grpc": grpc_address}
+            print(json.dumps(started), flush=True)
+            try:
+                return await lifecycle.run_until_stopped(
+                    server, pipeline.drain, drain_timeout_s=config.drain_timeout_s
+                )
+            finally:
+                readiness.cancel()
+        finally:
+            await pipeline.close()
+            await http.close(HTTP_GRACE_S)
+            await server.stop(0)
+    finally:
+        for stop in unwatch:
+            stop()
+        await fleet.close()
+        await channels.close()
+
+
+async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Fleet) -> None:
+    """Health says what is true: SERVING while a request could be answered."""
+    while True:
+        server.set_serving(pipeline.ready())
+        await fleet.changed.wait(READINESS_S)
+
+
+def main() -> None:
+    """The `baton-router` command."""
+    config = configuration.load(RouterConfig, prog="baton-router")
+    sys.exit(lifecycle.run(serve(config)))
+
+
+if __name__ == "__main__":
+    main()

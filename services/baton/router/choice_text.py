@@ -1,0 +1,191 @@
+"""The text of one choice: what is asked of a detokenizer, what came back, what the client has.
+
+A cursor over the token log on each side. Knows neither the stream to the detokenizer nor the one to
+the client, and never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.core.attempt import Logprobs
+from baton.core.errors import BatonError, Internal
+from baton.core.request import Delta, TextLogprob, TokenLogprobs
+from baton.core.token_log import PositionGap, TokenLog
+from baton.router.detokenizer_session import TextNews, TextOpening, TextTokens
+
+PROMPT_TAIL = 8
+"""Prompt tokens that a detokenizer sees: more than any tokenizer's text depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What all choices of a request have in common."""
+
+    stop_strings: tuple[str, ...]
+    include_stop_string: bool
+    skip_special_tokens: bool
+    prompt_tail_ids: tuple[int, ...]
+    min_tokens: int
+    shown_stop_token_ids: frozenset[int]
+    """Stop tokens the client named; only those are reported to it."""
+
+
+class ChoiceText:
+    """See the module. The three callables are told at once and must not wait."""
+
+    def __init__(
+        self,
+        log: TokenLog,
+        options: TextOptions,
+        *,
+        on_stop: Callable[[int, int, str], None],
+        on_progress: Callable[[int], None],
+        on_lost: Callable[[BatonError], None],
+    ) -> None:
+        self.log = log
+        self.ended = False
+        """The detokenizer has said all of it."""
+        self.num_tokens = 0
+        """Tokens whose text came back in full."""
+        self.searched_tokens = 0
+        """Tokens within which no stop string ends."""
+        self.finished = False
+        """The last delta was taken."""
+        self._options = options
+        self._on_stop = on_stop
+        self._on_progress = on_progress
+        self._tell_lost = on_lost
+        self._asked = 0
+        self._end_asked = False
+        self._delivered_bytes = 0
+        self._unsent = ""
+        self._told = 0
+        self._spelled: dict[int, bytes] = {}
+        self._spelling: list[int] = []
+
+    def opening(self) -> TextOpening:
+        """All tokens that may lie behind the delivered text. A stop token is no part of the text:
+        it is appended as the last token, never opened with.
+        """
+        self._asked = min(self._asked, len(self.log) - (self.log.stop_token_id is not None))
+        self._end_asked = False
+        self._spelling.clear()
+        return TextOpening(
+            token_ids=self.log.token_ids(0, self._asked),
+            delivered_bytes=self._delivered_bytes,
+            stop_strings=self._options.stop_strings,
+            include_stop_string=self._options.include_stop_string,
+            skip_special_tokens=self._options.skip_special_tokens,
+            prompt_tail_ids=self._options.prompt_tail_ids,
+            min_tokens=self._options.min_tokens,
+        )
+
+    def take_tokens(self) -> TextTokens | None:
+        start, token_ids = self._asked, self.log.token_ids(self._asked)
+        spell = self._unspelled()
+        last = self.log.ended and not self._end_asked
+        if not token_ids and not spell and not last:
+            return None
+        self._asked = len(self.log)
+        self._end_asked = self.log.ended
+        self._spelling += spell
+        return TextTokens(
+            position=start,
+            token_ids=token_ids,
+            spell=spell,
+            last=last,
+            last_is_stop_token=last and self.log.stop_token_id is not None,
+        )
+
+    def on_news(self, news: TextNews) -> None:
+        if self.ended:
+            return
+        self._unsent += news.text
+        self._delivered_bytes += len(news.text.encode())
+        for spelled in news.spelled:
+            if self._spelling:
+                self._spelled[self._spelling.pop(0)] = spelled
+        self.num_tokens = max(self.num_tokens, min(news.num_tokens, len(self.log)))
+        self.searched_tokens = max(self.searched_tokens, news.searched_tokens)
+        if news.stop is not None:
+            stop_string, position = news.stop
+            try:
+                self._on_stop(self.log.choice, position, stop_string)
+            except PositionGap:
+                self._tell_lost(Internal("The detokenizer stopped where there is no token."))
+                return
+        elif news.end and not self.log.ended:
+            self._tell_lost(Internal("The detokenizer ended a text that goes on."))
+            return
+        if news.stop is not None or news.end:
+            self.ended = True
+            self.num_tokens = len(self.log)
+        self._on_progress(self.log.choice)
+
+    def on_lost(self, error: BatonError) -> None:
+        if not self.ended:
+            self._tell_lost(error)
+
+    def take_delta(self) -> Delta | None:
+        """All that the client does not have yet, as one delta, or None when there is nothing."""
+        if self.finished:
+            return None
+        told, upto = self._told, self._tellable()
+        logprobs = self._logprobs(told, upto)
+        self.finished = self.ended and upto == len(self.log)
+        text, self._unsent, self._told = self._unsent, "", upto
+        if not text and upto == told and not self.finished:
+            return None
+        stop_token_id = self.log.stop_token_id if self.finished else None
+        return Delta(
+            choice=self.log.choice,
+            text=text,
+            token_ids=self.log.token_ids(told, upto),
+            logprobs=logprobs,
+            finish_reason=self.log.finish_reason if self.finished else None,
+            stop_string=self.log.stop_string if self.finished else None,
+            stop_token_id=(
+                stop_token_id if stop_token_id in self._options.shown_stop_token_ids else None
+            ),
+        )
+
+    def _tellable(self) -> int:
+        """Tokens the client may see: their text is out, and their log-probabilities have texts."""
+        if self.ended:
+            return self.num_tokens
+        entries = self.log.logprobs(self._told, self.num_tokens)
+        for offset, entry in enumerate(entries):
+            position = self._told + offset
+            needed = _tokens_of(self.log.token_ids(position, position + 1)[0], entry)
+            if any(token_id not in self._spelled for token_id in needed):
+                return position
+        return self.num_tokens
+
+    def _unspelled(self) -> tuple[int, ...]:
+        """Tokens whose own bytes are wanted, not known and not asked for: each only once."""
+        entries = self.log.logprobs(self._told)
+        token_ids = self.log.token_ids(self._told)
+        known = self._spelled.keys() | set(self._spelling)
+        wanted: dict[int, None] = {}
+        for token_id, entry in zip(token_ids, entries, strict=False):
+            wanted.update(dict.fromkeys(_tokens_of(token_id, entry)))
+        return tuple(token_id for token_id in wanted if token_id not in known)
+
+    def _logprobs(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+        entries = zip(self.log.token_ids(start, end), self.log.logprobs(start, end), strict=False)
+        return tuple(
+            TokenLogprobs(
+                self._text_logprob(token_id, entry.logprob),
+                tuple(self._text_logprob(other, value) for other, value in entry.top),
+            )
+            for token_id, entry in entries
+        )
+
+    def _text_logprob(self, token_id: int, logprob: float) -> TextLogprob:
+        return TextLogprob(token_id, self._spelled.get(token_id, b""), logprob)
+
+
+def _tokens_of(token_id: int, entry: Logprobs) -> Sequence[int]:
+    return (token_id, *(other for other, _ in entry.top))

@@ -1,0 +1,210 @@
+"""The one stream between this router and a decode worker, shared by all requests that run there.
+
+Takes StepFrames apart and hands each piece to the attempt it belongs to, at once and without
+waiting. Knows nothing of what an attempt does with it. After a break the stream is resumed from
+the attempts' next positions; what the worker no longer has is told as lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from baton.core.errors import BatonError, Unavailable
+from baton.core.model import WorkerIdentity
+from baton.core.routing import is_stalled
+from baton.router.notice import Notice
+from baton.router.shared_stream import SharedStream, WorkerStalled
+from baton.rpc.convert import (
+    attempt_to_proto,
+    choice_tokens_from_proto,
+    error_from_proto,
+    identity_to_proto,
+)
+from baton.v1.decode_pb2 import (
+    CancelSequence,
+    ConfirmPositions,
+    KvSource,
+    SequencePosition,
+    SessionHello,
+    SessionRequest,
+    SessionResponse,
+    StartSequence,
+    StepFrame,
+)
+from baton.v1.decode_pb2_grpc import DecodeStub
+
+
+@dataclass(frozen=True, slots=True)
+class KvComplete:
+    """Decode has all KV of an attempt. received_bytes: what came from the giver."""
+
+    cached_tokens: int
+    received_bytes: int
+    wait_s: float
+
+
+class SequenceSink(Protocol):
+    """An attempt, as the session sees it. All calls return at once."""
+
+    def on_tokens(self, tokens: ChoiceTokens) -> None: ...
+
+    def on_kv_complete(self, kv: KvComplete) -> None: ...
+
+    def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
+        """These choices failed, or all when none is named."""
+
+    def next_positions(self) -> dict[SequenceKey, int]:
+        """Per sequence that still runs: the output position that comes next."""
+
+
+class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
+    """See the module. The outbox holds at most one message of a kind per attempt or sequence."""
+
+    resumable = True
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        worker: WorkerIdentity,
+        router: WorkerIdentity,
+        changed: Notice,
+    ) -> None:
+        super().__init__(changed)
+        self._stub = DecodeStub(channel)
+        self._worker = worker
+        self._router = router
+        self._sinks: dict[AttemptKey, SequenceSink] = {}
+        self._starts: dict[AttemptKey, SessionRequest] = {}
+        self._cancels: dict[AttemptKey, set[int]] = {}
+        self._confirms: dict[SequenceKey, int] = {}
+
+    def start(
+        self,
+        attempt: Attempt,
+        sink: SequenceSink,
+        *,
+        handover_id: bytes = b"",
+        giver: WorkerIdentity | None = None,
+        max_unconfirmed: int = 0,
+    ) -> None:
+        """Starts an attempt; `release` ends what this begins. Without a giver decode prefills."""
+        start = StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
+        if giver is not None:
+            start.source.CopyFrom(KvSource(handover_id=handover_id, giver=identity_to_proto(giver)))
+        self._sinks[attempt.key] = sink
+        self._starts[attempt.key] = SessionRequest(start=start)
+        self.wake()
+
+    def cancel(self, key: AttemptKey, choice: int) -> None:
+        """Stops one choice of an attempt that goes on."""
+        self._cancels.setdefault(key, set()).add(choice)
+        self.wake()
+
+    def confirm(self, key: SequenceKey, position: int) -> None:
+        """All positions below this one hold no stop string."""
+        self._confirms[key] = position
+        self.wake()
+
+    def release(self, key: AttemptKey, *, cancel: bool) -> None:
+        """Nothing more is wanted of the attempt; cancel: the worker may still run it."""
+        known = self._sinks.pop(key, None) is not None
+        self._cancels.pop(key, None)
+        if self._starts.pop(key, None) is None and known and cancel:
+            self._cancels[key] = set()
+            self.wake()
+
+    def connect(self) -> grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]:
+        return self._stub.Session()
+
+    def greeting(self) -> Sequence[SessionRequest]:
+        # An attempt whose start is still in the outbox is new to the worker, not resumed.
+        resume = [
+            _position(key, position)
+            for attempt_key, sink in self._sinks.items()
+            if attempt_key not in self._starts
+            for key, position in sink.next_positions().items()
+        ]
+        hello = SessionHello(
+            router=identity_to_proto(self._router),
+            decode_incarnation=self._worker.incarnation,
+            resume=resume,
+        )
+        return [SessionRequest(hello=hello)]
+
+    def outgoing(self) -> Sequence[SessionRequest]:
+        starts, self._starts = self._starts, {}
+        cancels, self._cancels = self._cancels, {}
+        confirms, self._confirms = self._confirms, {}
+        messages = list(starts.values())
+        messages += [
+            SessionRequest(
+                cancel=CancelSequence(
+                    request_id=key.request_id, attempt=key.attempt, choices=sorted(choices)
+                )
+            )
+            for key, choices in cancels.items()
+        ]
+        if confirms:
+            positions = [_position(key, position) for key, position in confirms.items()]
+            messages.append(SessionRequest(confirm=ConfirmPositions(sequences=positions)))
+        return messages
+
+    def incoming(self, message: SessionResponse) -> None:
+        match message.WhichOneof("message"):
+            case "frame":
+                self._frame(message.frame)
+            case "heartbeat":
+                beat = message.heartbeat
+                if is_stalled(beat.step_age_us, beat.step_predicted_us):
+                    raise WorkerStalled
+            case "welcome":
+                for lost in message.welcome.lost:
+                    self._failed(
+                        AttemptKey(lost.request_id, lost.attempt),
+                        Unavailable("A worker of this request was lost."),
+                        (lost.choice,),
+                    )
+            case _:
+                raise ValueError("an empty message on the session")
+
+    def lose(self, error: BatonError) -> None:
+        sinks, self._sinks = self._sinks, {}
+        self._starts.clear()
+        self._cancels.clear()
+        self._confirms.clear()
+        for sink in sinks.values():
+            sink.on_failed(error, ())
+
+    def _frame(self, frame: StepFrame) -> None:
+        for started in frame.started:
+            sink = self._sinks.get(AttemptKey(started.request_id, started.attempt))
+            if sink is not None:
+                sink.on_kv_complete(
+                    KvComplete(started.cached_tokens, started.received_bytes, started.wait_us / 1e6)
+                )
+        for entry in frame.tokens:
+            sink = self._sinks.get(AttemptKey(entry.request_id, entry.attempt))
+            if sink is not None:
+                sink.on_tokens(choice_tokens_from_proto(entry))
+        for failure in frame.failures:
+            self._failed(
+                AttemptKey(failure.request_id, failure.attempt),
+                error_from_proto(failure.error),
+                tuple(failure.choices),
+            )
+
+    def _failed(self, key: AttemptKey, error: BatonError, choices: Collection[int]) -> None:
+        sink = self._sinks.get(key)
+        if sink is not None:
+            sink.on_failed(error, choices)
+
+
+def _position(key: SequenceKey, position: int) -> SequencePosition:
+    return SequencePosition(
+        request_id=key.request_id, choice=key.choice, attempt=key.attempt, position=position
+    )

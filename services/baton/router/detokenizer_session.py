@@ -1,0 +1,218 @@
+"""The one stream between this router and a detokenizer, shared by the texts of all requests.
+
+Pulls from each text what is new when there is room on the stream, so that nothing queues up here.
+Knows nothing of choices or log-probabilities. A break loses the texts' state at the worker: each
+text is told and opened again elsewhere by its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import grpc
+
+from baton.core.errors import BatonError
+from baton.router.notice import Notice
+from baton.router.shared_stream import SharedStream
+from baton.rpc.convert import error_from_proto, token_ids_to_bytes
+from baton.v1.detokenizer_pb2 import (
+    AppendTokens,
+    CloseText,
+    DetokenizeOperation,
+    DetokenizerSessionRequest,
+    DetokenizerSessionResponse,
+    OpenText,
+    TextDelta,
+)
+from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
+
+MAX_OPERATIONS = 256
+"""Operations of one message: many small texts share it, none waits long for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOpening:
+    """How a text begins at a detokenizer: ids so far and UTF-8 bytes of them already delivered."""
+
+    token_ids: tuple[int, ...]
+    delivered_bytes: int
+    stop_strings: tuple[str, ...]
+    include_stop_string: bool
+    skip_special_tokens: bool
+    prompt_tail_ids: tuple[int, ...]
+    min_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokens:
+    """More tokens of a text; spell: tokens whose own bytes are wanted besides."""
+
+    position: int
+    token_ids: tuple[int, ...]
+    spell: tuple[int, ...]
+    last: bool
+    last_is_stop_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextNews:
+    """What a detokenizer says of a text. num_tokens: tokens whose text is fully sent or skipped;
+    searched_tokens: tokens within which no stop string ends; stop: (stop string, position of the
+    token that completed it).
+    """
+
+    text: str
+    num_tokens: int
+    searched_tokens: int
+    stop: tuple[str, int] | None
+    end: bool
+    spelled: Sequence[bytes]
+
+
+class TextSource(Protocol):
+    """A text, as the session sees it. All calls return at once."""
+
+    def opening(self) -> TextOpening: ...
+
+    def take_tokens(self) -> TextTokens | None:
+        """What was not taken since `opening`, or None."""
+
+    def on_news(self, news: TextNews) -> None: ...
+
+    def on_lost(self, error: BatonError) -> None:
+        """The session knows this text no more."""
+
+
+class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSessionResponse]):
+    """See the module. The outbox holds at most one entry per text."""
+
+    def __init__(self, channel: grpc.aio.Channel, changed: Notice) -> None:
+        super().__init__(changed)
+        self._stub = DetokenizerStub(channel)
+        self._ids = count(1)
+        self._sources: dict[int, TextSource] = {}
+        self._unopened: set[int] = set()
+        self._dirty: dict[int, None] = {}
+        self._closing: list[int] = []
+
+    @property
+    def num_texts(self) -> int:
+        return len(self._sources)
+
+    def open(self, source: TextSource) -> int:
+        """Begins a text, named by the returned id until it ends, is lost or is closed."""
+        text_id = next(self._ids)
+        self._sources[text_id] = source
+        self._unopened.add(text_id)
+        self.touch(text_id)
+        return text_id
+
+    def touch(self, text_id: int) -> None:
+        """The text has more tokens to take."""
+        if text_id in self._sources:
+            self._dirty[text_id] = None
+            self.wake()
+
+    def close(self, text_id: int) -> None:
+        """Nothing more is wanted of the text. Unknown ones are no error."""
+        if self._sources.pop(text_id, None) is None:
+            return
+        self._dirty.pop(text_id, None)
+        if text_id in self._unopened:
+            self._unopened.discard(text_id)
+        else:
+            self._closing.append(text_id)
+            self.wake()
+
+    def connect(
+        self,
+    ) -> grpc.aio.StreamStreamCall[DetokenizerSessionRequest, DetokenizerSessionResponse]:
+        return self._stub.Session()
+
+    def greeting(self) -> Sequence[DetokenizerSessionRequest]:
+        return ()
+
+    def outgoing(self) -> Sequence[DetokenizerSessionRequest]:
+        operations = [
+            DetokenizeOperation(text_id=text_id, close=CloseText()) for text_id in self._closing
+        ]
+        self._closing.clear()
+        dirty, self._dirty = self._dirty, {}
+        for text_id in dirty:
+            operations += self._operations(text_id, self._sources[text_id])
+        return [
+            DetokenizerSessionRequest(operations=operations[first : first + MAX_OPERATIONS])
+            for first in range(0, len(operations), MAX_OPERATIONS)
+        ]
+
+    def incoming(self, message: DetokenizerSessionResponse) -> None:
+        for delta in message.deltas:
+            source = self._sources.get(delta.text_id)
+            if source is not None:
+                self._news(source, delta)
+
+    def lose(self, error: BatonError) -> None:
+        sources, self._sources = self._sources, {}
+        self._unopened.clear()
+        self._dirty.clear()
+        self._closing.clear()
+        for source in sources.values():
+            source.on_lost(error)
+
+    def _operations(self, text_id: int, source: TextSource) -> list[DetokenizeOperation]:
+        operations = []
+        if text_id in self._unopened:
+            self._unopened.discard(text_id)
+            opening = source.opening()
+            operations.append(
+                DetokenizeOperation(
+                    text_id=text_id,
+                    open=OpenText(
+                        token_ids=token_ids_to_bytes(opening.token_ids),
+                        delivered_bytes=opening.delivered_bytes,
+                        stop_strings=opening.stop_strings,
+                        include_stop_string=opening.include_stop_string,
+                        skip_special_tokens=opening.skip_special_tokens,
+                        prompt_tail_ids=token_ids_to_bytes(opening.prompt_tail_ids),
+                        min_tokens=opening.min_tokens,
+                    ),
+                )
+            )
+        tokens = source.take_tokens()
+        if tokens is not None:
+            operations.append(
+                DetokenizeOperation(
+                    text_id=text_id,
+                    append=AppendTokens(
+                        position=tokens.position,
+                        token_ids=token_ids_to_bytes(tokens.token_ids),
+                        spell_token_ids=token_ids_to_bytes(tokens.spell),
+                        last=tokens.last,
+                        last_is_stop_token=tokens.last_is_stop_token,
+                    ),
+                )
+            )
+        return operations
+
+    def _news(self, source: TextSource, delta: TextDelta) -> None:
+        if delta.HasField("error"):
+            del self._sources[delta.text_id]
+            source.on_lost(error_from_proto(delta.error))
+            return
+        stop = (delta.stop.stop_string, delta.stop.position) if delta.HasField("stop") else None
+        source.on_news(
+            TextNews(
+                text=delta.text,
+                num_tokens=delta.num_tokens,
+                searched_tokens=delta.searched_tokens,
+                stop=stop,
+                end=delta.end,
+                spelled=tuple(delta.spelled_texts),
+            )
+        )
+        if delta.end:
+            self._sources.pop(delta.text_id, None)
+            self._dirty.pop(delta.text_id, None)

@@ -1,0 +1,71 @@
+"""All pools of one router, with the clients it needs to each role; knows no requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.routing import models_of
+from baton.router.decode_session import DecodeSession
+from baton.router.detokenizer_session import DetokenizerSession
+from baton.router.discovery import Discovery
+from baton.router.notice import Notice
+from baton.router.pools import Pool
+from baton.router.prefill_client import PrefillClient
+from baton.router.tokenizer_client import TokenizerClient
+from baton.rpc.channels import Channels
+
+
+class Fleet:
+    """Four pools and one notice that any of them changed."""
+
+    def __init__(self, discovery: Discovery, channels: Channels, router: WorkerIdentity) -> None:
+        self.changed = Notice()
+        self.tokenizers = Pool(
+            "tokenizer",
+            discovery,
+            channels,
+            router,
+            lambda channel, worker: TokenizerClient(channel),
+            self.changed,
+        )
+        self.prefills = Pool("prefill", discovery, channels, router, PrefillClient, self.changed)
+        self.decodes = Pool(
+            "decode",
+            discovery,
+            channels,
+            router,
+            lambda channel, worker: DecodeSession(channel, worker, router, self.changed),
+            self.changed,
+        )
+        self.detokenizers = Pool(
+            "detokenizer",
+            discovery,
+            channels,
+            router,
+            lambda channel, worker: DetokenizerSession(channel, self.changed),
+            self.changed,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self.tokenizers.run()),
+            asyncio.create_task(self.prefills.run()),
+            asyncio.create_task(self.decodes.run()),
+            asyncio.create_task(self.detokenizers.run()),
+        ]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def models(self) -> list[ModelDescription]:
+        """Models that a live decode worker serves."""
+        return models_of(self.decodes.snapshots())
+
+    @property
+    def ready(self) -> bool:
+        """Whether a text could be answered now. A prefill worker is not needed for it."""
+        return all(pool.snapshots() for pool in (self.tokenizers, self.decodes, self.detokenizers))

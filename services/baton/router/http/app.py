@@ -1,0 +1,58 @@
+"""The ASGI application: every route of the HTTP API, and every failure as an OpenAI error body."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from baton.core.errors import BatonError, Internal
+from baton.router.http.chat import ChatAnswer
+from baton.router.http.completions import CompletionAnswer
+from baton.router.http.errors import HttpError, described
+from baton.router.http.frontend import Frontend
+from baton.router.http.generation import Generation
+from baton.router.http.health import health_routes
+from baton.router.http.models import model_routes
+from baton.router.http.parse import parse_chat, parse_completion
+from baton.router.http.respond import send_json
+
+log = logging.getLogger(__name__)
+
+
+class HttpApp:
+    """Serves one Frontend. Exceptions that reach it come before any byte of a response."""
+
+    def __init__(self, frontend: Frontend, registry: CollectorRegistry):
+        chat = Generation(frontend, parse_chat, ChatAnswer)
+        completions = Generation(frontend, parse_completion, CompletionAnswer)
+        self._router = Router(
+            [
+                Route("/v1/chat/completions", chat, methods=["POST"]),
+                Route("/v1/completions", completions, methods=["POST"]),
+                *model_routes(frontend),
+                *health_routes(frontend, registry),
+            ],
+            redirect_slashes=False,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # With "app" set, the router raises for an unknown route or method.
+        scope["app"] = self
+        try:
+            await self._router(scope, receive, send)
+        except (BatonError, HttpError, HTTPException) as error:
+            await _refuse(error, send)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            await _refuse(Internal("internal error"), send)
+
+
+async def _refuse(error: BatonError | HttpError | HTTPException, send: Send) -> None:
+    status, body, headers = described(error)
+    request_id = secrets.token_hex(16).encode()
+    await send_json(send, status, body, [(b"x-request-id", request_id), *headers])

@@ -1,0 +1,62 @@
+"""POST /v1/chat/completions: how a chat answer is worded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.core.request import Accepted, Delta
+from baton.router.http.answer import Envelope
+from baton.router.http.logprobs import chat_logprobs
+from baton.router.http.parse import Call
+from baton.router.http.respond import Json
+
+
+class ChatAnswer(Envelope):
+    def __init__(self, call: Call, accepted: Sequence[Accepted], created: int):
+        super().__init__(call, accepted, "chatcmpl", created)
+
+    def opening(self, prompt: int) -> list[Json]:
+        role = {"role": "assistant", "content": ""}
+        choices = [
+            {"index": i, "delta": role, "logprobs": None, "finish_reason": None}
+            for i in range(self._call.n)
+        ]
+        return [
+            self.chunk([choice]) | (self._prompt_ids() if i == 0 else {})
+            for i, choice in enumerate(choices)
+        ]
+
+    def chunks(self, prompt: int, delta: Delta) -> list[Json]:
+        index, found = self.index(prompt, delta), []
+        if not self.is_empty(delta):
+            new = {"index": index, "delta": {"content": delta.text}, "finish_reason": None}
+            found.append(self.chunk([new | self._logprobs(delta) | self.token_ids(delta)]))
+        if delta.finish_reason is not None:
+            end = {"index": index, "delta": {}, "logprobs": None}
+            found.append(self.chunk([end | self.ending(delta)]))
+        return found
+
+    def chunk(self, choices: list[Json]) -> Json:
+        return self.envelope("chat.completion.chunk", choices)
+
+    def document(self, whole: Sequence[Sequence[Delta]], usage: Json) -> Json:
+        choices = [
+            {
+                "index": self.index(0, delta),
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                **self._logprobs(delta),
+                **self.ending(delta),
+                **self.token_ids(delta),
+            }
+            for delta in whole[0]
+        ]
+        answer = self.envelope("chat.completion", choices)
+        return answer | {"usage": usage} | self._prompt_ids()
+
+    def _logprobs(self, delta: Delta) -> Json:
+        return {"logprobs": chat_logprobs(delta.logprobs) if self.wants_logprobs() else None}
+
+    def _prompt_ids(self) -> Json:
+        if not self._call.wants_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._accepted[0].prompt_token_ids)}

@@ -1,0 +1,37 @@
+"""Adds up one prompt's events until all its choices are whole, for an answer in one document."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.core.request import Delta, Finished
+from baton.router.http.frontend import EventStream
+from baton.router.http.usage import Usage
+
+
+class Collector:
+    """Keeps what came of each choice; joins it once, at the end."""
+
+    def __init__(self, n: int):
+        self._parts: list[list[Delta]] = [[] for _ in range(n)]
+
+    async def collect(self, stream: EventStream, usage: Usage) -> None:
+        async for event in stream:
+            if isinstance(event, (Delta, Finished)):
+                usage.add(event)
+            if isinstance(event, Delta):
+                self._parts[event.choice].append(event)
+
+    def choices(self) -> list[Delta]:
+        return [_joined(choice, parts) for choice, parts in enumerate(self._parts)]
+
+
+def _joined(choice: int, parts: list[Delta]) -> Delta:
+    """One Delta that says all; how it ended is in the last part."""
+    last = parts[-1] if parts else Delta(choice)
+    return replace(
+        last,
+        text="".join(part.text for part in parts),
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+    )

@@ -1,0 +1,55 @@
+"""Failures as OpenAI's error bodies: `{"error": {message, type, param, code}}` with a status.
+
+`baton.rpc.errors` knows core's failures; here are those that only HTTP has. Every text is ours.
+"""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+
+from baton.core.errors import BatonError, Reason, from_reason
+from baton.router.http.respond import Header, Json
+from baton.rpc.errors import http_status, openai_error, retry_after_headers
+
+_RETRY_LATER = (Reason.OVERLOADED, Reason.UNAVAILABLE)
+_DEFAULT_RETRY_S = 1.0
+
+
+class HttpError(Exception):
+    """A failure of the HTTP exchange itself, before any core Request exists."""
+
+    def __init__(self, status: int, message: str, *, code: str):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+    def body(self) -> Json:
+        error = {"type": "invalid_request_error", "param": None, "code": self.code}
+        return {"error": {"message": self.message, **error}}
+
+
+def described(error: BatonError | HttpError | HTTPException) -> tuple[int, Json, list[Header]]:
+    """Status, body and extra headers."""
+    match error:
+        case BatonError():
+            return http_status(error), openai_error(error), _retry_headers(error)
+        case HttpError():
+            return error.status, error.body(), [(b"connection", b"close")]
+        case _:
+            routing = _routing_error(error)
+            allow = (error.headers or {}).get("Allow", "")
+            return routing.status, routing.body(), [(b"allow", allow.encode())] if allow else []
+
+
+def _routing_error(error: HTTPException) -> HttpError:
+    if error.status_code == 405:
+        return HttpError(405, "this method is not allowed here", code="method_not_allowed")
+    return HttpError(404, "there is no such route", code="not_found")
+
+
+def _retry_headers(error: BatonError) -> list[Header]:
+    """Overload and absence pass: a client is told when to try again even if nobody knows."""
+    if error.retry_after_s is None and error.reason in _RETRY_LATER:
+        error = from_reason(error.reason, error.message, retry_after_s=_DEFAULT_RETRY_S)
+    return [(name.encode(), value.encode()) for name, value in retry_after_headers(error).items()]

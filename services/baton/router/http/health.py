@@ -1,0 +1,35 @@
+"""GET /health, /ping, /version and /metrics, for probes and scrapers."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from baton.router.http.frontend import Frontend
+from baton.router.http.respond import encode
+
+
+def health_routes(frontend: Frontend, registry: CollectorRegistry) -> list[Route]:
+    async def health(_: Request) -> Response:
+        """200 when a request sent now can be answered, else 503; no body."""
+        return Response(status_code=200 if frontend.ready() else 503)
+
+    async def show_version(_: Request) -> Response:
+        return Response(encode({"version": version("baton")}), media_type="application/json")
+
+    async def metrics(_: Request) -> Response:
+        return Response(
+            generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4}
+        )
+
+    return [
+        Route("/health", health),
+        Route("/ping", health),
+        Route("/version", show_version),
+        Route("/metrics", metrics),
+    ]

@@ -1,0 +1,69 @@
+"""Server-sent events over raw ASGI: framing, comments against idle proxies, and the end.
+
+Knows JSON documents; knows neither what they say nor where they come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.types import Send
+
+from baton.router.http.respond import Header, Json, encode
+
+KEEP_ALIVE_S = 10.0
+
+_HEAD = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would hold back events until its buffer is full.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventWriter:
+    """Writes one stream. Each `send` carries whole events, so several tasks may write.
+
+    `send` waits while the client reads slowly; what is new meanwhile is coalesced at the source.
+    """
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._idle = True
+
+    async def start(self, headers: Sequence[Header]) -> None:
+        head = [*_HEAD, *headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": head})
+
+    async def write(self, documents: Iterable[Json]) -> None:
+        if events := b"".join(b"data: %b\n\n" % encode(each) for each in documents):
+            self._idle = False
+            await self._body(events)
+
+    async def end(self, last: Json | None = None) -> None:
+        """Ends the stream: with [DONE], or with an error document in its place."""
+        data = b"[DONE]" if last is None else encode(last)
+        event = b"data: %b\n\n" % data
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Within, a comment goes out whenever nothing did for KEEP_ALIVE_S."""
+        ticker = asyncio.ensure_future(self._tick())
+        try:
+            yield
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._idle:
+                await self._body(b": keep-alive\n\n")
+            self._idle = True
+
+    async def _body(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,144 @@
+"""Requests and events of `baton.v1.Inference` to core values and back; knows no RPC.
+
+An absent field takes core's default, which differs from zero.
+"""
+
+from __future__ import annotations
+
+from baton.core.errors import BatonError, InvalidArgument, from_reason
+from baton.core.model import ModelDescription
+from baton.core.request import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    Message,
+    Prompt,
+    Request,
+    TextLogprob,
+    TextPrompt,
+    TokenPrompt,
+)
+from baton.rpc.convert import finish_reason_to_proto, model_to_proto, sampling_from_proto
+from baton.v1 import inference_pb2 as pb
+
+_FIELDS = {
+    "n": "options.n",
+    "max_tokens": "options.stop.max_tokens",
+    "min_tokens": "options.stop.min_tokens",
+    "stop_token_ids": "options.stop.stop_token_ids",
+    "stop_strings": "options.stop.stop_strings",
+    "priority": "options.priority",
+    "seed": "options.sampling.seed",
+    "temperature": "options.sampling.temperature",
+    "top_p": "options.sampling.top_p",
+    "top_k": "options.sampling.top_k",
+    "min_p": "options.sampling.min_p",
+    "repetition_penalty": "options.sampling.repetition_penalty",
+    "presence_penalty": "options.sampling.presence_penalty",
+    "frequency_penalty": "options.sampling.frequency_penalty",
+    "logit_bias": "options.sampling.logit_bias",
+    "top_logprobs": "options.sampling.top_logprobs",
+}
+"""Names of core's request fields to those of these messages, where they differ."""
+
+
+def in_client_words(error: BatonError) -> BatonError:
+    """The same failure, with the field named as these messages name it."""
+    return from_reason(
+        error.reason,
+        error.message,
+        field=_FIELDS.get(error.field, error.field),
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def generate_from_proto(message: pb.GenerateRequest, deadline_s: float | None) -> Request:
+    """Raises InvalidArgument without a prompt."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt: Prompt = TextPrompt(message.text)
+        case "token_ids":
+            prompt = TokenPrompt(tuple(message.token_ids.ids))
+        case _:
+            raise InvalidArgument("prompt must be set: text or token_ids", field="prompt")
+    return _request(message.model, prompt, message.options, deadline_s)
+
+
+def chat_from_proto(message: pb.ChatRequest, deadline_s: float | None) -> Request:
+    messages = tuple(Message(entry.role, entry.content) for entry in message.messages)
+    return _request(message.model, ChatPrompt(messages), message.options, deadline_s)
+
+
+def _request(
+    model: str, prompt: Prompt, options: pb.GenerationOptions, deadline_s: float | None
+) -> Request:
+    sampling, stop = options.sampling, options.stop
+    return Request(
+        prompt=prompt,
+        model=model,
+        n=options.n if options.HasField("n") else 1,
+        sampling=sampling_from_proto(sampling, "options.sampling"),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=tuple(stop.stop_token_ids),
+        stop_strings=tuple(stop.stop_strings),
+        include_stop_string=stop.include_stop_string,
+        ignore_eos=stop.ignore_eos,
+        return_token_ids=options.return_token_ids,
+        skip_special_tokens=not options.keep_special_tokens,
+        priority=options.priority,
+        deadline_s=deadline_s,
+    )
+
+
+def event_to_proto(event: Event, *, return_token_ids: bool) -> pb.GenerationEvent:
+    match event:
+        case Accepted():
+            return pb.GenerationEvent(
+                accepted=pb.RequestAccepted(
+                    request_id=event.request_id,
+                    model=event.model,
+                    prompt_tokens=event.prompt_tokens,
+                    seed=event.seed,
+                    prompt_token_ids=event.prompt_token_ids,
+                )
+            )
+        case Delta():
+            return pb.GenerationEvent(delta=_delta_to_proto(event, return_token_ids))
+        case Finished():
+            return pb.GenerationEvent(
+                finished=pb.RequestFinished(
+                    prompt_tokens=event.prompt_tokens,
+                    completion_tokens=event.completion_tokens,
+                    cached_tokens=event.cached_tokens,
+                )
+            )
+
+
+def _delta_to_proto(delta: Delta, return_token_ids: bool) -> pb.ChoiceDelta:
+    return pb.ChoiceDelta(
+        choice=delta.choice,
+        text=delta.text,
+        token_ids=delta.token_ids if return_token_ids else (),
+        logprobs=[
+            pb.TextLogprobs(
+                token=_logprob_to_proto(entry.token),
+                top=[_logprob_to_proto(other) for other in entry.top],
+            )
+            for entry in delta.logprobs
+        ],
+        finish_reason=finish_reason_to_proto(delta.finish_reason),
+        stop_string=delta.stop_string,
+        stop_token_id=delta.stop_token_id,
+    )
+
+
+def _logprob_to_proto(entry: TextLogprob) -> pb.TextLogprob:
+    return pb.TextLogprob(token_id=entry.token_id, text=entry.text, logprob=entry.logprob)
+
+
+def models_to_proto(models: list[ModelDescription]) -> pb.ListModelsResponse:
+    return pb.ListModelsResponse(models=[model_to_proto(model) for model in models])

@@ -1,0 +1,207 @@
+"""Runs one attempt: places it, starts its legs, and frees what they hold when it is over.
+
+Tells the journey whatever happens; the journey says when the attempt is over and who still holds
+something for it. Knows nothing of text or of the request's other attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Protocol
+
+from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
+from baton.core.errors import BatonError, DeadlineExceeded, Reason
+from baton.core.journey import AttemptRun, AttemptState, Journey, Leg
+from baton.router.decode_session import KvComplete
+from baton.router.metrics import RouterMetrics
+from baton.router.placement import Place, Placement
+from baton.router.pools import Worker
+from baton.router.prefill_client import PrefillClient
+
+HANDOVER_ID_BYTES = 16
+
+
+class Owner(Protocol):
+    """The request that an attempt belongs to. All calls return at once."""
+
+    journey: Journey
+    placement: Placement
+    deadline: float
+    max_unconfirmed: int
+    background: Callable[[Coroutine[None, None, None]], None]
+    metrics: RouterMetrics
+
+    def tokens_came(self, choice: int) -> None:
+        """The choice's log has grown or ended."""
+
+    def kv_complete(self, run: AttemptRun, cached_tokens: int) -> None:
+        """How many input tokens the attempt's KV had in a prefix cache."""
+
+    def turn(self) -> None:
+        """Something happened that may have ended an attempt or the request."""
+
+    def cancel(self) -> None:
+        """The request ends from outside."""
+
+    def forget(self, run: AttemptRun) -> None:
+        """The attempt's runner is done."""
+
+
+class AttemptRunner:
+    """One attempt on its workers. It is the decode session's sink for it."""
+
+    def __init__(self, owner: Owner, run: AttemptRun) -> None:
+        self._owner = owner
+        self._run = run
+        self._number = run.attempt.attempt
+        self._over = asyncio.Event()
+        self._place: Place | None = None
+        self._prefilling: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Returns when the attempt is over. Raises BatonError when no worker can be had."""
+        try:
+            self._place = await self._owner.placement.find(self._run)
+            if self._place is not None:
+                await self._run_on(self._place)
+        finally:
+            self._owner.forget(self._run)
+
+    def notice(self) -> None:
+        """The attempt may be over."""
+        if self._run.over:
+            self._over.set()
+
+    async def _run_on(self, place: Place) -> None:
+        attempt = self._final_attempt()
+        with ExitStack() as placed:
+            for worker in (place.prefill, place.decode):
+                if worker is not None:
+                    tokens = len(attempt.token_ids)
+                    placed.enter_context(worker.placed(len(attempt.choices), tokens))
+            self._owner.journey.placed(self._number, place.legs)
+            self._owner.metrics.placed(place.legs)
+            try:
+                self._start(place, attempt)
+                await self._over.wait()
+            finally:
+                if not self._run.over:
+                    self._owner.cancel()
+                await self._free(place, attempt)
+
+    def _final_attempt(self) -> Attempt:
+        """The attempt as its workers get it, now that it has a place."""
+        remaining_s = self._owner.deadline - asyncio.get_running_loop().time()
+        if remaining_s <= 0:
+            raise DeadlineExceeded("The request ran out of time.")
+        attempt = self._run.attempt
+        choices = tuple(choice for choice in attempt.choices if choice in self._run.running)
+        return replace(attempt, choices=choices, remaining_s=remaining_s)
+
+    def _start(self, place: Place, attempt: Attempt) -> None:
+        """Both legs at once. The id binds them and is never used again."""
+        prefill, decode = place.prefill, place.decode
+        handover_id = secrets.token_bytes(HANDOVER_ID_BYTES) if prefill and decode else b""
+        if decode is not None:
+            decode.client.start(
+                attempt,
+                self,
+                handover_id=handover_id,
+                giver=prefill.identity if prefill else None,
+                max_unconfirmed=self._owner.max_unconfirmed,
+            )
+        if prefill is not None:
+            incarnation = decode.identity.incarnation if decode else ""
+            self._prefilling = asyncio.create_task(
+                self._prefill(prefill, attempt, handover_id, incarnation)
+            )
+
+    async def _prefill(
+        self,
+        worker: Worker[PrefillClient],
+        attempt: Attempt,
+        handover_id: bytes,
+        decode_incarnation: str,
+    ) -> None:
+        journey = self._owner.journey
+        try:
+            answer = await worker.client.prefill(
+                attempt, handover_id=handover_id, decode_incarnation=decode_incarnation
+            )
+        except BatonError as error:
+            self._blame(Leg.PREFILL, error)
+            journey.leg_failed(self._number, Leg.PREFILL, error)
+        else:
+            self._owner.kv_complete(self._run, answer.cached_tokens)
+            for tokens in answer.tokens:
+                self._accept(Leg.PREFILL, tokens)
+            journey.prefill_answered(self._number)
+        self._owner.turn()
+
+    def on_tokens(self, tokens: ChoiceTokens) -> None:
+        self._accept(Leg.DECODE, tokens)
+        if self._run.over:
+            self._owner.turn()
+
+    def on_kv_complete(self, kv: KvComplete) -> None:
+        if self._place is not None and self._place.prefill is None:
+            self._owner.kv_complete(self._run, kv.cached_tokens)
+        self._owner.metrics.kv_bytes.inc(kv.received_bytes)
+        self._owner.journey.kv_complete(self._number)
+
+    def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
+        self._blame(Leg.DECODE, error)
+        self._owner.journey.leg_failed(self._number, Leg.DECODE, error, choices)
+        self._owner.turn()
+
+    def next_positions(self) -> dict[SequenceKey, int]:
+        journey = self._owner.journey
+        return {
+            SequenceKey(journey.request_id, choice, self._number): len(journey.logs[choice])
+            for choice in self._run.running
+        }
+
+    def cancel_choice(self, choice: int) -> None:
+        """The choice has ended by a stop string; the attempt's others go on."""
+        if self._place is not None and self._place.decode is not None:
+            self._place.decode.client.cancel(self._run.attempt.key, choice)
+
+    def confirm(self, choice: int, position: int) -> None:
+        """No stop string ends below this position of the choice."""
+        if self._place is not None and self._place.decode is not None:
+            key = SequenceKey(self._owner.journey.request_id, choice, self._number)
+            self._place.decode.client.confirm(key, position)
+
+    def _accept(self, leg: Leg, tokens: ChoiceTokens) -> None:
+        if self._owner.journey.tokens(leg, tokens):
+            self._owner.tokens_came(tokens.key.choice)
+
+    def _blame(self, leg: Leg, error: BatonError) -> None:
+        """Keeps the workers at fault out of this request's next placement, for a while."""
+        placement, place, state = self._owner.placement, self._place, self._run.state
+        if place is None:
+            return
+        if leg is Leg.PREFILL and place.prefill is not None:
+            placement.blame_prefill(place.prefill.identity, error)
+        if leg is Leg.DECODE and place.decode is not None:
+            # While KV is on its way, decode may only be reporting what became of the giver.
+            handing_over = state in (AttemptState.PAIRED, AttemptState.HANDING_OVER)
+            if place.prefill is not None and handing_over and error.reason is not Reason.OVERLOADED:
+                placement.blame_prefill(place.prefill.identity, error)
+            if error.reason is not Reason.HANDOVER_FAILED:
+                placement.blame_decode(place.decode.identity, error)
+
+    async def _free(self, place: Place, attempt: Attempt) -> None:
+        """Everyone who holds something is told, whether anyone listens or not."""
+        holders = self._run.to_cancel
+        if place.decode is not None:
+            place.decode.client.release(attempt.key, cancel=Leg.DECODE in holders)
+        if place.prefill is not None and Leg.PREFILL in holders:
+            self._owner.background(place.prefill.client.cancel(attempt.key))
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+            await asyncio.gather(self._prefilling, return_exceptions=True)

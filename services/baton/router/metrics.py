@@ -1,0 +1,81 @@
+"""What a router counts; knows nothing of how it is scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.errors import BatonError
+from baton.core.journey import Leg
+from baton.router.fleet import Fleet
+from baton.rpc.metrics import (
+    LOCAL_PREFILL,
+    PROMPT_TOKENS,
+    REGISTRY,
+    REMOTE_PREFILL,
+    REQUEST_TIME,
+    REQUESTS,
+    REQUESTS_OPEN,
+    TIME_TO_FIRST_TOKEN,
+    WORKERS,
+    Spec,
+    counter,
+    gauge,
+    histogram,
+)
+
+MIGRATIONS = Spec(
+    "baton_migrations_total",
+    "Attempts that went on elsewhere with output tokens already accepted.",
+)
+RETRIES = Spec("baton_retries_total", "Attempts run again before any output token was accepted.")
+KV_BYTES = Spec(
+    "baton_kv_bytes_total", "KV bytes that decode workers collected from prefill workers."
+)
+
+
+class RouterMetrics:
+    """One per router process."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+        self.kv_bytes = counter(KV_BYTES, registry)
+        self.prompt_tokens = counter(PROMPT_TOKENS, registry)
+        self.first_token_s = histogram(TIME_TO_FIRST_TOKEN, registry)
+        self.request_s = histogram(REQUEST_TIME, registry)
+        self._requests = counter(REQUESTS, registry)
+        self._remote = counter(REMOTE_PREFILL, registry)
+        self._local = counter(LOCAL_PREFILL, registry)
+        self._migrations = counter(MIGRATIONS, registry)
+        self._retries = counter(RETRIES, registry)
+
+    def watch(self, fleet: Fleet, num_requests: Callable[[], int]) -> list[Callable[[], None]]:
+        """Reads gauges at every scrape until the returned functions are called."""
+
+        def workers() -> dict[tuple[str, ...], float]:
+            pools = (fleet.tokenizers, fleet.prefills, fleet.decodes, fleet.detokenizers)
+            return {(pool.role, "live"): float(len(pool.workers())) for pool in pools}
+
+        return [
+            gauge(REQUESTS_OPEN, lambda: {(): float(num_requests())}, self._registry),
+            gauge(WORKERS, workers, self._registry),
+        ]
+
+    def placed(self, legs: Collection[Leg]) -> None:
+        """An attempt starts on these legs."""
+        (self._remote if Leg.PREFILL in legs else self._local).inc()
+
+    def retried(self, position: int) -> None:
+        """A request starts another attempt at this output position."""
+        (self._migrations if position else self._retries).inc()
+
+    def ended(self, error: BaseException | None) -> None:
+        """A request ended: well, by a failure of ours, or because its client left."""
+        if error is None:
+            outcome = "finished"
+        elif isinstance(error, BatonError):
+            outcome = error.reason.name.lower()
+        else:
+            outcome = "cancelled"
+        self._requests.labels(outcome).inc()

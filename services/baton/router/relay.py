@@ -1,0 +1,171 @@
+"""Carries one request through the fleet: attempts on workers, tokens to text, until all ended.
+
+The journey (core) decides; this starts what it wants and feeds it what happens. Knows nothing of
+the client: what is there for it is taken from `texts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Internal
+from baton.core.journey import AttemptRun, Journey
+from baton.core.model import ModelDescription
+from baton.core.routing import Demand
+from baton.router.choice_text import TextOptions
+from baton.router.fleet import Fleet
+from baton.router.legs import AttemptRunner
+from baton.router.metrics import RouterMetrics
+from baton.router.notice import Notice
+from baton.router.placement import Placement
+from baton.router.texts import Texts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """How a request is run; see RouterConfig for each."""
+
+    local_prefill_tokens: int
+    max_attempts: int
+    wait_timeout_s: float
+    max_unconfirmed: int
+
+
+class Relay:
+    """One request on its way, and the owner of its attempts.
+
+    deadline: on the running loop's clock. background: runs what must outlive the request, such as
+    telling a worker that it may free something.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        journey: Journey,
+        model: ModelDescription,
+        text_options: TextOptions,
+        limits: RelayLimits,
+        *,
+        deadline: float,
+        background: Callable[[Coroutine[None, None, None]], None],
+        metrics: RouterMetrics,
+    ) -> None:
+        self.journey = journey
+        self.deadline = deadline
+        self.background = background
+        self.metrics = metrics
+        self.max_unconfirmed = limits.max_unconfirmed if text_options.stop_strings else 0
+        self.news = Notice()
+        """Set when there is something for the client."""
+        self.cached_tokens = 0
+        """Prompt tokens that the first attempt found in a prefix cache."""
+        self.placement = Placement(
+            fleet,
+            self._demand,
+            local_prefill_tokens=limits.local_prefill_tokens,
+            wait_timeout_s=limits.wait_timeout_s,
+        )
+        self.texts = Texts(
+            fleet.detokenizers,
+            fleet.changed,
+            journey.logs,
+            text_options,
+            tokenizer_digest=model.tokenizer_digest,
+            max_barren=limits.max_attempts,
+            wait_timeout_s=limits.wait_timeout_s,
+            on_stop=self._stopped,
+            on_progress=self._text_progressed,
+        )
+        self._model = model
+        self._runners: dict[int | None, AttemptRunner] = {}
+        self._turn = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when every choice has ended and all its text is here. Raises BatonError."""
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                await self._run()
+        except TimeoutError:
+            raise DeadlineExceeded("The request ran out of time.") from None
+        finally:
+            self.news.set()
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.texts.keep())
+                await self._attempts(group)
+        except ExceptionGroup as failures:
+            raise _cause(failures) from failures
+
+    async def _attempts(self, group: asyncio.TaskGroup) -> None:
+        """Starts attempts as the journey wants them."""
+        while not self.journey.done:
+            for run in self.journey.next_attempts():
+                if run.attempt.attempt:
+                    self.metrics.retried(run.attempt.position)
+                runner = self._runners[run.attempt.attempt] = AttemptRunner(self, run)
+                group.create_task(runner.run())
+            self._turn.clear()
+            await self._turn.wait()
+        if self.journey.failure is not None:
+            raise self.journey.failure
+
+    def tokens_came(self, choice: int) -> None:
+        self.texts.touch(choice)
+
+    def turn(self) -> None:
+        for runner in list(self._runners.values()):
+            runner.notice()
+        self._turn.set()
+
+    def forget(self, run: AttemptRun) -> None:
+        self._runners.pop(run.attempt.attempt, None)
+
+    def kv_complete(self, run: AttemptRun, cached_tokens: int) -> None:
+        if run.attempt.attempt == 0:
+            self.cached_tokens = min(cached_tokens, len(self.journey.prompt))
+
+    def cancel(self) -> None:
+        self.journey.fail(Cancelled("The request was cancelled."))
+        self.turn()
+
+    def _stopped(self, choice: int, position: int, stop_string: str) -> None:
+        """Raises PositionGap when the detokenizer names a token that there is not."""
+        attempt = self.journey.stopped(choice, position, stop_string)
+        if attempt is not None:
+            self._runners[attempt].cancel_choice(choice)
+        self.turn()
+
+    def _text_progressed(self, choice: int) -> None:
+        self.news.set()
+        runner = self._runners.get(self.journey.logs[choice].attempt)
+        if runner is not None and self.max_unconfirmed:
+            runner.confirm(choice, self.texts.choices[choice].searched_tokens)
+
+    def _demand(self, run: AttemptRun, failed: frozenset[str], busy: frozenset[str]) -> Demand:
+        return Demand(
+            request_id=self.journey.request_id,
+            input_tokens=len(run.attempt.token_ids),
+            choices=len(run.attempt.choices),
+            needs_decode=self.journey.needs_decode(run.attempt),
+            model=self._model.name,
+            model_digest=self._model.digest,
+            tokenizer_digest=self._model.tokenizer_digest,
+            failed=failed,
+            busy=busy,
+        )
+
+
+def _cause(failures: ExceptionGroup[Exception]) -> BatonError:
+    """The failure a client is told: the first one of ours, else that something of ours is wrong."""
+    for failure in failures.exceptions:
+        if isinstance(failure, BatonError):
+            return failure
+    log.error("a request failed by a fault of the router", exc_info=failures)
+    return Internal("The router failed.")

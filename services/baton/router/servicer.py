@@ -1,0 +1,89 @@
+"""The gRPC face of the router: `baton.v1.Inference`. Converts, calls, converts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from baton.core.errors import BatonError, Cancelled, DeadlineExceeded
+from baton.core.request import Request
+from baton.core.validation import REQUEST_RANGES
+from baton.router.inference_messages import (
+    chat_from_proto,
+    event_to_proto,
+    generate_from_proto,
+    in_client_words,
+    models_to_proto,
+)
+from baton.router.pipeline import Pipeline
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+
+Write = Callable[[pb.GenerationEvent], Awaitable[None]]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """A request ends with its call, whoever ends it: client, deadline or stall."""
+
+    def __init__(self, pipeline: Pipeline, *, stall_timeout_s: float) -> None:
+        self._pipeline = pipeline
+        self._stall_timeout_s = stall_timeout_s
+
+    async def Generate(  # type: ignore[override]
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> None:
+        async def write(event: pb.GenerationEvent) -> None:
+            await context.write(pb.GenerateResponse(event=event))
+
+        await self._answer(generate_from_proto(request, _deadline_s(context)), write)
+
+    async def Chat(  # type: ignore[override]
+        self,
+        request: pb.ChatRequest,
+        context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
+    ) -> None:
+        async def write(event: pb.GenerationEvent) -> None:
+            await context.write(pb.ChatResponse(event=event))
+
+        await self._answer(chat_from_proto(request, _deadline_s(context)), write)
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        return models_to_proto(self._pipeline.models())
+
+    async def _answer(self, request: Request, write: Write) -> None:
+        try:
+            stream = await self._pipeline.open(request)
+            try:
+                async for event in stream:
+                    message = event_to_proto(event, return_token_ids=request.return_token_ids)
+                    await self._write(write, message)
+            finally:
+                await stream.aclose()
+        except BatonError as error:
+            raise in_client_words(error) from error
+
+    async def _write(self, write: Write, message: pb.GenerationEvent) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await write(message)
+        except TimeoutError:
+            raise Cancelled("The client took nothing for too long.") from None
+
+
+def _deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    """Time left for the call, or None; no more than a request may name."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return None
+    if remaining_s <= 0:
+        raise DeadlineExceeded("The request ran out of time.")
+    return min(float(remaining_s), REQUEST_RANGES["deadline_s"].high)

@@ -1,0 +1,133 @@
+"""A long-lived stream to one worker that all requests of this router share.
+
+Opens it, writes what waits in an outbox, gives every message to `incoming`, and opens it again when
+it breaks. Whoever reads here never waits for a request. What the messages mean is the subclass's
+business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from baton.core.errors import BatonError, Unavailable
+from baton.router.cancellation import cancelled_here
+from baton.router.grace import SILENCE_S, Grace
+from baton.router.notice import Notice
+
+Up = TypeVar("Up")
+Down = TypeVar("Down")
+
+log = logging.getLogger(__name__)
+
+
+class WorkerStalled(Exception):
+    """The worker answers, but its running step is far older than predicted."""
+
+
+class SharedStream(ABC, Generic[Up, Down]):
+    """Lives as long as the worker's incarnation does; `run` is cancelled when that is gone.
+
+    ready: the stream stands and new work may be put on it; `changed` is set when that changes.
+    """
+
+    resumable = False
+    """Whether the worker keeps what hung on a broken stream until a new one comes."""
+
+    def __init__(self, changed: Notice) -> None:
+        self.ready = False
+        self._changed = changed
+        self._waiting = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keeps the stream open. On the way out everyone who uses it is told that it is lost."""
+        grace = Grace()
+        try:
+            while True:
+                try:
+                    await self._once(grace)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+                    log.debug("stream broke: %r", error)
+                    grace.failed()
+                except asyncio.CancelledError:
+                    if cancelled_here():
+                        raise
+                    grace.failed()
+                except (BatonError, ValueError, WorkerStalled) as error:
+                    log.warning("stream given up: %r", error)
+                    grace.failed()
+                    grace.give_up()
+                if grace.spent or not self.resumable:
+                    self.lose(Unavailable("A worker of this request was lost."))
+                await asyncio.sleep(grace.pause_s)
+        finally:
+            self.lose(Unavailable("A worker of this request was lost."))
+
+    def wake(self) -> None:
+        """There is something in the outbox."""
+        self._waiting.set()
+
+    @abstractmethod
+    def connect(self) -> grpc.aio.StreamStreamCall[Up, Down]:
+        """Starts a new call."""
+
+    @abstractmethod
+    def greeting(self) -> Sequence[Up]:
+        """What is said first on every new call."""
+
+    @abstractmethod
+    def outgoing(self) -> Sequence[Up]:
+        """Takes everything out of the outbox."""
+
+    @abstractmethod
+    def incoming(self, message: Down) -> None:
+        """A message came. Raises BatonError, ValueError or WorkerStalled to give the stream up."""
+
+    @abstractmethod
+    def lose(self, error: BatonError) -> None:
+        """Everything that hung on the stream is lost: tell its users and forget them."""
+
+    async def _once(self, grace: Grace) -> None:
+        call = self.connect()
+        writer: asyncio.Task[None] | None = None
+        try:
+            for message in self.greeting():
+                async with asyncio.timeout(SILENCE_S):
+                    await call.write(message)
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    answer: Any = await call.read()
+                if answer is grpc.aio.EOF:
+                    grace.failed()
+                    return
+                self.incoming(answer)
+                grace.alive()
+                if writer is None:
+                    # Not before the worker has answered: until then it may be another incarnation.
+                    writer = asyncio.create_task(self._write(call))
+                    self._set_ready(True)
+        finally:
+            self._set_ready(False)
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            call.cancel()
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[Up, Down]) -> None:
+        """A failing write needs no answer of its own: the read fails too."""
+        self._waiting.set()
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            for message in self.outgoing():
+                await call.write(message)
+
+    def _set_ready(self, ready: bool) -> None:
+        if ready != self.ready:
+            self.ready = ready
+            self._changed.set()

@@ -1,0 +1,125 @@
+"""Keeps the texts of one request at a detokenizer, and moves them to another when it is lost.
+
+Knows nothing of the workers that make the tokens, nor of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from baton.core.errors import BatonError, Unavailable
+from baton.core.journey import VERDICTS, Verdict
+from baton.core.token_log import TokenLog
+from baton.router.choice_text import ChoiceText, TextOptions
+from baton.router.detokenizer_session import DetokenizerSession
+from baton.router.notice import Notice
+from baton.router.pools import Pool, Worker
+
+PAUSE_S = 0.05
+"""Before a lost text is opened again: a worker that fails at once must not be asked in a loop."""
+
+
+class Texts:
+    """All texts of one request. progressed: set when there is something for the client."""
+
+    def __init__(
+        self,
+        pool: Pool[DetokenizerSession],
+        changed: Notice,
+        logs: Sequence[TokenLog],
+        options: TextOptions,
+        *,
+        tokenizer_digest: str,
+        max_barren: int,
+        wait_timeout_s: float,
+        on_stop: Callable[[int, int, str], None],
+        on_progress: Callable[[int], None],
+    ) -> None:
+        self.choices = tuple(
+            ChoiceText(
+                log, options, on_stop=on_stop, on_progress=self._progress, on_lost=self._lose
+            )
+            for log in logs
+        )
+        self.moves = 0
+        """How often the texts went to another detokenizer."""
+        self._pool = pool
+        self._changed = changed
+        self._tokenizer_digest = tokenizer_digest
+        self._max_barren = max_barren
+        self._wait_timeout_s = wait_timeout_s
+        self._on_progress = on_progress
+        self._barren = 0
+        self._lost: BatonError | None = None
+        self._woken = asyncio.Event()
+        self._session: DetokenizerSession | None = None
+        self._ids: dict[int, int] = {}
+
+    def touch(self, choice: int) -> None:
+        """The choice's log has more tokens, or ended."""
+        if self._session is not None and choice in self._ids:
+            self._session.touch(self._ids[choice])
+
+    async def keep(self) -> None:
+        """Returns when all texts have ended. Raises BatonError when they cannot be had."""
+        while not self._ended:
+            worker = await self._pick()
+            self._woken.clear()
+            self._lost = None
+            session = self._session = worker.client
+            try:
+                for text in self.choices:
+                    if not text.ended:
+                        self._ids[text.log.choice] = session.open(text)
+                while not self._ended and self._lost is None:
+                    self._woken.clear()
+                    await self._woken.wait()
+            finally:
+                self._session = None
+                for text_id in self._ids.values():
+                    session.close(text_id)
+                self._ids.clear()
+            if not self._ended:
+                await self._judge()
+
+    @property
+    def _ended(self) -> bool:
+        return all(text.ended for text in self.choices)
+
+    async def _pick(self) -> Worker[DetokenizerSession]:
+        """The detokenizer with the fewest texts of this router; waits until there is one."""
+        deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
+        while True:
+            usable = [
+                worker
+                for worker in self._pool.workers()
+                if self._tokenizer_digest in ("", worker.model.tokenizer_digest)
+                or not worker.model.tokenizer_digest
+            ]
+            if usable:
+                return min(usable, key=lambda worker: worker.client.num_texts)
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise Unavailable("No detokenizer is ready.", retry_after_s=1.0)
+            await self._changed.wait(left)
+
+    async def _judge(self) -> None:
+        """Whether to try once more after a loss."""
+        assert self._lost is not None
+        self.moves += 1
+        verdict = VERDICTS[self._lost.reason]
+        self._barren += verdict is Verdict.ELSEWHERE
+        if verdict is Verdict.FATAL or self._barren >= self._max_barren:
+            raise self._lost
+        await asyncio.sleep(PAUSE_S)
+
+    def _progress(self, choice: int) -> None:
+        self._barren = 0
+        if self.choices[choice].ended:
+            self._woken.set()
+        self._on_progress(choice)
+
+    def _lose(self, error: BatonError) -> None:
+        self._lost = error
+        self._woken.set()

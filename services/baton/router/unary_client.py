@@ -1,0 +1,50 @@
+"""Calls to one worker that has no stream of its own to tell when it is gone.
+
+A call ends when its answer comes, when its caller is cancelled, or when the worker is given up by
+whoever watches it. Knows nothing of what is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from baton.core.errors import Unavailable
+from baton.router.cancellation import cancelled_here
+from baton.rpc.errors import from_rpc_error
+
+
+class UnaryClient:
+    """The pool runs `run` while the worker's incarnation lives and cancels it afterwards."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self._running: set[Any] = set()
+
+    async def run(self) -> None:
+        """Returns never; on the way out all running calls end with Unavailable."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for call in list(self._running):
+                call.cancel()
+
+    async def call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        """The answer, or a BatonError."""
+        call = method(request, timeout=timeout_s)
+        self._running.add(call)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            if cancelled_here():
+                raise
+            raise Unavailable("A worker of this request was lost.") from None
+        finally:
+            self._running.discard(call)
+            call.cancel()

@@ -1,0 +1,287 @@
+"""Core values to messages of baton.v1 and back, complete and total; knows no RPC.
+
+Absent fields become core's defaults. What a message cannot mean is refused with InvalidArgument
+naming the field; ranges that only the model or the operator decides are checked where they are
+known. Token ids travel as little-endian int32.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+
+from baton.core.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
+from baton.core.errors import BatonError, InvalidArgument, Reason, from_reason
+from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.request import FinishReason, SamplingParams, StopParams
+from baton.v1 import types_pb2 as pb
+
+_UINT32_MAX = 2**32 - 1
+_DTYPES = ("float32", "bfloat16", "float16")
+_FLOAT_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_SAMPLING_FIELDS = (*_FLOAT_FIELDS, "top_k", "seed", "top_logprobs")
+_LAYOUT_FIELDS = (
+    "model_digest",
+    "dtype",
+    "num_layers",
+    "num_kv_heads",
+    "key_size",
+    "value_size",
+    "min_wire_version",
+    "max_wire_version",
+)
+
+
+def token_ids_to_bytes(token_ids: Sequence[int]) -> bytes:
+    """Little-endian int32. Ids are 0 to 2**31 - 1."""
+    ids = array("i", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def token_ids_from_bytes(data: bytes, field: str) -> tuple[int, ...]:
+    """The inverse. Raises InvalidArgument for a broken length or a negative id."""
+    if len(data) % 4:
+        raise InvalidArgument("must be int32 values: its length is no multiple of 4", field=field)
+    ids = array("i", data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    if ids and min(ids) < 0:
+        raise InvalidArgument("must not hold negative token ids", field=field)
+    return tuple(ids)
+
+
+def identity_to_proto(identity: WorkerIdentity) -> pb.WorkerIdentity:
+    return pb.WorkerIdentity(
+        role=identity.role, incarnation=identity.incarnation, address=identity.address
+    )
+
+
+def identity_from_proto(message: pb.WorkerIdentity) -> WorkerIdentity:
+    return WorkerIdentity(message.role, message.incarnation, message.address)
+
+
+def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
+    return pb.KvLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
+
+
+def layout_from_proto(message: pb.KvLayout, field: str = "layout") -> KvLayout:
+    if message.dtype not in _DTYPES:
+        raise InvalidArgument(f"must be one of {', '.join(_DTYPES)}", field=f"{field}.dtype")
+    for name in ("num_layers", "num_kv_heads", "key_size"):
+        if getattr(message, name) == 0:
+            raise InvalidArgument("must be at least 1", field=f"{field}.{name}")
+    if message.min_wire_version > message.max_wire_version:
+        raise InvalidArgument(
+            "must not be above max_wire_version", field=f"{field}.min_wire_version"
+        )
+    return KvLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS})
+
+
+def model_to_proto(model: ModelDescription) -> pb.ModelDescription:
+    return pb.ModelDescription(
+        name=model.name,
+        digest=model.digest,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer_digest=model.tokenizer_digest,
+    )
+
+
+def model_from_proto(message: pb.ModelDescription) -> ModelDescription:
+    return ModelDescription(
+        name=message.name,
+        digest=message.digest,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        tokenizer_digest=message.tokenizer_digest,
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    """Every field is set, so that no other process has to know the defaults."""
+    return pb.SamplingParams(
+        **{name: getattr(params, name) for name in _SAMPLING_FIELDS},
+        logit_bias=[pb.LogitBias(token_id=t, bias=bias) for t, bias in params.logit_bias],
+    )
+
+
+def sampling_from_proto(message: pb.SamplingParams, field: str = "sampling") -> SamplingParams:
+    """Absent fields take core's defaults (a seed: 0). Raises InvalidArgument for NaN, infinity."""
+    # ListFields names exactly the fields that are present, zeros among them.
+    present = {descriptor.name: value for descriptor, value in message.ListFields()}
+    given = {name: present[name] for name in _SAMPLING_FIELDS if name in present}
+    for name in _FLOAT_FIELDS:
+        if name in given and not math.isfinite(given[name]):
+            raise InvalidArgument("must be a finite number", field=f"{field}.{name}")
+    bias = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
+    if not all(math.isfinite(value) for _, value in bias):
+        raise InvalidArgument("must hold finite numbers", field=f"{field}.logit_bias")
+    return SamplingParams(**given, logit_bias=bias)
+
+
+def stop_to_proto(stop: StopParams) -> pb.StopParams:
+    return pb.StopParams(
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=stop.stop_token_ids,
+        ignore_eos=stop.ignore_eos,
+        stop_strings=stop.stop_strings,
+        include_stop_string=stop.include_stop_string,
+    )
+
+
+def stop_from_proto(message: pb.StopParams, field: str = "stop") -> StopParams:
+    """Raises InvalidArgument without max_tokens: its default needs the prompt and the model."""
+    if not message.HasField("max_tokens"):
+        raise InvalidArgument("must be set", field=f"{field}.max_tokens")
+    return StopParams(
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        stop_strings=tuple(message.stop_strings),
+        include_stop_string=message.include_stop_string,
+    )
+
+
+def attempt_to_proto(attempt: Attempt) -> pb.Attempt:
+    return pb.Attempt(
+        request_id=attempt.request_id,
+        attempt=attempt.attempt,
+        choices=attempt.choices,
+        token_ids=token_ids_to_bytes(attempt.token_ids),
+        num_prompt_tokens=attempt.num_prompt_tokens,
+        sampling=sampling_to_proto(attempt.sampling),
+        stop=stop_to_proto(attempt.stop),
+        remaining_ms=0 if attempt.remaining_s is None else to_ms(attempt.remaining_s),
+        priority=attempt.priority,
+        cache_salt=attempt.cache_salt,
+        traceparent=attempt.traceparent,
+    )
+
+
+def attempt_from_proto(message: pb.Attempt) -> Attempt:
+    """Raises InvalidArgument for an attempt that names nothing to run or nothing to run from."""
+    if not message.request_id:
+        raise InvalidArgument("must be set", field="attempt.request_id")
+    choices = tuple(message.choices)
+    if not choices or len(set(choices)) != len(choices):
+        raise InvalidArgument("must name at least one choice, each once", field="attempt.choices")
+    token_ids = token_ids_from_bytes(message.token_ids, "attempt.token_ids")
+    if not token_ids:
+        raise InvalidArgument("must hold at least one token", field="attempt.token_ids")
+    if not 1 <= message.num_prompt_tokens <= len(token_ids):
+        raise InvalidArgument(
+            f"must be from 1 to the {len(token_ids)} input tokens",
+            field="attempt.num_prompt_tokens",
+        )
+    return Attempt(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        choices=choices,
+        token_ids=token_ids,
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_from_proto(message.sampling, "attempt.sampling"),
+        stop=stop_from_proto(message.stop, "attempt.stop"),
+        priority=message.priority,
+        remaining_s=message.remaining_ms / 1000 if message.remaining_ms else None,
+        cache_salt=message.cache_salt,
+        traceparent=message.traceparent,
+    )
+
+
+def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
+    return pb.ChoiceTokens(
+        request_id=tokens.key.request_id,
+        choice=tokens.key.choice,
+        attempt=tokens.key.attempt,
+        position=tokens.position,
+        token_ids=token_ids_to_bytes(tokens.token_ids),
+        logprobs=[_logprobs_to_proto(logprobs) for logprobs in tokens.logprobs],
+        finish_reason=finish_reason_to_proto(tokens.finish_reason),
+        stop_token_id=tokens.stop_token_id,
+    )
+
+
+def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") -> ChoiceTokens:
+    token_ids = token_ids_from_bytes(message.token_ids, f"{field}.token_ids")
+    if message.logprobs and len(message.logprobs) != len(token_ids):
+        raise InvalidArgument("must have one entry a token, or none", field=f"{field}.logprobs")
+    return ChoiceTokens(
+        key=SequenceKey(message.request_id, message.choice, message.attempt),
+        position=message.position,
+        token_ids=token_ids,
+        logprobs=tuple(_logprobs_from_proto(entry) for entry in message.logprobs),
+        finish_reason=finish_reason_from_proto(message.finish_reason, f"{field}.finish_reason"),
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+    )
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PROTO[reason]
+
+
+def finish_reason_from_proto(value: pb.FinishReason.ValueType, field: str) -> FinishReason | None:
+    """None while not ended. Raises InvalidArgument for a reason this version does not know."""
+    if value == pb.FINISH_REASON_UNSPECIFIED:
+        return None
+    if value not in _FINISH_FROM_PROTO:
+        raise InvalidArgument(f"has no value {value:d}", field=field)
+    return _FINISH_FROM_PROTO[value]
+
+
+def error_to_proto(error: BatonError) -> pb.Error:
+    return pb.Error(
+        reason=_REASON_TO_PROTO[error.reason],
+        message=error.message,
+        field=error.field,
+        retry_after_ms=0 if error.retry_after_s is None else to_ms(error.retry_after_s),
+    )
+
+
+def error_from_proto(message: pb.Error) -> BatonError:
+    """A reason that this version does not know is taken as INTERNAL: it still is a failure."""
+    return from_reason(
+        _REASON_FROM_PROTO.get(message.reason, Reason.INTERNAL),
+        message.message,
+        field=message.field,
+        retry_after_s=message.retry_after_ms / 1000 if message.retry_after_ms else None,
+    )
+
+
+def to_ms(seconds: float) -> int:
+    """Whole milliseconds for a uint32 where 0 means "none": rounded up, at least 1."""
+    # Rounded to microseconds first: 4.001 * 1000 is a little more than 4001.
+    return min(max(math.ceil(round(seconds * 1000, 3)), 1), _UINT32_MAX)
+
+
+def _logprobs_to_proto(logprobs: Logprobs) -> pb.TokenLogprobs:
+    top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top=top)
+
+
+def _logprobs_from_proto(message: pb.TokenLogprobs) -> Logprobs:
+    return Logprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+
+
+_FINISH_TO_PROTO = {
+    reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
+}
+_FINISH_FROM_PROTO = {value: reason for reason, value in _FINISH_TO_PROTO.items()}
+_REASON_TO_PROTO = {
+    reason: pb.ErrorReason.Value(f"ERROR_REASON_{reason.name}") for reason in Reason
+}
+_REASON_FROM_PROTO = {value: reason for reason, value in _REASON_TO_PROTO.items()}

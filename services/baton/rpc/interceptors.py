@@ -1,0 +1,129 @@
+"""Turns what a handler raises into a google.rpc.Status, for unary and streaming calls.
+
+Knows no service. A BatonError reaches the client with its details; any other exception becomes
+INTERNAL with a fixed text, and its own text goes to the log under the request's id. CancelledError
+passes through untouched.
+
+Handlers that are async generators are driven here with `context.write`, so that a generator is
+closed, and its `finally` has run, before the call ends, however it ends: gRPC itself would leave
+that to the garbage collector when a write fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
+
+from baton.core.errors import BatonError, Internal
+from baton.rpc.errors import DETAILS_KEY, grpc_code, to_status
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata with which one Baton process tells another the request's id."""
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Handler = Callable[[Any, _Context], Any]
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Wraps every handler of a server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        # The stubs describe the handlers of gRPC's other server, the one with threads.
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        codecs = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *codecs)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(
+                _unary(handler.stream_unary, method), *codecs
+            )
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                _stream(handler.unary_stream, method), *codecs
+            )
+        return grpc.stream_stream_rpc_method_handler(
+            _stream(handler.stream_stream, method), *codecs
+        )
+
+
+def _unary(handler: _Handler, method: str) -> _Handler:
+    async def wrapped(request: Any, context: _Context) -> Any:
+        try:
+            return await handler(request, context)
+        except Exception as error:
+            await _fail(error, context, method)
+
+    return wrapped
+
+
+def _stream(handler: _Handler, method: str) -> _Handler:
+    generates = inspect.isasyncgenfunction(handler)
+
+    async def wrapped(request: Any, context: _Context) -> None:
+        try:
+            if generates:
+                await _write_all(handler(request, context), context)
+            else:
+                await handler(request, context)
+        except Exception as error:
+            await _fail(error, context, method)
+
+    return wrapped
+
+
+async def _write_all(responses: AsyncIterator[Any], context: _Context) -> None:
+    async with aclosing(responses) as open_responses:  # type: ignore[type-var]
+        async for response in open_responses:
+            await context.write(response)
+
+
+async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
+    """Ends the call with the status of what its handler raised."""
+    if isinstance(error, aio.AbortError):
+        raise error
+    # A write that waited when the client left: gRPC reports it so, and not as a cancellation.
+    if isinstance(error, aio.InternalError):
+        raise asyncio.CancelledError from error
+    request_id = ""
+    if not isinstance(error, BatonError):
+        request_id = _request_id(context)
+        log.error("%s failed", method, exc_info=error, extra={"request_id": request_id})
+        error = Internal("internal error")
+    if context.done():
+        raise asyncio.CancelledError from error
+    status = to_status(error, request_id)
+    await context.abort(
+        grpc_code(error),
+        status.message,
+        trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
+    )
+
+
+def _request_id(context: _Context) -> str:
+    """The id the caller named, if it is harmless in a log; else a new one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str) and _SAFE_ID.fullmatch(value):
+            return value
+    return secrets.token_hex(8)

@@ -1,0 +1,164 @@
+"""One process's life from start to exit: signals, drain, crash, and the death of its parent.
+
+Knows nothing of what the process does. Exit codes: 0 drained, 1 crashed or not drained in time, 2 a
+wrong configuration, 3 another failure that start-up foresees, 128 + signal when told twice to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import uvloop
+
+from baton.core.errors import BatonError, InvalidArgument
+from baton.rpc.server import ProcessServer
+
+log = logging.getLogger(__name__)
+
+PARENT_VARIABLE = "BATON_PARENT_PID"
+STOP_GRACE_S = 1.0
+"""What calls that are open after the drain get to end; streams that never end take all of it."""
+
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def new_incarnation() -> str:
+    """A random id of this process start, 32 hex digits."""
+    return secrets.token_hex(16)
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Runs a process's main on uvloop and returns its exit code.
+
+    A failure that `main` foresees becomes one line on stderr. With BATON_PARENT_PID set, the
+    process does not outlive that parent.
+    """
+    die_with_parent()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main)
+    except BatonError as error:
+        text = f"{error.field}: {error.message}" if error.field else error.message
+        print(f"error: {text}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidArgument) else 3
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+async def run_until_stopped(
+    server: ProcessServer,
+    drain: Callable[[], Awaitable[None]],
+    *,
+    drain_timeout_s: float,
+    fatal: asyncio.Future[None] | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, drains, stops the server and returns the exit code.
+
+    On a signal the server turns not ready first, then `drain` is awaited for at most
+    drain_timeout_s. A second signal, or `fatal` being done, ends everything at once. `fatal` is
+    done when something the process cannot live without has ended, as an engine thread; with an
+    exception that is logged.
+    """
+    loop = asyncio.get_running_loop()
+    told: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, told.put_nowait, number)
+    crash = fatal if fatal is not None else loop.create_future()
+    try:
+        first = await _first(told, crash)
+        if first is None:
+            return _crashed(crash)
+        server.set_serving(False)
+        log.info("%s: draining for at most %g s", first.name, drain_timeout_s)
+        return await _drain(drain, drain_timeout_s, told, crash)
+    finally:
+        await server.stop(STOP_GRACE_S)
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _first(
+    told: asyncio.Queue[signal.Signals], crash: asyncio.Future[None]
+) -> signal.Signals | None:
+    """The next signal, or None when the crash came first."""
+    getter = asyncio.ensure_future(told.get())
+    try:
+        await asyncio.wait((getter, crash), return_when=asyncio.FIRST_COMPLETED)
+        return None if crash.done() else getter.result()
+    finally:
+        getter.cancel()
+
+
+async def _drain(
+    drain: Callable[[], Awaitable[None]],
+    timeout_s: float,
+    told: asyncio.Queue[signal.Signals],
+    crash: asyncio.Future[None],
+) -> int:
+    draining = asyncio.ensure_future(drain())
+    second = asyncio.ensure_future(told.get())
+    try:
+        await asyncio.wait(
+            (draining, second, crash), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if crash.done():
+            return _crashed(crash)
+        if second.done():
+            log.warning("%s again: not waiting for the drain", second.result().name)
+            return 128 + second.result()
+        if not draining.done():
+            log.warning("not drained within %g s; what is left is cut", timeout_s)
+            return 1
+        if (error := draining.exception()) is not None:
+            log.error("the drain failed", exc_info=error)
+            return 1
+        return 0
+    finally:
+        for task in (draining, second):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait((draining, second), timeout=STOP_GRACE_S)
+
+
+def _crashed(crash: asyncio.Future[None]) -> int:
+    error = None if crash.cancelled() else crash.exception()
+    log.critical("a part this process needs has ended", exc_info=error)
+    return 1
+
+
+def die_with_parent() -> None:
+    """Lets this process end as soon as its parent has, if BATON_PARENT_PID names one.
+
+    For the children of a supervisor: killed with -9 it could not stop them itself, and nobody is
+    left to ask them to drain. The kernel does it on Linux; a thread that looks twice a second does
+    it elsewhere. On Linux the parent must start its children from a thread that lives as long as it
+    does: the kernel watches that thread.
+    """
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    if not parent.isdecimal():
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the line above.
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform != "linux":
+        threading.Thread(target=_watch_parent, args=(int(parent),), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)

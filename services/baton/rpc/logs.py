@@ -1,0 +1,79 @@
+"""Logs of one process to stderr, readable lines or JSON lines; knows nothing of what is logged.
+
+Every line carries role and incarnation. What is passed as `extra={"request_id": …}` comes along.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import logging
+import sys
+import time
+
+_STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {
+    "message",
+    "asctime",
+    "taskName",
+}
+
+
+def setup(role: str, level: str, json: bool = False, *, incarnation: str = "") -> None:
+    """Sends everything at `level` (debug, info, warning, error) or above to stderr.
+
+    Replaces what was set up before.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    formatter = JsonFormatter if json else LineFormatter
+    handler.setFormatter(formatter(role, incarnation))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class LineFormatter(logging.Formatter):
+    """`10:15:04.123 INFO decode 3f2a19c0 baton.decode.service: text request_id=r1`."""
+
+    def __init__(self, role: str, incarnation: str) -> None:
+        super().__init__()
+        self._who = f"{role} {incarnation[:8]}".strip()
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        # One event is one line, whatever a client put into the values.
+        text = _printable(record.getMessage())
+        extras = "".join(f" {name}={_printable(str(v))}" for name, v in _extras(record).items())
+        line = (
+            f"{clock}.{int(record.msecs):03d} {record.levelname} {self._who} {record.name}: "
+            f"{text}{extras}"
+        )
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; time is RFC 3339 in UTC."""
+
+    def __init__(self, role: str, incarnation: str) -> None:
+        super().__init__()
+        self._who = {"role": role, "incarnation": incarnation}
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = {
+            "time": f"{clock}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            **self._who,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extras(record),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json_module.dumps(fields, default=str)
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,142 @@
+"""The metrics of every process, by name, and where their values go; knows none of the values.
+
+One registry a process. Counters and histograms are added to where things happen; gauges are read
+from a callable when somebody scrapes, so that they are never out of date and cost nothing in
+between.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.rpc.scrape import MetricsServer, serve
+
+log = logging.getLogger(__name__)
+
+REGISTRY = CollectorRegistry()
+ProcessCollector(registry=REGISTRY)
+
+GaugeReader = Callable[[], Mapping[tuple[str, ...], float]]
+"""Label values (in the order of the spec's labels) to value. Called on the scrape's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One metric. Names of counters end in _total, those of times in _seconds."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
+
+BLOCKS = Spec("baton_blocks", "Blocks of the pool.", ("state",))
+SLOTS = Spec("baton_slots", "Staging slots for parcels.", ("ring", "state"))
+SEQUENCES = Spec("baton_sequences", "Sequences on this worker.", ("state",))
+STREAMS = Spec("baton_streams", "Shared streams that are open.", ("kind",))
+WAITING_TOKENS = Spec("baton_waiting_tokens", "Prompt tokens that wait to be computed.")
+WORKERS = Spec("baton_workers", "Workers that the router knows.", ("role", "state"))
+REQUESTS_OPEN = Spec("baton_requests_open", "Requests that have not ended.")
+LEAKS = Spec("baton_leaks", "Things owned by nobody; 0 at idle.", ("kind",))
+
+REQUESTS = Spec("baton_requests_total", "Requests that ended.", ("outcome",))
+ATTEMPTS = Spec("baton_attempts_total", "Attempts that ended.", ("outcome",))
+REMOTE_PREFILL = Spec("baton_remote_prefill_total", "Attempts prefilled on a prefill worker.")
+LOCAL_PREFILL = Spec("baton_local_prefill_total", "Attempts prefilled on their decode worker.")
+PROMPT_TOKENS = Spec("baton_prompt_tokens_total", "Prompt tokens of accepted requests.")
+CACHED_TOKENS = Spec("baton_cached_tokens_total", "Input tokens found in a prefix cache.")
+PREFILL_TOKENS = Spec("baton_prefill_tokens_total", "Input tokens whose KV was computed.")
+DECODE_TOKENS = Spec("baton_decode_tokens_total", "Output tokens sampled.")
+PREEMPTIONS = Spec("baton_preemptions_total", "Sequences that gave up their blocks and wait again.")
+HANDOVERS = Spec("baton_handovers_total", "Hand-overs that ended.", ("side", "outcome"))
+HANDOVER_BYTES = Spec("baton_handover_bytes_total", "KV bytes moved by hand-overs.", ("side",))
+PARCELS_REFUSED = Spec("baton_parcels_refused_total", "Parcels whose seal was broken.")
+TEXT_BYTES = Spec("baton_text_bytes_total", "UTF-8 bytes of text made from tokens.")
+
+TIME_TO_FIRST_TOKEN = Spec(
+    "baton_time_to_first_token_seconds", "From arrival to the first token.", buckets=_LATENCY
+)
+REQUEST_TIME = Spec("baton_request_seconds", "From arrival to the last token.", buckets=_LATENCY)
+INTER_TOKEN = Spec("baton_inter_token_seconds", "Between tokens of a choice.", buckets=_LATENCY)
+STAGE_TIME = Spec(
+    "baton_stage_seconds", "Time of one stage of a request.", ("stage",), buckets=_LATENCY
+)
+STEP_TIME = Spec("baton_step_seconds", "Time of one step.", buckets=_STEP)
+
+
+@functools.cache
+def counter(spec: Spec, registry: CollectorRegistry = REGISTRY) -> Counter:
+    """The counter of a spec; always the same one."""
+    return Counter(spec.name, spec.help, spec.labels, registry=registry)
+
+
+@functools.cache
+def histogram(spec: Spec, registry: CollectorRegistry = REGISTRY) -> Histogram:
+    """The histogram of a spec; always the same one."""
+    return Histogram(spec.name, spec.help, spec.labels, registry=registry, buckets=spec.buckets)
+
+
+def gauge(
+    spec: Spec, read: GaugeReader, registry: CollectorRegistry = REGISTRY
+) -> Callable[[], None]:
+    """Reads a gauge from `read` at every scrape, until the returned function is called.
+
+    Readers of the same spec are added up.
+    """
+    readers = _gauges(registry).readers[spec]
+    readers.append(read)
+    return lambda: readers.remove(read)
+
+
+def serve_metrics(listen: str, registry: CollectorRegistry = REGISTRY) -> MetricsServer:
+    """Serves GET and HEAD /metrics at "host:port" until closed.
+
+    Raises PortInUse or InvalidArgument naming `metrics_listen`.
+    """
+    return serve(listen, registry)
+
+
+class _Gauges(Collector):
+    """All gauges of one registry."""
+
+    def __init__(self) -> None:
+        self.readers: defaultdict[Spec, list[GaugeReader]] = defaultdict(list)
+
+    def collect(self) -> Iterable[Metric]:
+        for spec, readers in list(self.readers.items()):
+            family = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
+            for labels, value in _sum(spec, readers).items():
+                family.add_metric(labels, value)
+            yield family
+
+
+@functools.cache
+def _gauges(registry: CollectorRegistry) -> _Gauges:
+    gauges = _Gauges()
+    registry.register(gauges)
+    return gauges
+
+
+def _sum(spec: Spec, readers: Iterable[GaugeReader]) -> dict[tuple[str, ...], float]:
+    """A reader that fails leaves its values out: one bad gauge must not hide all others."""
+    total: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for read in list(readers):
+        try:
+            values = read()
+        except Exception:
+            log.exception("gauge %s cannot be read", spec.name)
+            continue
+        for labels, value in values.items():
+            total[labels] += value
+    return total

@@ -1,0 +1,60 @@
+"""gRPC channel arguments of Baton's servers and channels, each with its reason; opens nothing."""
+
+from __future__ import annotations
+
+Arguments = tuple[tuple[str, int], ...]
+
+INTERNAL_MESSAGE_BYTES = 64 * 2**20
+"""Bounds a fault, not work: a prompt of a million tokens is 4 MiB, KV never travels in gRPC."""
+
+PUBLIC_RECEIVE_BYTES = 2**20
+PUBLIC_STREAMS = 100
+
+CLIENT: Arguments = (
+    ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+    # A peer that vanished without a word is noticed after 15 s even on a channel without calls.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A worker restarted on the same port is found within a second. gRPC takes the minimum also as
+    # the limit of one connection attempt, so it is not shorter.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Peers are reached directly, whatever proxy the environment names for the outside world.
+    ("grpc.enable_http_proxy", 0),
+    # Back-off of one Channels is not another one's.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_SERVER: Arguments = (
+    # Two servers on one port would share its connections at random; that must be an error.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Less than CLIENT's interval: gRPC's own default of 300 s answers pings with GOAWAY
+    # too_many_pings, which ends every call of the connection. (The name has no "recv" in it.)
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+INTERNAL_SERVER: Arguments = (
+    *_SERVER,
+    ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+)
+"""No limit on streams: a cancel must never wait behind work. Work is bounded by the processes."""
+
+PUBLIC_SERVER: Arguments = (
+    *_SERVER,
+    ("grpc.max_receive_message_length", PUBLIC_RECEIVE_BYTES),
+    ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", PUBLIC_STREAMS),
+    ("grpc.max_metadata_size", 16 * 2**10),
+)
+"""How far a stream runs ahead of a slow reader is the reader's own window: 4 MiB with gRPC's
+defaults, and no argument of the server changes that (measured).
+"""

@@ -1,0 +1,141 @@
+"""Serves `baton.v1.Worker`, and converts what it tells; knows nothing of what a worker does.
+
+A watcher gets the description first, then the load: whenever it changes, but not more often than
+every 50 ms, and every 500 ms as a sign of life. Nothing is queued: a slow watcher gets the newest
+load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import grpc
+
+from baton.core.errors import InvalidArgument, Overloaded
+from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.rpc.convert import (
+    identity_from_proto,
+    identity_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+    model_from_proto,
+    model_to_proto,
+)
+from baton.rpc.server import Service
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+
+SERVICE = "baton.v1.Worker"
+HEARTBEAT_S = 0.5
+COALESCE_S = 0.05
+MAX_WATCHERS = 256
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """describe and load are called on the event loop, load up to 20 times a second and watcher."""
+
+    def __init__(
+        self, describe: Callable[[], WorkerDescription], load: Callable[[], WorkerLoad]
+    ) -> None:
+        self._describe = describe
+        self._load = load
+        self._watchers = 0
+
+    async def Watch(
+        self,
+        request: pb.WatchRequest,
+        context: grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse],
+    ) -> AsyncIterator[pb.WatchResponse]:
+        if self._watchers >= MAX_WATCHERS:
+            raise Overloaded(f"more than {MAX_WATCHERS} watch this worker already")
+        self._watchers += 1
+        try:
+            yield pb.WatchResponse(description=description_to_proto(self._describe()))
+            clock = asyncio.get_running_loop().time
+            sent, sent_at = None, 0.0
+            while True:
+                load = self._load()
+                if _told(load) != sent or clock() - sent_at >= HEARTBEAT_S:
+                    sent, sent_at = _told(load), clock()
+                    yield pb.WatchResponse(load=load_to_proto(load))
+                await asyncio.sleep(COALESCE_S)
+        finally:
+            self._watchers -= 1
+
+
+def worker_service(
+    describe: Callable[[], WorkerDescription], load: Callable[[], WorkerLoad]
+) -> Service:
+    """The Worker service, ready to be given to a ProcessServer."""
+    servicer = WorkerServicer(describe, load)
+    return Service(
+        SERVICE, lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    )
+
+
+def description_to_proto(description: WorkerDescription) -> pb.WorkerDescription:
+    model, layout = description.model, description.layout
+    return pb.WorkerDescription(
+        identity=identity_to_proto(description.identity),
+        model=None if model is None else model_to_proto(model),
+        layout=None if layout is None else layout_to_proto(layout),
+        transports=description.transports,
+        num_blocks=description.num_blocks,
+        block_size=description.block_size,
+        kv_bytes_per_position=description.kv_bytes_per_position,
+        exact=description.exact,
+    )
+
+
+def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
+    has_layout = message.HasField("layout")
+    return WorkerDescription(
+        identity=identity_from_proto(message.identity),
+        model=model_from_proto(message.model) if message.HasField("model") else None,
+        layout=layout_from_proto(message.layout, "description.layout") if has_layout else None,
+        transports=tuple(message.transports),
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        kv_bytes_per_position=message.kv_bytes_per_position,
+        exact=message.exact,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
+    return pb.WorkerLoad(
+        state=_STATE_TO_PROTO[load.state],
+        waiting_sequences=load.waiting_sequences,
+        waiting_tokens=load.waiting_tokens,
+        running_sequences=load.running_sequences,
+        free_blocks=load.free_blocks,
+        step_age_us=load.step_age_us,
+        step_predicted_us=load.step_predicted_us,
+    )
+
+
+def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
+    """Raises InvalidArgument for a state this version does not know."""
+    if message.state not in _STATE_FROM_PROTO:
+        raise InvalidArgument(f"has no value {message.state:d}", field="load.state")
+    return WorkerLoad(
+        state=_STATE_FROM_PROTO[message.state],
+        waiting_sequences=message.waiting_sequences,
+        waiting_tokens=message.waiting_tokens,
+        running_sequences=message.running_sequences,
+        free_blocks=message.free_blocks,
+        step_age_us=message.step_age_us,
+        step_predicted_us=message.step_predicted_us,
+    )
+
+
+def _told(load: WorkerLoad) -> WorkerLoad:
+    """The part whose change is news: a step's age changes all the time."""
+    return replace(load, step_age_us=0, step_predicted_us=0)
+
+
+_STATE_TO_PROTO = {
+    state: pb.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState
+}
+_STATE_FROM_PROTO = {value: state for state, value in _STATE_TO_PROTO.items()}

@@ -1,0 +1,103 @@
+"""Starts one tokenizer: parse, wire, serve."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.rpc import config, lifecycle, logs, metrics
+from baton.rpc.digest import tokenizer_digest
+from baton.rpc.server import ProcessServer, Service
+from baton.rpc.worker import worker_service
+from baton.tokenizer import files
+from baton.tokenizer.config import TokenizerConfig
+from baton.tokenizer.encoder import Encoder
+from baton.tokenizer.servicer import TokenizerServicer
+from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
+
+ROLE = "tokenizer"
+
+log = logging.getLogger(__name__)
+
+
+async def serve(options: TokenizerConfig) -> int:
+    """Returns the exit code."""
+    incarnation = lifecycle.new_incarnation()
+    logs.setup(ROLE, options.log_level, options.log_json, incarnation=incarnation)
+    log.info("%s", config.describe(options))
+    folder = Path(options.model)
+    loaded = files.load(folder)
+    digest = tokenizer_digest(folder)
+    encoder = Encoder(
+        loaded,
+        namespace=digest,
+        max_input_bytes=options.max_input_bytes,
+        max_render_s=options.max_render_ms / 1000,
+    )
+    model = _model(options, folder, encoder.vocab_size, digest)
+    address = ""
+
+    def identity() -> WorkerIdentity:
+        return WorkerIdentity(ROLE, incarnation, options.advertise or address)
+
+    def load() -> WorkerLoad:
+        state = WorkerState.DRAINING if servicer.draining else WorkerState.SERVING
+        return WorkerLoad(state, waiting_sequences=servicer.num_inputs)
+
+    # The pool's threads are the parallelism; the library must not start its own for each call.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with ThreadPoolExecutor(options.workers or os.cpu_count(), "encode") as executor:
+        servicer = TokenizerServicer(
+            encoder,
+            model,
+            identity,
+            executor,
+            max_waiting_bytes=options.max_waiting_mib << 20,
+        )
+        server = ProcessServer(
+            listen=options.listen,
+            services=[
+                Service(
+                    "baton.v1.Tokenizer",
+                    lambda server: add_TokenizerServicer_to_server(servicer, server),
+                ),
+                worker_service(lambda: WorkerDescription(identity(), model), load),
+            ],
+            reflection=options.reflection,
+            metrics_listen=options.metrics_listen,
+        )
+        metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.num_inputs})
+        address = await server.start()
+        server.set_serving(True)
+        print(json.dumps({"role": ROLE, "listen": address}), flush=True)
+        return await lifecycle.run_until_stopped(
+            server, servicer.drain, drain_timeout_s=options.drain_timeout_s
+        )
+
+
+def _model(
+    options: TokenizerConfig, folder: Path, vocab_size: int, digest: str
+) -> ModelDescription:
+    """Only what the tokenizer's files tell."""
+    return ModelDescription(
+        name=options.model_name or folder.resolve().name,
+        digest="",
+        max_model_len=0,
+        vocab_size=vocab_size,
+        eos_token_ids=(),
+        tokenizer_digest=digest,
+    )
+
+
+def main() -> int:
+    return lifecycle.run(serve(config.load(TokenizerConfig, prog="baton-tokenizer")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

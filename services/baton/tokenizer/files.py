@@ -1,0 +1,127 @@
+"""Reads what a model folder says about its tokenizer. Renders and encodes nothing.
+
+The result encodes as `transformers.AutoTokenizer` does, without importing it:
+
+- truncation and padding that were saved with tokenizer.json are switched off;
+- tokens that tokenizer_config.json names (bos_token, eos_token, ...) are special, even where
+  tokenizer.json does not say so; names of tokens that do not exist are ignored;
+- `add_bos_token` and `add_eos_token` in tokenizer_config.json, where present, replace the special
+  tokens that tokenizer.json puts around plain text;
+- the chat template is chat_template.jinja, or else `chat_template` of tokenizer_config.json: a
+  text, or a list of named ones of which "default" counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from baton.core.errors import InvalidArgument
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """special_tokens: text by name, as chat templates see them."""
+
+    tokenizer: Tokenizer
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
+
+
+def load(folder: Path) -> TokenizerFiles:
+    """Raises InvalidArgument naming `model` when the folder cannot be used."""
+    path = folder / "tokenizer.json"
+    if not folder.is_dir():
+        raise InvalidArgument(f"there is no folder {folder}", field="model")
+    if not path.is_file():
+        raise InvalidArgument(f"{folder} has no tokenizer.json", field="model")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more exact
+        raise InvalidArgument(f"{path} is not a tokenizer ({error})", field="model") from error
+    config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(config)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _mark_special(tokenizer, special_tokens)
+    if "add_bos_token" in config or "add_eos_token" in config:
+        _surround(tokenizer, config, special_tokens)
+    return TokenizerFiles(tokenizer, special_tokens, _chat_template(folder, config))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not JSON", field="model") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path} is not a JSON object", field="model")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """A token is a text, or an object with its `content`."""
+    values = {name: config.get(name) for name in NAMED_TOKENS}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _mark_special(tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in dict.fromkeys(special_tokens.values())
+            if text not in special and tokenizer.token_to_id(text) is not None
+        ]
+    )
+
+
+def _surround(
+    tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    def wanted(name: str) -> list[str]:
+        text = special_tokens.get(name)
+        known = text is not None and tokenizer.token_to_id(text) is not None
+        return [text] if text is not None and known and config.get(f"add_{name}") else []
+
+    before, after = wanted("bos_token"), wanted("eos_token")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (*before, *after)],
+    )
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except ValueError as error:
+            raise InvalidArgument(f"{path} is not UTF-8", field="model") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise InvalidArgument("chat_template in tokenizer_config.json is no text", field="model")
+    return template

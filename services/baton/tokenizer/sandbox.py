@@ -1,0 +1,132 @@
+"""A jinja2 environment in which a model's chat template can do no harm. Knows nothing of chats.
+
+Templates come with models, so they are somebody else's programs, and clients choose what they loop
+over. They run in jinja2's immutable sandbox with the few extras that templates are written for, on
+plain strings, lists and dicts only, and within a budget of CPU time and output, looked at whenever
+output comes or an attribute, item or function is used.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+USES_PER_LOOK = 64
+
+
+class OverBudget(Exception):
+    """The template took more CPU time or made more text than it may."""
+
+
+class _Budget(threading.local):
+    """What the render on this thread may still use."""
+
+    until_s = float("inf")
+    uses = 0
+
+    def use(self) -> None:
+        self.uses += 1
+        if self.uses % USES_PER_LOOK == 0 and time.thread_time() > self.until_s:
+            raise OverBudget
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training; here it is only a block."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own protocol
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(Namespace):
+    """Refuses names with an underscore in front: nothing of Python's internals can be shadowed."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        _refuse_private(dict(*args[1:], **kwargs))
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private({name: value})
+        super().__setitem__(name, value)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Compiles and renders chat templates. May be used by several threads."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        self._budget = _Budget()
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self.globals["namespace"] = _Namespace
+        self.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._budget.use()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._budget.use()
+        return super().getitem(obj, argument)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # No named parameters: a template's own keyword arguments must not meet them.
+        args[0]._budget.use()
+        return ImmutableSandboxedEnvironment.call(*args, **kwargs)
+
+    def render(
+        self,
+        template: Template,
+        variables: Mapping[str, Any],
+        *,
+        cpu_s: float,
+        max_characters: int,
+    ) -> str:
+        """Raises OverBudget, or whatever the template's code raises."""
+        self._budget.until_s = time.thread_time() + cpu_s
+        pieces, room = [], max_characters
+        for piece in template.generate(variables):
+            room -= len(piece)
+            if room < 0 or time.thread_time() > self._budget.until_s:
+                raise OverBudget
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own filter, escapes nothing for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _refuse_private(names: Mapping[str, Any]) -> None:
+    if any(str(name).startswith("_") for name in names):
+        raise SecurityError("a namespace holds no names that begin with an underscore")

@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: options, the engine and the KV side put together."""

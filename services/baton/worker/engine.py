@@ -1,0 +1,103 @@
+"""Opens the runner that a worker's options ask for and tells how far loading has come.
+
+Knows no scheduler. torch is imported only when a torch runner is opened, after the thread policy is
+set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.core.errors import InvalidArgument
+from baton.core.ports import ModelRunner
+from baton.engine.config import MIB, EngineConfig
+from baton.engine.fake import FakeRunner
+from baton.engine.threads import configure
+from baton.rpc.digest import tokenizer_digest
+from baton.rpc.lifecycle import PARENT_VARIABLE
+from baton.worker.options import WorkerOptions
+
+Loading = Callable[[int, int], None]
+"""loading(bytes done, bytes in all)."""
+
+FAKE_BLOCKS = 4096
+
+
+def open_runner(options: WorkerOptions) -> ModelRunner:
+    """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason."""
+    folder = Path(options.model)
+    digest = tokenizer_digest(folder) if folder.is_dir() else ""
+    if options.runner == "fake":
+        return FakeRunner(
+            num_blocks=FAKE_BLOCKS,
+            block_size=options.block_size,
+            name=options.model_name or folder.name,
+            tokenizer_digest=digest,
+        )
+    configure(options.threads)
+    from baton.engine.runner import TorchRunner
+
+    config = EngineConfig(
+        model=options.model,
+        model_name=options.model_name,
+        dtype=options.dtype,
+        device=options.device,
+        block_size=options.block_size,
+        kv_memory_bytes=options.kv_memory_mib * MIB,
+        max_model_len=options.max_model_len,
+        exact=options.exact,
+        threads=options.threads,
+        tokenizer_digest=digest,
+    )
+    return TorchRunner.load(config, progress=_loading())
+
+
+def is_exact(runner: ModelRunner) -> bool:
+    """Whether a runner's tokens do not depend on what runs beside them."""
+    return bool(getattr(runner, "exact", True))
+
+
+def _loading() -> Loading:
+    """Tells a supervisor by JSON lines on stdout, or a person by a bar on stderr."""
+    if os.environ.get(PARENT_VARIABLE):
+        return lambda done, total: print(
+            json.dumps({"loading": done, "total": total}), file=sys.stdout, flush=True
+        )
+    return _bar()
+
+
+def _bar() -> Loading:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    progress = Progress(
+        TextColumn("loading weights"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+    )
+    task = progress.add_task("weights", total=None)
+
+    def show(done: int, total: int) -> None:
+        if not progress.live.is_started:
+            progress.start()
+        progress.update(task, completed=done, total=total)
+        if done >= total:
+            progress.stop()
+
+    return show
+
+
+def check_slot(slot_mib: int, bytes_per_position: int) -> int:
+    """The size of a slot in bytes. Raises InvalidArgument when it cannot hold one position."""
+    size = slot_mib * MIB
+    if size < bytes_per_position + 4096:
+        raise InvalidArgument(
+            f"must hold one position, which takes {bytes_per_position} bytes", field="slot_mib"
+        )
+    return size

@@ -1,0 +1,169 @@
+"""Puts a prefill or decode worker together and runs it from start to exit; knows neither role.
+
+It listens only when everything is there: a port that answers means a worker that works. SIGTERM
+drains; an engine thread that died ends the process at once, because its memory is in an unknown
+state and a new process is the only clean one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from baton.core.block_pool import BlockPool
+from baton.core.events import Event
+from baton.core.load import WorkerState
+from baton.core.loop import EngineLoop
+from baton.core.model import WorkerIdentity
+from baton.core.ports import ModelRunner
+from baton.core.scheduling import Scheduler
+from baton.engine.thread import EngineThread
+from baton.kv.staging import Staging
+from baton.kv.stats import HandoverStats
+from baton.rpc.address import join, split
+from baton.rpc.channels import Channels
+from baton.rpc.lifecycle import new_incarnation, run_until_stopped
+from baton.rpc.logs import setup
+from baton.rpc.server import ProcessServer, Service
+from baton.rpc.worker import worker_service
+from baton.worker.engine import check_slot, open_runner
+from baton.worker.options import WorkerOptions
+from baton.worker.report import Report, describe
+
+log = logging.getLogger(__name__)
+
+
+class WorkerService(Protocol):
+    """A role's business, as far as the process needs it."""
+
+    @property
+    def state(self) -> WorkerState: ...
+
+    @property
+    def num_attempts(self) -> int: ...
+
+    def deliver(self, events: Sequence[Event]) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a role's service is made of."""
+
+    engine: EngineThread[Any]
+    runner: ModelRunner
+    identity: WorkerIdentity
+    staging: Staging
+    stats: HandoverStats
+    channels: Channels
+
+
+MakeScheduler = Callable[[ModelRunner, BlockPool], Scheduler]
+MakeService = Callable[[Parts], tuple[WorkerService, Sequence[Service]]]
+
+
+async def run_worker(
+    role: str,
+    side: str,
+    options: WorkerOptions,
+    make_scheduler: MakeScheduler,
+    make_service: MakeService,
+) -> int:
+    """Runs the worker until it is told to stop. Returns the exit code."""
+    options = replace(options, listen=_settled(options.listen))
+    incarnation = new_incarnation()
+    setup(role, options.log_level, options.log_json, incarnation=incarnation)
+    service: WorkerService | None = None
+    made: list[ModelRunner] = []
+
+    def make_loop() -> EngineLoop[Scheduler]:
+        runner = open_runner(options)
+        made.append(runner)
+        return EngineLoop(
+            runner, make_scheduler(runner, BlockPool(runner.num_blocks, runner.block_size))
+        )
+
+    def deliver(events: list[Event]) -> None:
+        if service is not None:
+            service.deliver(events)
+
+    channels = Channels()
+    engine: EngineThread[Scheduler] = EngineThread(make_loop, deliver)
+    ends: list[Callable[[], Awaitable[None]]] = [channels.close]
+    try:
+        await engine.start()
+        ends.append(engine.stop)
+        runner = made[0]
+        staging = await Staging.open(
+            incarnation,
+            transport=options.transport,
+            num_slots=options.slots,
+            slot_bytes=check_slot(options.slot_mib, runner.layout.bytes_per_position),
+        )
+        ends.append(staging.close)
+        identity = WorkerIdentity(role, incarnation, options.advertise or options.listen)
+        stats = HandoverStats()
+        service, services = make_service(Parts(engine, runner, identity, staging, stats, channels))
+        ends.append(service.close)
+        report = Report(
+            engine, staging, stats, side, runner.num_blocks,
+            state=lambda: service.state, num_attempts=lambda: service.num_attempts,
+        )  # fmt: skip
+        report.export()
+        description = describe(runner, identity, staging.names)
+        server = ProcessServer(
+            listen=options.listen,
+            services=[*services, worker_service(lambda: description, report.worker_load)],
+            reflection=options.reflection,
+            metrics_listen=options.metrics_listen,
+        )
+        address = await server.start()
+        server.set_serving(True)
+        log.info(
+            "%s serves %s at %s: %d blocks of %d positions, KV over %s",
+            role, runner.model.name, address, runner.num_blocks, runner.block_size,
+            " or ".join(staging.names),
+        )  # fmt: skip
+        print(json.dumps({"role": role, "listen": address}), flush=True)
+        return await run_until_stopped(
+            server,
+            service.drain,
+            drain_timeout_s=options.drain_timeout_s,
+            fatal=_fatal(engine),
+        )
+    finally:
+        for end in reversed(ends):
+            await end()
+
+
+def _settled(listen: str) -> str:
+    """With a free port in place of port 0: peers are told the address before the server is made."""
+    host, port = split(listen, "listen")
+    if port:
+        return listen
+    with socket.create_server((host, 0), family=_family(host)) as held:
+        return join(host, held.getsockname()[1])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _fatal(engine: EngineThread[Any]) -> asyncio.Future[None]:
+    """Fails when the engine thread has died."""
+    fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def died(failed: asyncio.Future[BaseException]) -> None:
+        if not failed.cancelled() and not fatal.done():
+            fatal.set_exception(failed.result())
+
+    engine.failed.add_done_callback(died)
+    return fatal

@@ -1,0 +1,161 @@
+"""Attempts for scheduler tests: small inputs that share prefixes, and what must come out of them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from baton.core.attempt import Attempt, SequenceKey
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.events import Event, FirstTokens, Started, Tokens
+from baton.core.loop import EngineLoop
+from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
+from baton.core.request import SamplingParams, StopParams
+from baton.core.scheduling import Scheduler
+from baton.engine.fake import FakeRunner
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 96
+BLOCK_SIZE = 4
+EOS = 3
+
+
+def attempt(
+    request_id: str = "r",
+    *,
+    size: int = 10,
+    seed: int = 0,
+    n: int = 1,
+    max_tokens: int = 8,
+    salt: bytes = b"",
+    priority: int = 0,
+    remaining_s: float | None = None,
+    ignore_eos: bool = False,
+    min_tokens: int = 0,
+    sampling: SamplingParams | None = None,
+    accepted: tuple[int, ...] = (),
+) -> Attempt:
+    """Inputs of the same seed are prefixes of one another."""
+    prompt = tuple(4 + (seed * 31 + i * 7) % (VOCAB_SIZE - 4) for i in range(size))
+    return Attempt(
+        request_id,
+        0,
+        tuple(range(n)),
+        prompt + accepted,
+        size,
+        sampling or SamplingParams(seed=seed),
+        StopParams(max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos),
+        priority=priority,
+        remaining_s=remaining_s,
+        cache_salt=salt,
+    )
+
+
+def runner(num_blocks: int, *, delay_steps: int = 0, eos_every: int = 0) -> FakeRunner:
+    return FakeRunner(
+        num_blocks,
+        BLOCK_SIZE,
+        VOCAB_SIZE,
+        MAX_MODEL_LEN,
+        (EOS,),
+        eos_every=eos_every,
+        delay_steps=delay_steps,
+        poison_token_id=VOCAB_SIZE - 1,
+    )
+
+
+def prefill_loop(
+    num_blocks: int = 64, policy: PrefillPolicy | None = None, *, eos_every: int = 0
+) -> EngineLoop[PrefillScheduler]:
+    scheduler = PrefillScheduler(
+        BlockPool(num_blocks, BLOCK_SIZE),
+        policy or PrefillPolicy(),
+        eos_token_ids=(EOS,),
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+    )
+    return EngineLoop(runner(num_blocks, eos_every=eos_every), scheduler)
+
+
+def decode_loop(
+    num_blocks: int = 64, policy: DecodePolicy | None = None, *, eos_every: int = 0
+) -> EngineLoop[DecodeScheduler]:
+    scheduler = DecodeScheduler(
+        BlockPool(num_blocks, BLOCK_SIZE),
+        policy or DecodePolicy(headroom=8),
+        eos_token_ids=(EOS,),
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+    )
+    return EngineLoop(runner(num_blocks, eos_every=eos_every), scheduler)
+
+
+def run_out(loop: EngineLoop[Scheduler], now: float = 0.0, *, most: int = 2000) -> list[Event]:
+    """Steps until nothing is left, checking the books after each one. Time flies."""
+    events: list[Event] = []
+    for _ in range(most):
+        events += loop.step(now)
+        loop.idle_check()
+        if not loop.scheduler.has_work:
+            return events
+        now += 0.1
+    raise AssertionError(f"still at work after {most} steps")
+
+
+class Outputs:
+    """Collects Tokens events and insists that no position is repeated or skipped."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[SequenceKey, list[int]] = {}
+        self.ended: set[SequenceKey] = set()
+
+    def take(self, events: list[Event]) -> Outputs:
+        for event in events:
+            if not isinstance(event, Tokens):
+                continue
+            for made in event.tokens:
+                so_far = self.tokens.setdefault(made.key, [])
+                assert made.key not in self.ended, "tokens after the end"
+                assert made.position == len(so_far), "a position was repeated or skipped"
+                so_far += made.token_ids
+                if made.finish_reason is not None:
+                    self.ended.add(made.key)
+        return self
+
+
+@cache
+def expected(one: Attempt, eos_every: int = 0) -> dict[int, list[int]]:
+    """What each choice of an attempt must say: run alone, in a large pool, undisturbed."""
+    loop = decode_loop(256, DecodePolicy(), eos_every=eos_every)
+    loop.scheduler.add(one, 0.0)
+    return {key.choice: out for key, out in Outputs().take(run_out(loop)).tokens.items()}
+
+
+@cache
+def handed_over(one: Attempt, eos_every: int = 0) -> tuple[FirstTokens, bytes]:
+    """What a prefill worker gives for an attempt: token 0 and the KV of every position."""
+    loop = prefill_loop(256, eos_every=eos_every)
+    loop.scheduler.add(one, 0.0, keep=True)
+    (first,) = [e for e in loop.step(1.0) if isinstance(e, FirstTokens)]
+    count = len(one.token_ids)
+    payload = bytearray(count * loop.runner.layout.bytes_per_position)
+    loop.runner.pack(loop.scheduler.extents(one.key), 0, count, memoryview(payload))
+    return first, bytes(payload)
+
+
+def fill_in(loop: EngineLoop[DecodeScheduler], one: Attempt, from_position: int, kv: bytes) -> None:
+    """Puts a given KV into the blocks of a reserved attempt, from a position on."""
+    count = len(one.token_ids)
+    whole = runner(-(-count // BLOCK_SIZE))
+    extents = ((0, whole.num_blocks),)
+    whole.unpack(extents, 0, count, memoryview(kv))
+    wanted = bytearray((count - from_position) * whole.layout.bytes_per_position)
+    if not wanted:
+        return
+    whole.pack(extents, from_position, count - from_position, memoryview(wanted))
+    target = loop.scheduler.extents(one.key)
+    loop.runner.unpack(target, from_position, count - from_position, memoryview(wanted))
+
+
+def started(events: list[Event]) -> list[Started]:
+    return [event for event in events if isinstance(event, Started)]

@@ -1,0 +1,228 @@
+"""The hand-over's table is complete, and its two sides refuse what is out of place."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.core.errors import HandoverFailed
+from baton.core.handover import (
+    ENDS,
+    LIMITS,
+    TRANSITIONS,
+    CollectorSide,
+    CollectorState,
+    GiverSide,
+    GiverState,
+    HandoverEvent,
+    Run,
+    State,
+    follow,
+)
+
+STATES: list[State] = [*GiverState, *CollectorState]
+FAULTS = (
+    HandoverEvent.CANCEL,
+    HandoverEvent.PEER_FAILED,
+    HandoverEvent.PEER_LOST,
+    HandoverEvent.DEADLINE,
+)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_state_has_an_owner_and_a_deadline_or_is_an_end(state: State) -> None:
+    if state in ENDS:
+        assert state not in LIMITS
+        assert not [key for key in TRANSITIONS if key[0] is state]
+    else:
+        assert LIMITS[state].owner
+        assert 0 < LIMITS[state].seconds <= 600
+
+
+@pytest.mark.parametrize("state", [s for s in STATES if s not in ENDS])
+@pytest.mark.parametrize("event", FAULTS)
+def test_every_fault_ends_every_state(state: State, event: HandoverEvent) -> None:
+    assert follow(state, event) is type(state)["FAILED"]
+
+
+def test_the_table_never_crosses_sides_and_every_state_is_reached() -> None:
+    assert all(type(source) is type(target) for (source, _), target in TRANSITIONS.items())
+    reached = {*TRANSITIONS.values(), GiverState.OFFERED, CollectorState.OPENING}
+    assert reached == set(STATES)
+
+
+def test_only_progress_stays_in_its_state_and_no_other_path_returns() -> None:
+    edges = {(a, b) for (a, event), b in TRANSITIONS.items() if event is not HandoverEvent.PROGRESS}
+    for _ in STATES:
+        edges |= {(a, d) for (a, b), (c, d) in itertools.product(edges, edges) if b is c}
+    assert all(a is not b for a, b in edges)
+    stays = {event for (a, event), b in TRANSITIONS.items() if a is b}
+    assert stays == {HandoverEvent.PROGRESS}
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [key for key in itertools.product(STATES, HandoverEvent) if key not in TRANSITIONS],
+)
+def test_everything_else_is_refused(state: State, event: HandoverEvent) -> None:
+    with pytest.raises(HandoverFailed, match="out of place"):
+        follow(state, event)
+
+
+def giving(num_positions: int = 10, positions_per_parcel: int = 4) -> GiverSide:
+    side = GiverSide(num_positions)
+    side.opened(positions_per_parcel)
+    side.announced()
+    side.granted(0)
+    return side
+
+
+def taking(num_positions: int = 10, positions_per_parcel: int = 4) -> CollectorSide:
+    side = CollectorSide(num_positions, positions_per_parcel)
+    side.announced(num_positions)
+    side.granted(0)
+    return side
+
+
+def test_parcels_follow_each_other_within_finished_positions_and_credits() -> None:
+    side = giving()
+    assert side.next_run() is None
+    assert side.advanced(6)
+    assert not side.advanced(6)
+    assert side.next_run() is None
+    side.credited(2)
+    assert side.next_run() == Run(0, 0, 4)
+    assert side.next_run() == Run(1, 4, 2)
+    assert side.next_run() is None
+    assert side.advanced(10)
+    side.credited(1)
+    assert side.next_run() == Run(2, 6, 4)
+
+
+def test_cached_positions_are_not_sent() -> None:
+    side = GiverSide(10)
+    side.opened(4)
+    side.announced()
+    side.granted(7)
+    assert not side.advanced(5)
+    assert side.advanced(10)
+    side.credited(1)
+    assert side.next_run() == Run(0, 7, 3)
+
+
+@pytest.mark.parametrize("from_position", [-1, 11])
+def test_a_grant_outside_the_input_is_refused(from_position: int) -> None:
+    side = GiverSide(10)
+    side.opened(4)
+    side.announced()
+    with pytest.raises(HandoverFailed):
+        side.granted(from_position)
+
+
+def test_credits_beyond_what_is_finished_are_refused() -> None:
+    side = giving()
+    side.advanced(5)
+    with pytest.raises(HandoverFailed, match="do not exist"):
+        side.credited(3)
+
+
+@pytest.mark.parametrize("index", [0, 1, 7])
+def test_only_parcels_that_were_sent_can_be_collected(index: int) -> None:
+    side = giving()
+    side.advanced(4)
+    side.credited(1)
+    assert side.next_run() is not None
+    with pytest.raises(HandoverFailed, match="was not sent"):
+        side.collected(index)
+
+
+def test_a_collector_whose_slots_hold_no_position_is_refused() -> None:
+    with pytest.raises(HandoverFailed, match="smaller than one position"):
+        GiverSide(10).opened(0)
+
+
+def test_token_0_is_the_givers_last_word() -> None:
+    side = giving(num_positions=4)
+    side.advanced(4)
+    side.credited(1)
+    run = side.next_run()
+    assert run is not None and not side.wants_tokens
+    side.sent(run.index)
+    assert side.wants_tokens
+    side.tokens()
+    with pytest.raises(HandoverFailed):
+        side.tokens()
+    assert side.state is GiverState.GIVING
+    side.collected(run.index)
+    assert side.state is GiverState.GIVEN
+
+
+def test_the_collector_wants_credits_for_finished_positions_only() -> None:
+    side = taking()
+    assert not side.wants_credit
+    side.advanced(5)
+    side.credited()
+    assert side.wants_credit
+    side.credited()
+    assert not side.wants_credit
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(1, 0, 4),
+        Run(0, 1, 4),
+        Run(0, 0, 5),
+        Run(0, 0, 0),
+    ],
+)
+def test_parcels_out_of_order_or_too_large_are_refused(run: Run) -> None:
+    side = taking()
+    side.advanced(10)
+    side.credited()
+    with pytest.raises(HandoverFailed):
+        side.arriving(run)
+    assert side.credits == 1 and not side.landing
+
+
+def test_a_parcel_of_unfinished_positions_is_refused() -> None:
+    side = taking()
+    side.advanced(3)
+    side.credited()
+    with pytest.raises(HandoverFailed, match="not finished"):
+        side.arriving(Run(0, 0, 4))
+
+
+def test_a_parcel_without_credit_is_refused() -> None:
+    side = taking()
+    side.advanced(10)
+    with pytest.raises(HandoverFailed, match="credit"):
+        side.arriving(Run(0, 0, 4))
+
+
+@pytest.mark.parametrize("finished", [0, 3, 11])
+def test_finished_positions_only_grow_within_the_input(finished: int) -> None:
+    side = taking()
+    side.advanced(3)
+    with pytest.raises(HandoverFailed, match="out of order"):
+        side.advanced(finished)
+
+
+def test_another_input_is_refused() -> None:
+    side = CollectorSide(10, 4)
+    with pytest.raises(HandoverFailed, match="another input"):
+        side.announced(11)
+
+
+def test_an_ended_side_makes_no_parcel_and_wants_no_credit() -> None:
+    giver, collector = giving(), taking()
+    giver.advanced(10)
+    collector.advanced(10)
+    giver.credited(2)
+    giver.end(HandoverEvent.PEER_LOST)
+    collector.end(HandoverEvent.DEADLINE)
+    assert giver.ended and giver.next_run() is None and not giver.wants_tokens
+    assert collector.ended and not collector.wants_credit and not collector.all_in
+    giver.end(HandoverEvent.CANCEL)
+    assert giver.state is GiverState.FAILED

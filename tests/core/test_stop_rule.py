@@ -1,0 +1,57 @@
+"""StopRule: every end, and what must not be drawn before it is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.request import FinishReason, StopParams
+from baton.core.stops import StopRule
+from tests.core.attempts import attempt
+
+EOS = (2, 3)
+
+
+def rule(max_model_len: int = 100, size: int = 10, **stop: object) -> StopRule:
+    params = StopParams(**{"max_tokens": 5, **stop})  # type: ignore[arg-type]
+    return StopRule(replace(attempt(size=size), stop=params), EOS, max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("stop", "position", "token", "end"),
+    [
+        ({}, 0, 7, (None, None)),
+        ({}, 0, 2, (FinishReason.STOP, 2)),
+        ({}, 0, 3, (FinishReason.STOP, 3)),
+        ({"ignore_eos": True}, 0, 2, (None, None)),
+        ({"stop_token_ids": (7,)}, 1, 7, (FinishReason.STOP, 7)),
+        ({"stop_token_ids": (7,), "ignore_eos": True}, 1, 7, (FinishReason.STOP, 7)),
+        ({}, 3, 7, (None, None)),
+        ({}, 4, 7, (FinishReason.LENGTH, None)),
+        ({}, 4, 2, (FinishReason.STOP, 2)),
+        ({"max_tokens": 50, "max_model_len": 12}, 0, 7, (None, None)),
+        ({"max_tokens": 50, "max_model_len": 12}, 1, 7, (FinishReason.LENGTH, None)),
+    ],
+)
+def test_ends(
+    stop: dict[str, object],
+    position: int,
+    token: int,
+    end: tuple[FinishReason | None, int | None],
+) -> None:
+    max_model_len = stop.pop("max_model_len", 100)
+    assert isinstance(max_model_len, int)
+    assert rule(max_model_len, **stop).ends(position, token) == end
+
+
+def test_end_tokens_are_banned_before_min_tokens() -> None:
+    one = rule(min_tokens=2, stop_token_ids=(7, 3))
+    assert one.banned(0) == one.banned(1) == (2, 3, 7)
+    assert one.banned(2) == ()
+    assert rule(min_tokens=2, ignore_eos=True).banned(0) == ()
+
+
+def test_the_most_positions_a_choice_can_have() -> None:
+    assert rule(max_tokens=5).max_positions == 15
+    assert rule(12, max_tokens=5).max_positions == 12

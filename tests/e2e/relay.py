@@ -1,0 +1,165 @@
+"""Runs a real Baton (five stages, real processes) for tests, and talks to it as a client does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+START_TIMEOUT_S = 120
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+@dataclass
+class Answer:
+    """What a Generate or Chat stream gave, gathered by choice."""
+
+    text: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)
+    accepted: inference_pb2.RequestAccepted | None = None
+    finished: inference_pb2.RequestFinished | None = None
+
+    def take(self, event: inference_pb2.GenerationEvent) -> None:
+        match event.WhichOneof("event"):
+            case "accepted":
+                self.accepted = event.accepted
+            case "finished":
+                self.finished = event.finished
+            case "delta":
+                delta = event.delta
+                self.text[delta.choice] = self.text.get(delta.choice, "") + delta.text
+                self.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
+                if delta.finish_reason:
+                    self.finish[delta.choice] = delta.finish_reason
+
+
+def options(
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    n: int = 1,
+    ignore_eos: bool = True,
+    stop: Sequence[str] = (),
+) -> inference_pb2.GenerationOptions:
+    return inference_pb2.GenerationOptions(
+        sampling=types_pb2.SamplingParams(temperature=temperature, seed=seed),
+        stop=types_pb2.StopParams(
+            max_tokens=max_tokens, ignore_eos=ignore_eos, stop_strings=list(stop)
+        ),
+        n=n,
+        return_token_ids=True,
+    )
+
+
+class Relay:
+    """One `baton up --detach` with a state folder of its own."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.environment = {**os.environ, "XDG_STATE_HOME": str(folder), "NO_COLOR": "1"}
+        self.log = folder / "baton" / "up.log"
+        self.http_port, self.grpc_port = free_port(), free_port()
+        ports = ("--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port))
+        started = self.baton("up", "--detach", *ports, *flags, timeout=START_TIMEOUT_S)
+        assert started.returncode == 0, started.stderr + self.logs()
+        self.description = json.loads(started.stdout)
+        state = json.loads((folder / "baton" / "up.json").read_text())
+        self.supervisor = int(state["pid"])
+        self._state = folder / "baton" / "up.json"
+        self.channel = grpc.insecure_channel(self.description["grpc"])
+        self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+
+    def baton(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "baton.cli.main", *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def close(self) -> None:
+        self.channel.close()
+        self.baton("down", timeout=90)
+
+    def logs(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+
+    @property
+    def http(self) -> str:
+        return str(self.description["http"])
+
+    def processes(self, role: str = "") -> list[dict[str, Any]]:
+        """As the state file says now; pids change when a process was restarted."""
+        found: list[dict[str, Any]] = json.loads(self._state.read_text())["processes"]
+        return [p for p in found if role in ("", p["role"])]
+
+    def kill(self, process: dict[str, Any], number: int = signal.SIGKILL) -> None:
+        os.kill(process["pid"], number)
+
+    def stream(
+        self, prompt: Sequence[int] | str, wanted: inference_pb2.GenerationOptions
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        request = inference_pb2.GenerateRequest(options=wanted)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        return self.stub.Generate(request, timeout=120)
+
+    def generate(
+        self, prompt: Sequence[int] | str, wanted: inference_pb2.GenerationOptions
+    ) -> Answer:
+        answer = Answer()
+        for response in self.stream(prompt, wanted):
+            answer.take(response.event)
+        return answer
+
+    def chat(self, text: str, wanted: inference_pb2.GenerationOptions) -> Answer:
+        from baton.v1 import tokenizer_pb2
+
+        request = inference_pb2.ChatRequest(
+            messages=[tokenizer_pb2.ChatMessage(role="user", content=text)], options=wanted
+        )
+        answer = Answer()
+        for response in self.stub.Chat(request, timeout=120):
+            answer.take(response.event)
+        return answer
+
+    def metric(self, process: dict[str, Any], name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry these labels."""
+        with urllib.request.urlopen(process["metrics"], timeout=10) as answer:
+            text = answer.read().decode()
+        total = 0.0
+        for line in text.splitlines():
+            match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
+            if match and all(f'{k}="{v}"' in (match[1] or "") for k, v in labels.items()):
+                total += float(match[2])
+        return total
+
+
+def eventually(check: Any, timeout_s: float, what: str) -> None:
+    """Waits until a check holds; the time is a bound for liveness, not a measurement."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)

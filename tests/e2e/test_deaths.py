@@ -1,0 +1,72 @@
+"""Workers are killed in mid-stream; the client's stream goes on with exactly the same tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.relay import Answer, Relay, eventually, options
+
+pytestmark = pytest.mark.chaos
+
+PROMPT = list(range(50, 250))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    """Two of every worker."""
+    flags = ("--tokenizer", "2", "--prefill", "2", "--decode", "2", "--detokenizer", "2")
+    running = Relay(tmp_path_factory.mktemp("pair"), *flags)
+    yield running
+    running.close()
+
+
+def wait_for_all(relay: Relay) -> None:
+    """Until every killed worker is back and the router has seen it."""
+    eventually(lambda: len(relay.processes()) == 9, 60, "all processes listed")
+
+    def serving() -> bool:
+        router = relay.processes("router")[0]
+        return relay.metric(router, "baton_workers", state="serving") == 8
+
+    eventually(serving, 60, "all workers serving")
+
+
+@pytest.mark.parametrize("role", ["decode", "detokenizer", "prefill"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_kill_in_mid_stream(pair: Relay, role: str, temperature: float) -> None:
+    wait_for_all(pair)
+    wanted = options(max_tokens=256, temperature=temperature, seed=3)
+    reference = pair.generate(PROMPT, wanted)
+    assert len(reference.token_ids[0]) == 256
+
+    answers: list[Answer] = [Answer() for _ in range(4)]
+    failures: list[BaseException] = []
+    started = threading.Barrier(5)
+
+    def follow(answer: Answer) -> None:
+        try:
+            for number, response in enumerate(pair.stream(PROMPT, wanted)):
+                answer.take(response.event)
+                if number == 4:
+                    started.wait(60)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=follow, args=(answer,)) for answer in answers]
+    for thread in threads:
+        thread.start()
+    started.wait(60)
+    victims = pair.processes(role)
+    busy = [v for v in victims if role != "decode" or pair.metric(v, "baton_sequences") > 0]
+    pair.kill(busy[0])
+    for thread in threads:
+        thread.join(100)
+    assert not failures, failures
+    for answer in answers:
+        assert answer.token_ids == reference.token_ids
+        assert answer.text == reference.text
+    wait_for_all(pair)
+    assert busy[0]["pid"] not in [p["pid"] for p in pair.processes(role)]

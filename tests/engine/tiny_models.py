@@ -1,0 +1,178 @@
+"""Builds tiny random-weight models with a tokenizer, saved as folders like any real model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB = 1000
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GPT = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {key: value for key, value in _BASE.items() if key not in names}
+
+
+ARCHS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_BASE),
+    "llama_tied": lambda: transformers.LlamaConfig(**_BASE, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**_BASE),
+    "qwen3": lambda: transformers.Qwen3Config(**_BASE, head_dim=32),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_BASE, **_MOE, head_dim=16, num_experts=8, norm_topk_prob=True
+    ),
+    "mistral": lambda: transformers.MistralConfig(**_BASE, sliding_window=24, head_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_BASE,
+        head_dim=16,
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        tie_word_embeddings=False,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_without("num_hidden_layers"),
+        num_hidden_layers=7,
+        head_dim=16,
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        tie_word_embeddings=False,
+    ),
+    "phi3": lambda: transformers.Phi3Config(**_BASE),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_BASE, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_BASE),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **_without("num_key_value_heads"),
+        **_MOE,
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
+    "cohere": lambda: transformers.CohereConfig(**_BASE),
+    "glm4": lambda: transformers.Glm4Config(**_BASE, head_dim=16),
+    "granite": lambda: transformers.GraniteConfig(**_BASE),
+    "smollm3": lambda: transformers.SmolLM3Config(**_BASE),
+    "gpt2": lambda: transformers.GPT2Config(
+        **_GPT, vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, initializer_range=0.3
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_without("num_key_value_heads")),
+    "opt": lambda: transformers.OPTConfig(
+        **_GPT,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        ffn_dim=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        word_embed_proj_dim=64,
+        max_position_embeddings=1024,
+        init_std=0.3,
+    ),
+}
+"""Architectures that are served."""
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "falcon": lambda: transformers.FalconConfig(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4
+    ),
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCAB, hidden_size=64, n_layer=3, n_head=4
+    ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **_BASE, head_dim=16, intermediate_size_mlp=128, num_local_experts=4, attention_chunk_size=32
+    ),
+    "stablelm": lambda: transformers.StableLmConfig(**_BASE),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_BASE,
+        **_MOE,
+        head_dim=16,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+}
+"""Architectures that load but would answer wrongly."""
+
+
+def build(arch: str, *, seed: int = 0, attention: str = "eager") -> Any:
+    """A transformers model with random float32 weights, in eval mode."""
+    torch.manual_seed(seed)
+    config = {**ARCHS, **REFUSED}[arch]()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def save_tiny_model(arch: str, folder: Path, *, seed: int = 0) -> Path:
+    """Saves model and tokenizer to `folder`, which is made, and returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    build(arch, seed=seed).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of at most VOCAB tokens, trained on a few words, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [__doc__ or "", json.dumps(_BASE), "The quick brown fox jumps over the lazy dog. " * 3]
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=_SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "model_max_length": 2048,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

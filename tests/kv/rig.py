@@ -1,0 +1,181 @@
+"""A giving and a collecting worker in one process, joined by real gRPC on the loopback interface.
+
+A dictionary of bytes per position stands for the engine; everything else is what production runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import grpc
+
+from baton.core.attempt import ChoiceTokens, SequenceKey
+from baton.core.handover import LIMITS, Limit, State
+from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.collector import Collected, Collector, Ticket
+from baton.kv.giver import Giver, Offer
+from baton.kv.line import Liveness
+from baton.kv.parcel import XXH3
+from baton.kv.staging import Staging
+from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
+from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+
+LAYOUT = KvLayout("ab" * 32, "float32", num_layers=2, num_kv_heads=2, key_size=8, value_size=8)
+SLOT_BYTES = 4096
+POSITIONS_PER_SLOT = 15
+TOKENS = (ChoiceTokens(SequenceKey("request", 0, 1), 0, (17,)),)
+FAST = Liveness(heartbeat_s=0.05, missed=20)
+
+
+def kv_of(handover_id: bytes, position: int) -> bytes:
+    """The KV bytes that stand for one position of one hand-over's input."""
+    size = LAYOUT.bytes_per_position
+    return hashlib.shake_128(handover_id + position.to_bytes(4, "little")).digest(size)
+
+
+def expected(handover_id: bytes, num_positions: int, start: int = 0) -> dict[int, bytes]:
+    return {p: kv_of(handover_id, p) for p in range(start, num_positions)}
+
+
+class Pool:
+    """Stands for an engine's blocks on the collecting side."""
+
+    def __init__(self, cached: int | None = 0) -> None:
+        """cached: positions that are there already; None: no room."""
+        self.cached = cached
+        self.kv: dict[int, bytes] = {}
+        self.may_unpack = asyncio.Event()
+        self.may_unpack.set()
+        self.unpacking = 0
+
+    async def reserve(self) -> int | None:
+        return self.cached
+
+    async def unpack(self, first_position: int, count: int, payload: memoryview) -> None:
+        self.unpacking += 1
+        try:
+            await self.may_unpack.wait()
+            size = LAYOUT.bytes_per_position
+            assert len(payload) == count * size
+            for i in range(count):
+                self.kv[first_position + i] = bytes(payload[i * size : (i + 1) * size])
+        finally:
+            self.unpacking -= 1
+
+
+class Rig:
+    """Both workers. `offer` and `collect` are what prefill and decode do."""
+
+    def __init__(
+        self, giver: Giver, collector: Collector, given: Staging, landed: Staging, me: WorkerIdentity
+    ) -> None:
+        self.giver, self.collector = giver, collector
+        self.given, self.landed = given, landed
+        self.collecting_as = me
+        self.may_pack = asyncio.Event()
+        self.may_pack.set()
+
+    def offer(
+        self, num_positions: int, *, handover_id: bytes | None = None, deadline_s: float = 60.0
+    ) -> Offer:
+        handover_id = handover_id or secrets.token_bytes(16)
+
+        async def pack(first_position: int, count: int, out: memoryview) -> None:
+            await self.may_pack.wait()
+            out[:] = b"".join(
+                kv_of(handover_id, p) for p in range(first_position, first_position + count)
+            )
+
+        return self.giver.offer(
+            handover_id,
+            self.collecting_as.incarnation,
+            num_positions,
+            pack,
+            deadline_s=deadline_s,
+        )
+
+    def compute(self, offer: Offer) -> None:
+        """What prefill reports when the whole input ran in one step."""
+        offer.announce()
+        offer.advance(offer.num_positions)
+        offer.tokens(TOKENS)
+
+    def ticket(self, offer: Offer, deadline_s: float = 60.0) -> Ticket:
+        return Ticket(offer.handover_id, self.giver.identity, offer.num_positions, deadline_s)
+
+    async def collect(self, offer: Offer, pool: Pool) -> Collected:
+        return await self.collector.collect(self.ticket(offer), pool.reserve, pool.unpack)
+
+    async def settle(self) -> None:
+        """Waits until nothing of any hand-over is left, and fails when that does not happen."""
+        async with asyncio.timeout(20):
+            while not (
+                self.giver.num_offers == 0
+                and self.collector.idle
+                and self.given.ring.num_free == self.given.ring.num_slots
+                and self.landed.ring.num_free == self.landed.ring.num_slots
+            ):
+                await asyncio.sleep(0.01)
+
+
+def identity(role: str, address: str = "") -> WorkerIdentity:
+    return WorkerIdentity(role, secrets.token_hex(16), address)
+
+
+@asynccontextmanager
+async def rig(
+    transport: str = "loopback",
+    *,
+    num_slots: int = 4,
+    giver_slot_bytes: int = SLOT_BYTES,
+    collector_slot_bytes: int = SLOT_BYTES,
+    collector_layout: KvLayout = LAYOUT,
+    digest: str = XXH3,
+    liveness: Liveness = FAST,
+    limits: Mapping[State, Limit] = LIMITS,
+) -> AsyncIterator[Rig]:
+    """Everything running; checked on leaving: all slots free, no task left."""
+    before = asyncio.all_tasks()
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    giving, collecting = identity("prefill", address), identity("decode")
+    given = await Staging.open(
+        giving.incarnation, transport=transport, num_slots=num_slots, slot_bytes=giver_slot_bytes
+    )
+    landed = await Staging.open(
+        collecting.incarnation,
+        transport=transport,
+        num_slots=num_slots,
+        slot_bytes=collector_slot_bytes,
+    )
+    giver = Giver(giving, LAYOUT, given, digest=digest, liveness=liveness, limits=limits)
+    add_HandoverServicer_to_server(HandoverServicer(giver), server)
+    await server.start()
+    channels: list[grpc.aio.Channel] = []
+
+    def connect(peer: WorkerIdentity) -> GrpcGiverConnection:
+        channels.append(grpc.aio.insecure_channel(peer.address))
+        return GrpcGiverConnection(channels[-1])
+
+    collector = Collector(
+        collecting, collector_layout, landed, connect, liveness=liveness, limits=limits
+    )
+    world = Rig(giver, collector, given, landed, collecting)
+    try:
+        yield world
+        await world.settle()
+    finally:
+        await collector.close()
+        await giver.close()
+        for channel in channels:
+            await channel.close()
+        await server.stop(None)
+        await landed.close()
+        await given.close()
+    async with asyncio.timeout(10):
+        while left := {t for t in asyncio.all_tasks() - before if not t.done()}:
+            await asyncio.wait(left, timeout=0.1)

@@ -1,0 +1,147 @@
+"""Watch tells the description, then every change of the load, and gives a sign of life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import InvalidArgument
+from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.rpc import worker
+from baton.rpc.channels import Channels
+from baton.rpc.server import ProcessServer
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+
+WITHIN_S = 10
+DESCRIPTION = WorkerDescription(
+    identity=WorkerIdentity("decode", "ab" * 16, "127.0.0.1:5"),
+    model=ModelDescription("m", "d", 100, 50, (1, 2), "t"),
+    layout=KvLayout("d", "float32", 2, 1, 8, 8),
+    transports=("nixl", "loopback"),
+    num_blocks=7,
+    block_size=16,
+    kv_bytes_per_position=256,
+    exact=True,
+)
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+loads = st.builds(
+    WorkerLoad, st.sampled_from(WorkerState), uint32, uint64, uint32, uint32, uint64, uint64
+)
+
+Watching = grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]
+
+
+class Watched:
+    """A worker whose load the tests change."""
+
+    def __init__(self) -> None:
+        self.load = WorkerLoad(WorkerState.SERVING)
+
+    def describe(self) -> WorkerDescription:
+        return DESCRIPTION
+
+    def read(self) -> WorkerLoad:
+        return self.load
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+@pytest.fixture
+async def stub(watched: Watched) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
+    service = worker.worker_service(watched.describe, watched.read)
+    server = ProcessServer(listen="127.0.0.1:0", services=[service])
+    channels = Channels()
+    try:
+        yield worker_pb2_grpc.WorkerStub(channels.get(await server.start()))
+    finally:
+        await channels.close()
+        await server.stop(0)
+
+
+async def next_load(watching: Watching) -> WorkerLoad:
+    answer = await asyncio.wait_for(watching.read(), WITHIN_S)
+    assert isinstance(answer, pb.WatchResponse)
+    assert answer.WhichOneof("message") == "load"
+    return worker.load_from_proto(answer.load)
+
+
+async def test_description_then_changes_then_signs_of_life(
+    stub: worker_pb2_grpc.WorkerAsyncStub, watched: Watched
+) -> None:
+    watching = stub.Watch(pb.WatchRequest())
+    first = await watching.read()
+    assert isinstance(first, pb.WatchResponse)
+    assert worker.description_from_proto(first.description) == DESCRIPTION
+    assert await next_load(watching) == watched.load
+    watched.load = WorkerLoad(WorkerState.DRAINING, 1, 2, 3, 4, 5, 6)
+    while (told := await next_load(watching)) != watched.load:
+        assert told.state is WorkerState.SERVING
+    for _ in range(2):
+        assert await next_load(watching) == watched.load
+
+
+class Running(Watched):
+    """A worker in a step: its age grows with every look."""
+
+    looks = 0
+
+    def read(self) -> WorkerLoad:
+        self.looks += 1
+        return WorkerLoad(WorkerState.SERVING, step_age_us=self.looks)
+
+
+@pytest.mark.parametrize("watched", [Running()])
+async def test_a_steps_age_is_told_with_the_sign_of_life_only(
+    stub: worker_pb2_grpc.WorkerAsyncStub, watched: Running
+) -> None:
+    watching = stub.Watch(pb.WatchRequest())
+    await watching.read()
+    first, second = await next_load(watching), await next_load(watching)
+    # In between, the load was looked at and found to hold no news.
+    assert second.step_age_us - first.step_age_us > 2
+
+
+async def test_the_number_of_watchers_is_bounded(
+    stub: worker_pb2_grpc.WorkerAsyncStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_WATCHERS", 1)
+    first = stub.Watch(pb.WatchRequest())
+    await first.read()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Watch(pb.WatchRequest()).read()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    first.cancel()
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            try:
+                assert await stub.Watch(pb.WatchRequest()).read()
+                return
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.05)
+
+
+@given(loads)
+def test_load_comes_back(load: WorkerLoad) -> None:
+    assert worker.load_from_proto(worker.load_to_proto(load)) == load
+
+
+def test_an_unknown_state_is_refused() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        worker.load_from_proto(pb.WorkerLoad())
+    assert refused.value.field == "load.state"
+
+
+def test_a_description_may_leave_out_what_a_role_has_not() -> None:
+    small = WorkerDescription(DESCRIPTION.identity)
+    assert worker.description_from_proto(worker.description_to_proto(small)) == small

@@ -1,0 +1,183 @@
+"""A router over scripted workers, all on real sockets of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.model import WorkerIdentity
+from baton.core.request import Accepted, Delta, FinishReason, Finished, Request
+from baton.router.config import RouterConfig
+from baton.router.discovery import StaticDiscovery
+from baton.router.event_stream import EventStream
+from baton.router.fleet import Fleet
+from baton.router.metrics import RouterMetrics
+from baton.router.pipeline import Pipeline
+from baton.rpc.channels import Channels
+from tests.services.router.workers import (
+    FakeDecode,
+    FakeDetokenizer,
+    FakePrefill,
+    FakeTokenizer,
+    FakeWorker,
+    KvNetwork,
+)
+
+PATIENCE_S = 20.0
+"""Nothing here takes so long; what does has hung."""
+
+
+@dataclass
+class Answer:
+    """Everything a client got of one request."""
+
+    accepted: Accepted
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    last: dict[int, Delta] = field(default_factory=dict)
+    deltas: list[Delta] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def add(self, delta: Delta) -> None:
+        assert delta.choice not in self.last, "a delta after the last one of its choice"
+        self.deltas.append(delta)
+        self.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
+        self.texts[delta.choice] = self.texts.get(delta.choice, "") + delta.text
+        if delta.finish_reason is not None:
+            self.last[delta.choice] = delta
+
+    def reason(self, choice: int = 0) -> FinishReason | None:
+        return self.last[choice].finish_reason
+
+
+async def read(stream: EventStream) -> Answer:
+    """Reads a stream to its end and closes it."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            accepted = await anext(stream)
+            assert isinstance(accepted, Accepted)
+            answer = Answer(accepted)
+            async for event in stream:
+                if isinstance(event, Delta):
+                    answer.add(event)
+                if isinstance(event, Finished):
+                    answer.finished = event
+            return answer
+    finally:
+        await stream.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that happens on its own."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@dataclass
+class World:
+    """The workers of one test, and the router's pipeline over them."""
+
+    network: KvNetwork = field(default_factory=KvNetwork)
+    tokenizers: list[FakeTokenizer] = field(default_factory=list)
+    prefills: list[FakePrefill] = field(default_factory=list)
+    decodes: list[FakeDecode] = field(default_factory=list)
+    detokenizers: list[FakeDetokenizer] = field(default_factory=list)
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    config: RouterConfig = field(default_factory=RouterConfig)
+    fleet: Fleet | None = None
+    channels: Channels | None = None
+    router: Pipeline | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        assert self.router is not None
+        return self.router
+
+    def new_prefill(self) -> FakePrefill:
+        return FakePrefill(self.network)
+
+    def new_decode(self) -> FakeDecode:
+        return FakeDecode(self.network, self.prefills)
+
+    async def start(
+        self,
+        config: RouterConfig | None = None,
+        *,
+        tokenizers: int = 1,
+        prefills: int = 1,
+        decodes: int = 1,
+        detokenizers: int = 1,
+    ) -> Pipeline:
+        """Starts so many workers of each role, and a router that knows them all."""
+        self.tokenizers += [FakeTokenizer() for _ in range(tokenizers)]
+        self.prefills += [self.new_prefill() for _ in range(prefills)]
+        self.decodes += [self.new_decode() for _ in range(decodes)]
+        self.detokenizers += [FakeDetokenizer() for _ in range(detokenizers)]
+        return await self.run(config)
+
+    async def run(self, config: RouterConfig | None = None) -> Pipeline:
+        """Starts the workers there are, and the router; returns when it has met all of them."""
+        self.config = config or RouterConfig(local_prefill_tokens=0)
+        groups: dict[str, list[FakeWorker]] = {
+            "tokenizer": [*self.tokenizers],
+            "prefill": [*self.prefills],
+            "decode": [*self.decodes],
+            "detokenizer": [*self.detokenizers],
+        }
+        for role, workers in groups.items():
+            self.addresses[role] = tuple([await worker.start() for worker in workers])
+        self.channels = Channels()
+        self.fleet = Fleet(
+            StaticDiscovery(self.addresses), self.channels, WorkerIdentity("router", "r" * 32, "")
+        )
+        self.router = Pipeline(self.fleet, self.config, RouterMetrics(CollectorRegistry()))
+        self.fleet.start()
+        await until(lambda: self.met() == {role: len(found) for role, found in groups.items()})
+        return self.router
+
+    def met(self) -> dict[str, int]:
+        """Live workers by role, as the router sees them."""
+        assert self.fleet is not None
+        pools = (
+            self.fleet.tokenizers,
+            self.fleet.prefills,
+            self.fleet.decodes,
+            self.fleet.detokenizers,
+        )
+        return {pool.role: len(pool.snapshots()) for pool in pools}
+
+    async def ask(self, request: Request) -> Answer:
+        return await read(await self.pipeline.open(request))
+
+    def nothing_left(self) -> bool:
+        """No worker holds anything of any request, and neither does the router."""
+        return (
+            self.pipeline.num_requests == 0
+            and not any(decode.holds() for decode in self.decodes)
+            and not any(prefill.held or prefill.running for prefill in self.prefills)
+            and not any(detokenizer.texts for detokenizer in self.detokenizers)
+        )
+
+    async def close(self) -> None:
+        if self.router is not None:
+            await self.router.close()
+        if self.fleet is not None:
+            await self.fleet.close()
+        if self.channels is not None:
+            await self.channels.close()
+        for worker in (*self.tokenizers, *self.prefills, *self.decodes, *self.detokenizers):
+            await worker.kill()
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    try:
+        yield made
+    finally:
+        await made.close()

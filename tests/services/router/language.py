@@ -1,0 +1,60 @@
+"""A made-up model: the next token is a hash of everything before it. Knows no workers.
+
+Token ids below 256 are bytes, EOS ends an answer. The same input, seed and choice always give the
+same answer, so whatever a test does to the workers, the answer is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from baton.core.model import KvLayout, ModelDescription
+from baton.core.request import FinishReason
+
+EOS = 256
+VOCAB = 257
+LONGEST = 4096
+
+MODEL = ModelDescription("made-up", "d1", LONGEST, VOCAB, (EOS,), "t1")
+LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
+
+
+def next_token(input_ids: Sequence[int], seed: int, choice: int, *, may_end: bool) -> int:
+    """The token after input_ids (prompt and output). One in 64 ends the answer, if it may."""
+    text = f"{seed} {choice} {' '.join(map(str, input_ids))}"
+    number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    if may_end and number % 64 == 0:
+        return EOS
+    return b"abcdefghijklmnopqrstuvwxyz "[(number >> 8) % 27]
+
+
+def answer(
+    prompt: Sequence[int], seed: int, choice: int, max_tokens: int, *, ignore_eos: bool = False
+) -> tuple[tuple[int, ...], FinishReason]:
+    """The whole answer, as one undisturbed worker would make it."""
+    output: list[int] = []
+    while len(output) < max_tokens:
+        token = next_token([*prompt, *output], seed, choice, may_end=not ignore_eos)
+        output.append(token)
+        if token == EOS:
+            return tuple(output), FinishReason.STOP
+    return tuple(output), FinishReason.LENGTH
+
+
+def logprob(token: int) -> float:
+    """What workers report for a token."""
+    return -float(token % 7) / 8
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return bytes(token for token in token_ids if token < 256).decode("latin-1")
+
+
+def stopped(token_ids: Sequence[int], stop: str) -> tuple[tuple[int, ...], str] | None:
+    """Where a stop string ends the answer: kept tokens, and the text before the match."""
+    text = text_of(token_ids)
+    found = text.find(stop)
+    if found < 0:
+        return None
+    return tuple(token_ids[: found + len(stop)]), text[:found]

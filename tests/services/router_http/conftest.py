@@ -1,0 +1,55 @@
+"""A scripted Frontend behind a real socket, and the clients that talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from tests.services.router_http.scripted import Scripted
+
+from baton.router.http.app import HttpApp
+from baton.router.http.server import HttpServer, serve_http
+
+
+@pytest.fixture
+def frontend() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("baton_tests", "Only here", registry=registry).inc(3)
+    return registry
+
+
+@pytest.fixture
+async def server(frontend: Scripted, registry: CollectorRegistry) -> AsyncIterator[HttpServer]:
+    server = await serve_http(HttpApp(frontend, registry), "127.0.0.1:0")
+    try:
+        yield server
+        assert frontend.open_streams == 0
+    finally:
+        await server.close()
+
+
+@pytest.fixture
+async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
+    base = f"http://{server.address}"
+    async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(server: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{server.address}/v1",
+        api_key="x",
+        max_retries=0,
+        timeout=30,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    ) as client:
+        yield client

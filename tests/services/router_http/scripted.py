@@ -1,0 +1,143 @@
+"""A Frontend without workers: a deterministic function from request to text, one token a byte.
+
+It keeps the protocol's promises for real (order of events, whole characters, truncation at stop
+strings, limits, closing) and counts what is open, so that tests can see that nothing stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound
+from baton.core.model import ModelDescription
+from baton.core.request import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Request,
+    TextLogprob,
+    TextPrompt,
+    TokenLogprobs,
+    TokenPrompt,
+)
+
+MODEL = ModelDescription(
+    name="org/scripted", digest="00", max_model_len=4096, vocab_size=257, eos_token_ids=(256,)
+)
+
+
+@dataclass
+class Scripted:
+    """hold: if set, every answer stops after its first character until `release`.
+
+    refusal: raised by open. failure: raised after the first character.
+    """
+
+    hold: bool = False
+    refusal: BatonError | None = None
+    failure: Exception | None = None
+    is_ready: bool = True
+    seen: list[Request] = field(default_factory=list)
+    open_streams: int = 0
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def models(self) -> list[ModelDescription]:
+        return [MODEL]
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    async def open(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.seen.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        if request.model not in ("", MODEL.name):
+            raise ModelNotFound("there is no such model", field="model")
+        if len(prompt_ids(request)) > MODEL.max_model_len:
+            raise ContextLengthExceeded("prompt is too long for the model", field="prompt")
+        return self._events(request)
+
+    async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.open_streams += 1
+        try:
+            ids = prompt_ids(request)
+            yield Accepted(
+                request_id=f"{len(self.seen):08x}",
+                model=MODEL.name,
+                prompt_tokens=len(ids),
+                seed=7 if request.seed is None else request.seed,
+                prompt_token_ids=ids if request.return_token_ids else (),
+            )
+            self.started.set()
+            parts = [choice_deltas(request, choice) for choice in range(request.n)]
+            tokens = 0
+            for column in itertools.zip_longest(*parts):
+                for delta in column:
+                    if delta is not None:
+                        tokens += len(delta.token_ids)
+                        yield delta
+                if self.failure is not None:
+                    raise self.failure
+                if self.hold:
+                    await self.release.wait()
+            yield Finished(len(ids), tokens, cached_tokens=len(ids) // 2)
+        finally:
+            self.open_streams -= 1
+            self.closed.set()
+
+
+def prompt_text(request: Request) -> str:
+    match request.prompt:
+        case ChatPrompt(messages=messages):
+            return "".join(f"<{message.role}>{message.content}" for message in messages)
+        case TextPrompt(text=text):
+            return text
+        case TokenPrompt(token_ids=ids):
+            return bytes(ids).decode()
+
+
+def prompt_ids(request: Request) -> tuple[int, ...]:
+    return tuple(prompt_text(request).encode())
+
+
+def whole_answer(prompt: str, choice: int) -> str:
+    """What a choice says if nothing stops it."""
+    return f"{choice}:{prompt[::-1]} é世🎉"
+
+
+def choice_deltas(request: Request, choice: int) -> list[Delta]:
+    """One Delta a character, with the tokens (bytes) of that character."""
+    text = whole_answer(prompt_text(request), choice)
+    stop = min((s for s in request.stop_strings if s in text), key=text.index, default=None)
+    if stop is not None:
+        text = text[: text.index(stop) + (len(stop) if request.include_stop_string else 0)]
+    reason, deltas, left = FinishReason.STOP, [], request.max_tokens
+    for character in text:
+        ids = tuple(character.encode())
+        if left is not None:
+            ids, left = ids[:left], left - len(ids[:left])
+            if len(ids) < len(character.encode()):
+                character = "\ufffd" if ids else ""
+        if ids:
+            deltas.append(Delta(choice, character, ids, logprobs_of(request, ids)))
+        if left == 0:
+            reason = FinishReason.LENGTH
+            break
+    return [*deltas, Delta(choice, finish_reason=reason, stop_string=stop)]
+
+
+def logprobs_of(request: Request, ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    """Token b has log-probability -b / 100; the alternatives are the bytes from "A" on."""
+    top = request.sampling.top_logprobs
+    if top is None:
+        return ()
+    best = tuple(TextLogprob(65 + i, bytes([65 + i]), -0.5 - i) for i in range(top))
+    return tuple(TokenLogprobs(TextLogprob(b, bytes([b]), -b / 100), best) for b in ids)

@@ -1,0 +1,268 @@
+"""The socket side: what is on the wire, limits on clients, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+
+from baton.core.errors import InvalidArgument
+from baton.router.http import sse
+from baton.router.http.app import HttpApp
+from baton.router.http.protocol import HttpLimits
+from baton.router.http.server import HttpServer, serve_http
+from baton.rpc.address import PortInUse
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@asynccontextmanager
+async def serving(frontend: Scripted, limits: HttpLimits) -> AsyncIterator[HttpServer]:
+    server = await serve_http(HttpApp(frontend, CollectorRegistry()), "127.0.0.1:0", limits=limits)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def connected(
+    server: HttpServer,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = server.address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def post(body: bytes) -> bytes:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def test_a_stream_on_the_wire(http: httpx.AsyncClient) -> None:
+    response = await http.post(
+        CHAT, json={**HELLO, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert response.headers["x-request-id"] == "00000001"
+    assert response.headers["x-baton-seed"] == "7"
+    *events, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    assert events[-1] == "data: [DONE]"
+    first, *middle, finish, usage = [json.loads(event[6:]) for event in events[:-1]]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert finish["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    assert usage["choices"] == [] and usage["usage"]["prompt_tokens"] == 11
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle)
+    assert text == whole_answer("<user>hello", 0)
+
+
+async def test_characters_of_several_bytes_arrive_whole(server: HttpServer) -> None:
+    """Looked at piece by piece as they come from the socket, undecoded."""
+    async with connected(server) as (reader, writer):
+        writer.write(post(json.dumps({**HELLO, "stream": True}).encode()))
+        lines = []
+        async with asyncio.timeout(30):
+            while not (line := await reader.readline()).startswith(b"data: [DONE]"):
+                lines.append(line)
+    chunks = [json.loads(line[6:].decode()) for line in lines if line.startswith(b"data: ")]
+    contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert {"é", "世", "🎉"} <= set(contents)
+    assert "\ufffd" not in "".join(contents)
+
+
+async def test_comments_keep_an_idle_stream_open(
+    http: httpx.AsyncClient, frontend: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    frontend.hold = True
+    async with http.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
+        text = ""
+        async for part in response.aiter_text():
+            text += part
+            if ": keep-alive\n\n" in text:
+                frontend.release.set()
+    assert text.endswith("data: [DONE]\n\n")
+    said = [line[6:] for line in text.split("\n") if line.startswith("data: {")]
+    content = "".join(json.loads(each)["choices"][0]["delta"].get("content", "") for each in said)
+    assert content == whole_answer("<user>hello", 0)
+
+
+async def test_a_stream_that_fails_ends_with_the_error(
+    http: httpx.AsyncClient, frontend: Scripted
+) -> None:
+    frontend.failure = InvalidArgument("no more")
+    response = await http.post(CHAT, json={**HELLO, "stream": True})
+    assert response.status_code == 200
+    *_, last, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert json.loads(last[6:])["error"]["message"] == "no more"
+
+
+async def test_health_follows_the_frontend(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    for ready, status in ((True, 200), (False, 503)):
+        frontend.is_ready = ready
+        for path in ("/health", "/ping"):
+            response = await http.get(path)
+            assert (response.status_code, response.content) == (status, b"")
+
+
+async def test_version_metrics_and_head(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/version")).json().keys() == {"version"}
+    metrics = await http.get("/metrics")
+    assert "baton_tests_total 3.0" in metrics.text
+    assert metrics.headers["content-type"].startswith("text/plain")
+    head = await http.head("/metrics")
+    assert (head.status_code, head.content) == (200, b"")
+    assert (await http.head("/health")).status_code == 200
+
+
+async def test_models_on_the_wire(http: httpx.AsyncClient) -> None:
+    listed = (await http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert (model["id"], model["root"], model["parent"]) == (MODEL.name, MODEL.name, None)
+    assert model["max_model_len"] == MODEL.max_model_len
+    assert (await http.get(f"/v1/models/{MODEL.name}")).json() == model
+
+
+async def test_a_port_in_use_names_the_setting(server: HttpServer) -> None:
+    with pytest.raises(PortInUse) as caught:
+        await serve_http(HttpApp(Scripted(), CollectorRegistry()), server.address)
+    assert caught.value.field == "http_listen"
+    assert server.address in caught.value.message
+
+
+@pytest.mark.parametrize("listen", ["", "localhost", "127.0.0.1:x", "127.0.0.1:70000", ":1"])
+async def test_what_is_no_address_names_the_setting(listen: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await serve_http(HttpApp(Scripted(), CollectorRegistry()), listen)
+    assert caught.value.field == "http_listen"
+
+
+async def test_headers_that_are_too_large(http: httpx.AsyncClient, server: HttpServer) -> None:
+    response = await http.get("/health", headers={"x-large": "x" * 20_000})
+    assert response.status_code == 431
+    assert response.json()["error"]["code"] == "headers_too_large"
+    async with connected(server) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nx-endless: " + b"x" * 20_000)
+        answer = await asyncio.wait_for(reader.read(), 30)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00", b"HELLO\r\n\r\n", b"GET\r\n\r\n"])
+async def test_what_is_no_http(server: HttpServer, garbage: bytes) -> None:
+    async with connected(server) as (reader, writer):
+        writer.write(garbage)
+        answer = await asyncio.wait_for(reader.read(), 30)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "bad_request"
+
+
+async def test_a_head_that_does_not_end_is_cut() -> None:
+    async with (
+        serving(Scripted(), HttpLimits(head_timeout_s=0.05)) as server,
+        connected(server) as (slow, slow_writer),
+        connected(server) as (silent, _),
+    ):
+        slow_writer.write(b"POST /v1/completions HTTP/1.1\r\nx: ")
+        answer = await asyncio.wait_for(slow.read(), 30)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert await asyncio.wait_for(silent.read(), 30) == b""
+
+
+async def test_a_client_that_does_not_read_is_cut() -> None:
+    """Its answer is larger than what the sockets between us hold."""
+    frontend = Scripted()
+    body = {"prompt": "x" * 4_000, "max_tokens": 5_000, "n": 16, "stream": True}
+    data = json.dumps(body).encode()
+    limits = HttpLimits(stall_timeout_s=0.2)
+    async with serving(frontend, limits) as server, connected(server) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await asyncio.wait_for(frontend.closed.wait(), 60)
+        assert frontend.open_streams == 0
+
+
+async def test_connections_are_bounded() -> None:
+    async with (
+        serving(Scripted(), HttpLimits(max_connections=1)) as server,
+        connected(server) as (first, first_writer),
+    ):
+        first_writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await first.readline()).startswith(b"HTTP/1.1 200 ")
+        async with connected(server) as (second, _):
+            assert (await asyncio.wait_for(second.read(), 30)).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_leaving_is_seen_behind_a_pipelined_request(
+    server: HttpServer, frontend: Scripted
+) -> None:
+    frontend.hold = True
+    async with connected(server) as (reader, writer):
+        writer.write(post(json.dumps({**HELLO, "stream": True}).encode()))
+        await asyncio.wait_for(reader.readuntil(b"assistant"), 30)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        await writer.drain()
+    await asyncio.wait_for(frontend.closed.wait(), 30)
+    assert frontend.open_streams == 0
+
+
+async def test_a_pipelined_request_leaves_the_running_answer_whole(
+    server: HttpServer, frontend: Scripted
+) -> None:
+    async with connected(server) as (reader, writer):
+        writer.write(post(json.dumps(HELLO).encode()) + post(b"{"))
+        answer = await asyncio.wait_for(reader.read(), 30)
+    assert answer.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answer
+    assert whole_answer("<user>hello", 0).encode() in answer
+    assert len(frontend.seen) == 1
+
+
+async def test_closing_lets_answers_end_and_then_cancels() -> None:
+    frontend = Scripted(hold=True)
+    server = await serve_http(HttpApp(frontend, CollectorRegistry()), "127.0.0.1:0")
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
+        answer = asyncio.ensure_future(client.post(CHAT, json=HELLO))
+        await asyncio.wait_for(frontend.started.wait(), 30)
+        closing = asyncio.ensure_future(server.close(grace_s=60))
+        await asyncio.sleep(0)
+        frontend.release.set()
+        assert (await answer).status_code == 200
+        await asyncio.wait_for(closing, 30)
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
+
+    stuck = Scripted(hold=True)
+    server = await serve_http(HttpApp(stuck, CollectorRegistry()), "127.0.0.1:0")
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
+        answer = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
+        await asyncio.wait_for(stuck.started.wait(), 30)
+        await asyncio.wait_for(server.close(grace_s=0.05), 30)
+        assert stuck.open_streams == 0
+        with pytest.raises(httpx.HTTPError):
+            await answer
+        await server.close()
