@@ -1,4 +1,7 @@
-"""Attempts for scheduler tests: small inputs that share prefixes, and what must come out of them."""
+"""Attempts for scheduler tests: small inputs that share prefixes, and what must come of them.
+
+The runner fails on an input that ends with EOS; no sequence goes on behind a sampled one.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def runner(num_blocks: int, *, delay_steps: int = 0, eos_every: int = 0) -> Fake
         (EOS,),
         eos_every=eos_every,
         delay_steps=delay_steps,
-        poison_token_id=VOCAB_SIZE - 1,
+        poison_token_id=EOS,
     )
 
 

@@ -223,7 +223,7 @@ def test_check_notices_broken_books() -> None:
 
 @dataclass(eq=False)
 class Held:
-    """A live table and what its memory must hold. written: positions whose KV steps have written."""
+    """A live table and what memory must hold for it. written: positions that have KV."""
 
     table: BlockTable
     tokens: list[int]
@@ -257,9 +257,7 @@ class PoolMachine(RuleBasedStateMachine):
         for flight in self.flights:
             assert not flight.touched & set(blocks), "a step in flight may still touch it"
 
-    @rule(
-        family=st.integers(0, 2), size=st.integers(1, 30), salt=st.sampled_from([b"", b"a"])
-    )
+    @rule(family=st.integers(0, 2), size=st.integers(1, 30), salt=st.sampled_from([b"", b"a"]))
     def allocate(self, family: int, size: int, salt: bytes) -> None:
         tokens = [family * 100 + i for i in range(size)]
         chain = chain_of(tokens, salt)

@@ -20,7 +20,7 @@ from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.scheduling import QueueLimit, first_come
-from tests.core.attempts import VOCAB_SIZE, attempt, expected, prefill_loop, run_out
+from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run_out
 
 
 def planned(plan: StepPlan | None) -> list[tuple[int, int]]:
@@ -247,7 +247,7 @@ def test_an_attempt_runs_once_at_a_time() -> None:
 
 def test_one_bad_input_fails_alone() -> None:
     loop = prefill_loop()
-    bad = replace(attempt("bad", size=2), token_ids=(5, VOCAB_SIZE - 1))
+    bad = replace(attempt("bad", size=2), token_ids=(5, EOS))
     loop.scheduler.add(bad, 0.0, keep=True)
     loop.scheduler.add(attempt("good"), 0.0, keep=False)
     events = run_out(loop, 1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import grpc
@@ -71,7 +71,12 @@ class Rig:
     """Both workers. `offer` and `collect` are what prefill and decode do."""
 
     def __init__(
-        self, giver: Giver, collector: Collector, given: Staging, landed: Staging, me: WorkerIdentity
+        self,
+        giver: Giver,
+        collector: Collector,
+        given: Staging,
+        landed: Staging,
+        me: WorkerIdentity,
     ) -> None:
         self.giver, self.collector = giver, collector
         self.given, self.landed = given, landed
@@ -112,14 +117,16 @@ class Rig:
 
     async def settle(self) -> None:
         """Waits until nothing of any hand-over is left, and fails when that does not happen."""
-        async with asyncio.timeout(20):
-            while not (
-                self.giver.num_offers == 0
-                and self.collector.idle
-                and self.given.ring.num_free == self.given.ring.num_slots
-                and self.landed.ring.num_free == self.landed.ring.num_slots
-            ):
-                await asyncio.sleep(0.01)
+        await until(lambda: self.giver.num_offers == 0 and self.collector.idle)
+        await until(lambda: self.given.ring.num_free == self.given.ring.num_slots)
+        await until(lambda: self.landed.ring.num_free == self.landed.ring.num_slots)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that must come true, and fails when it does not."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # what is watched knows nothing of events
+            await asyncio.sleep(0.005)
 
 
 def identity(role: str, address: str = "") -> WorkerIdentity:

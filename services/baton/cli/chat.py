@@ -1,27 +1,15 @@
-"""`baton chat`: asks a running Baton over gRPC, once or turn by turn; knows only terminals."""
+"""`baton chat`: asks a running Baton over gRPC, once or turn by turn; knows flags and addresses."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from contextlib import suppress
 from typing import Any
 
-from rich.console import Console
-
 from baton.cli import state
-from baton.cli.chat_client import ChatClient, Conversation, Turn
-from baton.core.errors import BatonError, ContextLengthExceeded, InvalidArgument
-from baton.v1 import inference_pb2, types_pb2
+from baton.core.errors import InvalidArgument
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-_HINT = "Ctrl-D ends, Ctrl-C stops an answer."
-
-# What a model says may hold escape sequences; a terminal must not obey them.
-_TERMINAL_SAFE = {
-    code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
-}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,21 +28,36 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    conversation = Conversation(_options(args), args.model, args.system)
+    """130 when the answer was stopped, else 0. Raises BatonError."""
+    from baton.cli.chat_client import ChatClient, Conversation, options
+    from baton.cli.chat_terminal import answer, converse
+
+    conversation = Conversation(
+        options(
+            temperature=args.temperature,
+            seed=_in_range("seed", args.seed, 2**64 - 1),
+            max_tokens=_in_range("max_tokens", args.max_tokens, 2**31 - 1),
+        ),
+        args.model,
+        args.system,
+    )
     prompt: str | None = args.prompt
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     with ChatClient(args.grpc or running_address()) as client:
         if prompt is None:
-            return _converse(client, conversation)
-        turn = _answer(client, conversation, prompt)
-        return 0 if turn.finished else 130
+            converse(client, conversation)
+            return 0
+        return 0 if answer(client, conversation, prompt).finished else 130
 
 
 def ask(address: str, prompt: str) -> None:
     """Asks once and prints the answer as it comes. Raises BatonError."""
+    from baton.cli.chat_client import ChatClient, Conversation, options
+    from baton.cli.chat_terminal import answer
+
     with ChatClient(address) as client:
-        _answer(client, Conversation(inference_pb2.GenerationOptions()), prompt)
+        answer(client, Conversation(options()), prompt)
 
 
 def running_address() -> str:
@@ -63,77 +66,8 @@ def running_address() -> str:
     return str(running["grpc"]) if running else DEFAULT_ADDRESS
 
 
-def _options(args: argparse.Namespace) -> inference_pb2.GenerationOptions:
-    return inference_pb2.GenerationOptions(
-        sampling=types_pb2.SamplingParams(
-            temperature=args.temperature, seed=_in_range("seed", args.seed, 2**64 - 1)
-        ),
-        stop=types_pb2.StopParams(max_tokens=_in_range("max_tokens", args.max_tokens, 2**31 - 1)),
-    )
-
-
 def _in_range(field: str, value: int | None, most: int) -> int | None:
     """Protobuf would only say that a value does not fit."""
     if value is not None and not 0 <= value <= most:
         raise InvalidArgument(f"{field} must be from 0 to {most}", field=field)
     return value
-
-
-def _converse(client: ChatClient, conversation: Conversation) -> int:
-    with suppress(ImportError):
-        importlib.import_module("readline")  # gives input() a history and line editing
-    print(_HINT, file=sys.stderr)
-    while True:
-        try:
-            prompt = input("> ")
-        except EOFError:
-            print()
-            return 0
-        except KeyboardInterrupt:
-            print()
-            continue
-        if prompt.strip():
-            _turn(client, conversation, prompt)
-
-
-def _turn(client: ChatClient, conversation: Conversation, prompt: str) -> None:
-    """One turn of a conversation. When all no longer fits the model, the oldest turns go."""
-    while True:
-        try:
-            turn = _answer(client, conversation, prompt)
-        except ContextLengthExceeded as error:
-            if conversation.turns:
-                del conversation.turns[0]
-                continue
-            print(f"baton chat: {error.message}", file=sys.stderr)
-        except BatonError as error:
-            print(f"baton chat: {error.message}", file=sys.stderr)
-        else:
-            if turn.text:
-                conversation.turns.append((prompt, turn.text))
-        return
-
-
-def _answer(client: ChatClient, conversation: Conversation, prompt: str) -> Turn:
-    """Prints text to standard output, and how fast it came to a terminal's standard error."""
-    turn = client.ask(conversation, prompt, _show)
-    print(flush=True)
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        console.print(_summary(turn), style="dim")
-    return turn
-
-
-def _show(text: str) -> None:
-    if sys.stdout.isatty():
-        text = text.translate(_TERMINAL_SAFE)
-    print(text, end="", flush=True)
-
-
-def _summary(turn: Turn) -> str:
-    if not turn.finished:
-        return "stopped"
-    return (
-        f"{turn.tokens} tokens, first after {turn.first_s * 1000:.0f} ms, "
-        f"then {turn.tokens_per_s:.1f} tokens/s"
-    )

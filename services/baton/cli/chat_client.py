@@ -16,7 +16,7 @@ from baton.rpc.address import split
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.options import CLIENT
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc, tokenizer_pb2
+from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 
 CONNECT_S = 5.0
 
@@ -62,6 +62,16 @@ class Conversation:
             ],
             options=self.options,
         )
+
+
+def options(
+    *, temperature: float | None = None, seed: int | None = None, max_tokens: int | None = None
+) -> pb.GenerationOptions:
+    """None leaves a value to the server."""
+    return pb.GenerationOptions(
+        sampling=types_pb2.SamplingParams(temperature=temperature, seed=seed),
+        stop=types_pb2.StopParams(max_tokens=max_tokens),
+    )
 
 
 class ChatClient:

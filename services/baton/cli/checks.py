@@ -71,7 +71,7 @@ def torch() -> Finding:
         module = importlib.import_module("torch")
     except (ImportError, OSError):
         return fail("torch cannot be imported", f"{ENGINE_ADVICE} (prefill and decode need it)")
-    threads, cores = module.get_num_threads(), len(os.sched_getaffinity(0))
+    threads, cores = module.get_num_threads(), os.cpu_count() or 1
     detail = f"{module.__version__}, {threads} threads on {cores} cores"
     if threads > cores:
         return warn(detail, f"set OMP_NUM_THREADS to at most {cores}")

@@ -9,14 +9,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from baton.cli import checks, state
 from baton.cli.checks import Finding, Status
 from baton.rpc.address import split
-from baton.rpc.options import CLIENT
 
 SERVICE = "baton.v1.Inference"
 HEALTH_TIMEOUT_S = 5.0
@@ -63,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
 
 def running(address: str | None) -> Finding:
     """Whether a Baton answers. None running is fine unless one was named."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from baton.rpc.options import CLIENT
+
     known = state.read()
     where = address or (str(known["grpc"]) if known else "")
     if not where:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 from baton.core.handover_messages import RingDescription
 from baton.kv.nixl import NixlTransport
@@ -23,7 +24,7 @@ PEER_FLAG = "--peer"
 DEADLINE_S = 30.0
 
 
-def give() -> None:
+def give() -> int:
     """The peer: fills a slot, says where it is, and stays until its standard input ends."""
     ring = SlotRing(2, SIZE)
     transport = NixlTransport(ring, "giver")
@@ -39,6 +40,7 @@ def give() -> None:
         sys.stdin.read()
     finally:
         transport.close()
+    return 0
 
 
 def collect() -> int:
@@ -46,39 +48,43 @@ def collect() -> int:
     command = [sys.executable, "-m", "baton.cli.nixl_probe", PEER_FLAG]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         assert peer.stdin is not None and peer.stdout is not None
+        ring = SlotRing(2, SIZE)
         try:
-            theirs = json.loads(peer.stdout.readline())
-            right = _read(theirs)
+            transport = NixlTransport(ring, "collector")
+            try:
+                announcement = peer.stdout.readline()
+                right = bool(announcement) and _read(transport, ring, json.loads(announcement))
+            finally:
+                transport.close()
         finally:
             peer.stdin.close()
+    if not announcement:
+        return _failed(f"the peer ended with code {peer.returncode}")
     if not right:
-        print("what arrived differs from what was sent", file=sys.stderr)
-        return 1
+        return _failed("what arrived differs from what was sent")
     print(json.dumps({"bytes": SIZE}))
     return 0
 
 
-def _read(theirs: dict[str, str]) -> bool:
-    ring = SlotRing(2, SIZE)
-    transport = NixlTransport(ring, "collector")
-    try:
-        transport.add_peer(
-            "giver",
-            base64.b64decode(theirs["metadata"]),
-            RingDescription(int(theirs["base_address"]), SIZE, 2),
-        )
-        handle = transport.post("giver", 0, 1, SIZE)
-        deadline = time.monotonic() + DEADLINE_S
-        while transport.poll(handle) is ReadState.RUNNING:
-            if time.monotonic() > deadline:
-                print("the transfer does not end", file=sys.stderr)
-                # A running transfer may still write: only the end of the process stops it.
-                os._exit(1)
-            time.sleep(0.001)
-        transport.release(handle)
-        return hashlib.sha256(ring.view(1)).hexdigest() == theirs["digest"]
-    finally:
-        transport.close()
+def _read(transport: NixlTransport, ring: SlotRing, theirs: dict[str, Any]) -> bool:
+    """Whether the peer's slot 0 arrives in our slot 1 as it is."""
+    description = RingDescription(theirs["base_address"], SIZE, 2)
+    transport.add_peer("giver", base64.b64decode(theirs["metadata"]), description)
+    handle = transport.post("giver", 0, 1, SIZE)
+    deadline = time.monotonic() + DEADLINE_S
+    while transport.poll(handle) is ReadState.RUNNING:
+        if time.monotonic() > deadline:
+            # A running transfer may still write: only the end of the process stops it.
+            os._exit(_failed("the transfer does not end"))
+        time.sleep(0.001)
+    transport.release(handle)
+    arrived = hashlib.sha256(ring.view(1)).hexdigest()
+    return arrived == str(theirs["digest"])
+
+
+def _failed(why: str) -> int:
+    print(why, file=sys.stderr, flush=True)
+    return 1
 
 
 if __name__ == "__main__":

@@ -150,17 +150,20 @@ class Vocabulary:
 
 def _named_special_tokens(folder: Path) -> frozenset[str]:
     """Tokens that the folder's configuration names; transformers treats them as special."""
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                config |= json.loads(path.read_bytes())
-            except (ValueError, TypeError) as error:
-                raise InvalidArgument(f"{path} is not a JSON object", field="model") from error
-    values = (config.get(name) for name in _NAMED_TOKENS)
+    config = _json(folder / "tokenizer_config.json")
+    old = {} if "added_tokens_decoder" in config else _json(folder / "special_tokens_map.json")
+    values = (old.get(name, config.get(name)) for name in _NAMED_TOKENS)
     contents = (value.get("content") if isinstance(value, dict) else value for value in values)
     return frozenset(content for content in contents if content)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument(f"{path} is not a JSON object", field="model") from error
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:

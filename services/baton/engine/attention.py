@@ -82,7 +82,7 @@ def paged(
         softcap=softcap,
         sinks=s_aux,
     )
-    # Attention is exact by itself; catching its many small calls in exact mode would only cost time.
+    # Attention is exact by itself: catching its many small calls would only cost time.
     with torch._C.DisableTorchFunction():
         output = baton_context.attend(arguments, query[0], key[0], value[0])
     return output[None], None
@@ -182,21 +182,12 @@ class PagedAttention:
             value = torch.cat([values.narrow(1, *run) for run in runs], 1)
             output, lse = kernel(query, key, value, mask, arguments.scale, arguments.softcap)
         else:
-            outputs, lses, done = [], [], 0
-            for run in runs:
-                output, lse = kernel(
-                    query,
-                    keys.narrow(1, *run),
-                    values.narrow(1, *run),
-                    mask.narrow(1, done, run[1]),
-                    arguments.scale,
-                    arguments.softcap,
-                )
-                outputs.append(output)
-                lses.append(lse)
-                done += run[1]
-            if len(runs) > 1:
-                output, lse = merge(outputs, lses)
+            parts = []
+            masks = mask.split([length for _, length in runs], 1)
+            for run, seen in zip(runs, masks, strict=True):
+                key, value = keys.narrow(1, *run), values.narrow(1, *run)
+                parts.append(kernel(query, key, value, seen, arguments.scale, arguments.softcap))
+            output, lse = parts[0] if len(parts) == 1 else merge(parts, masks)
         if arguments.sinks is not None:
             output = _with_sinks(output, lse, arguments.sinks, per_head)
         return output

@@ -5,6 +5,7 @@ A kernel knows neither blocks nor layers. Both have the signature of `Kernel`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,7 +17,8 @@ class Kernel(Protocol):
     """query [heads, rows, D], key [heads, n, D], value [heads, n, Dv], mask [rows, n] with 0 where
     a row sees a key and -inf where not. Rows are all queries that share a KV head.
 
-    Returns output [heads, rows, Dv] and the log-sum-exp of the scores, float32 [heads, rows].
+    Returns output [heads, rows, Dv] and the log-sum-exp of the scores, float32 [heads, rows]; both
+    mean nothing for a row that sees no key at all.
     """
 
     def __call__(
@@ -72,13 +74,19 @@ def flash_cpu(
 
 
 def merge(
-    outputs: list[torch.Tensor], lses: list[torch.Tensor]
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], masks: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over several runs of keys from that over each, by their log-sum-exps.
+    """Attention over several runs of keys from what a kernel gave for each, by log-sum-exps.
 
-    outputs: [heads, rows, Dv] each, lses: float32 [heads, rows] each.
+    parts: (output [heads, rows, Dv], log-sum-exp [heads, rows]) per run, with its mask [rows, n].
     """
+    # The CPU kernel says 0 rather than -inf for a row that sees nothing of a run.
+    lses = [
+        lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
+        for (_, lse), mask in zip(parts, masks, strict=True)
+    ]
     lse = torch.stack(lses)
     total = torch.logsumexp(lse, 0)
     weights = torch.exp(lse - total).unsqueeze(-1)
-    return (torch.stack(outputs) * weights).sum(0).to(outputs[0].dtype), total
+    outputs = torch.stack([output for output, _ in parts])
+    return (outputs * weights).sum(0).to(outputs.dtype), total

@@ -193,7 +193,7 @@ def _quiet(bar: _Bar) -> Iterator[None]:
         return factory(*args, **kwargs) if items is None else _WeightsBar(bar, items)
 
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.ERROR)
+    transformers_logging.set_verbosity(logging.ERROR)
     previous = transformers_logging.set_tqdm_hook(hook)
     try:
         yield

@@ -102,9 +102,11 @@ class TorchRunner:
             raise Internal("no step was submitted")
         return self._results.popleft()
 
+    @torch.inference_mode()
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
         self._cache.pack(extents, first_position, count, out)
 
+    @torch.inference_mode()
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
     ) -> None:

@@ -6,6 +6,7 @@ as the event loop does.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -110,7 +111,7 @@ class ProcessServer:
                 await server.stop(grace_s)
         finally:
             if metrics is not None:
-                metrics.close()
+                await asyncio.to_thread(metrics.close)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         try:

@@ -45,15 +45,12 @@ class Option:
         return "a list of texts, comma separated"
 
     def _range(self) -> str:
-        match self.minimum, self.maximum:
-            case None, None:
-                return ""
-            case low, None:
-                return f", at least {low:g}"
-            case None, high:
-                return f", at most {high:g}"
-            case low, high:
-                return f" from {low:g} to {high:g}"
+        low, high = self.minimum, self.maximum
+        if low is not None and high is not None:
+            return f" from {_number(low)} to {_number(high)}"
+        if low is not None:
+            return f", at least {_number(low)}"
+        return "" if high is None else f", at most {_number(high)}"
 
 
 def parse(option: Option, value: object, source: str) -> Any:
@@ -120,6 +117,10 @@ def _check(option: Option, value: object) -> object:
         if not set(given) <= set(option.choices):
             raise ValueError
     return value
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)
 
 
 def _text(value: object) -> str:

@@ -5,8 +5,7 @@ The result encodes as `transformers.AutoTokenizer` does, without importing it:
 - truncation and padding that were saved with tokenizer.json are switched off;
 - tokens that tokenizer_config.json names (bos_token, eos_token, ...) are special, even where
   tokenizer.json does not say so; names of tokens that do not exist are ignored;
-- `add_bos_token` and `add_eos_token` in tokenizer_config.json, where present, replace the special
-  tokens that tokenizer.json puts around plain text;
+- what stands around plain text is tokenizer.json's affair alone (`add_bos_token` does not count);
 - the chat template is chat_template.jinja, or else `chat_template` of tokenizer_config.json: a
   text, or a list of named ones of which "default" counts.
 """
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from baton.core.errors import InvalidArgument
 
@@ -54,13 +53,11 @@ def load(folder: Path) -> TokenizerFiles:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
         raise InvalidArgument(f"{path} is not a tokenizer ({error})", field="model") from error
-    config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(config)
+    config = _json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(folder, config)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _mark_special(tokenizer, special_tokens)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _surround(tokenizer, config, special_tokens)
     return TokenizerFiles(tokenizer, special_tokens, _chat_template(folder, config))
 
 
@@ -76,9 +73,10 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """A token is a text, or an object with its `content`."""
-    values = {name: config.get(name) for name in NAMED_TOKENS}
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """A token is a text, or an object with its `content`. Older folders have a file for them."""
+    old = {} if "added_tokens_decoder" in config else _json(folder / "special_tokens_map.json")
+    values = {name: old.get(name, config.get(name)) for name in NAMED_TOKENS}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in values.items()
@@ -97,21 +95,6 @@ def _mark_special(tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> No
     )
 
 
-def _surround(
-    tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    def wanted(name: str) -> list[str]:
-        text = special_tokens.get(name)
-        known = text is not None and tokenizer.token_to_id(text) is not None
-        return [text] if text is not None and known and config.get(f"add_{name}") else []
-
-    before, after = wanted("bos_token"), wanted("eos_token")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (*before, *after)],
-    )
-
-
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -121,7 +104,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
             raise InvalidArgument(f"{path} is not UTF-8", field="model") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = (entry for entry in template if isinstance(entry, dict))
+        template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
     if template is not None and not isinstance(template, str):
         raise InvalidArgument("chat_template in tokenizer_config.json is no text", field="model")
     return template

@@ -8,16 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client import CollectorRegistry
-
-from baton.core.model import WorkerIdentity
-from baton.core.request import Accepted, Delta, FinishReason, Finished, Request
-from baton.router.config import RouterConfig
-from baton.router.discovery import StaticDiscovery
-from baton.router.event_stream import EventStream
-from baton.router.fleet import Fleet
-from baton.router.metrics import RouterMetrics
-from baton.router.pipeline import Pipeline
-from baton.rpc.channels import Channels
 from tests.services.router.workers import (
     FakeDecode,
     FakeDetokenizer,
@@ -26,6 +16,16 @@ from tests.services.router.workers import (
     FakeWorker,
     KvNetwork,
 )
+
+from baton.core.model import WorkerIdentity
+from baton.core.request import Accepted, Delta, Finished, FinishReason, Request
+from baton.router.config import RouterConfig
+from baton.router.discovery import StaticDiscovery
+from baton.router.event_stream import EventStream
+from baton.router.fleet import Fleet
+from baton.router.metrics import RouterMetrics
+from baton.router.pipeline import Pipeline
+from baton.rpc.channels import Channels
 
 PATIENCE_S = 20.0
 """Nothing here takes so long; what does has hung."""

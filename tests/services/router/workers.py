@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from tests.services.router import language
 
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import BatonError, Cancelled, HandoverFailed, InvalidArgument, Unavailable
@@ -30,9 +31,16 @@ from baton.rpc.convert import (
 from baton.rpc.lifecycle import new_incarnation
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
-from baton.v1 import decode_pb2, decode_pb2_grpc, detokenizer_pb2, detokenizer_pb2_grpc
-from baton.v1 import prefill_pb2, prefill_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from tests.services.router import language
+from baton.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    detokenizer_pb2,
+    detokenizer_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
 
 HEARTBEAT_S = 0.2
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -131,12 +139,21 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         self.refuse()
         return tokenizer_pb2.EncodeResponse(outputs=[self._encode(i) for i in request.inputs])
 
+    async def Describe(
+        self, request: tokenizer_pb2.DescribeRequest, context: Context
+    ) -> tokenizer_pb2.DescribeResponse:
+        return tokenizer_pb2.DescribeResponse(
+            identity=identity_to_proto(self.identity), model=self.model.name
+        )
+
     def _encode(self, entry: tokenizer_pb2.EncodeInput) -> tokenizer_pb2.EncodeOutput:
         match entry.WhichOneof("input"):
             case "text":
                 ids = tuple(entry.text.encode())
             case "chat":
-                ids = tuple("".join(f"{m.role}:{m.content}\n" for m in entry.chat.messages).encode())
+                ids = tuple(
+                    "".join(f"{m.role}:{m.content}\n" for m in entry.chat.messages).encode()
+                )
             case _:
                 ids = token_ids_from_bytes(entry.token_ids, "token_ids")
         if any(token >= language.VOCAB for token in ids):
@@ -170,7 +187,7 @@ def sample(attempt: Attempt, choice: int, output: list[int]) -> ChoiceTokens:
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """`answering`: cleared, answers wait while the KV goes out; `computing`: cleared, nothing does."""
+    """`answering`: cleared, answers wait while KV goes out; `computing`: cleared, all waits."""
 
     role = "prefill"
     layout = language.LAYOUT

@@ -26,6 +26,7 @@ from baton.core.request import (
     TokenLogprobs,
     TokenPrompt,
 )
+from baton.core.validation import validate
 
 MODEL = ModelDescription(
     name="org/scripted", digest="00", max_model_len=4096, vocab_size=257, eos_token_ids=(256,)
@@ -56,7 +57,7 @@ class Scripted:
         return self.is_ready
 
     async def open(self, request: Request) -> AsyncGenerator[Event, None]:
-        self.seen.append(request)
+        self.seen.append(validate(request))
         if self.refusal is not None:
             raise self.refusal
         if request.model not in ("", MODEL.name):

@@ -1,0 +1,416 @@
+"""DecodeScheduler, stepped by hand over a runner whose tokens depend on the KV it reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+)
+from baton.core.events import Failed, Tokens
+from baton.core.loop import EngineLoop
+from baton.core.request import FinishReason, SamplingParams
+from baton.core.scheduling import QueueLimit
+from tests.core.attempts import (
+    EOS,
+    VOCAB_SIZE,
+    Outputs,
+    attempt,
+    decode_loop,
+    expected,
+    fill_in,
+    handed_over,
+    run_out,
+    started,
+)
+
+
+def outputs_of(outputs: Outputs, one: Attempt) -> dict[int, list[int]]:
+    keys = one.keys()
+    return {key.choice: outputs.tokens[key] for key in keys if key in outputs.tokens}
+
+
+def hand_over(
+    loop: EngineLoop[DecodeScheduler], one: Attempt, *, max_unconfirmed: int = 0, eos_every: int = 0
+) -> int:
+    """Reserves, fills in and admits; returns the first position that was needed."""
+    first, kv = handed_over(one, eos_every)
+    position = loop.scheduler.reserve(one, 0.0, max_unconfirmed=max_unconfirmed)
+    assert position is not None
+    fill_in(loop, one, position, kv)
+    loop.scheduler.admit(one.key, first.tokens, 0.0)
+    return position
+
+
+def test_kv_from_elsewhere_gives_the_same_tokens_as_computed_here() -> None:
+    loop = decode_loop()
+    one = attempt(size=14, n=3, max_tokens=12)
+    assert hand_over(loop, one) == 0
+    outputs = Outputs().take(run_out(loop))
+    assert outputs_of(outputs, one) == expected(one)
+    assert outputs.ended == set(one.keys())
+
+
+def test_token_0_is_told_again_and_started_before_it() -> None:
+    loop = decode_loop()
+    one = attempt(size=14, n=2)
+    first, _ = handed_over(one)
+    hand_over(loop, one)
+    events = loop.step(0.0)
+    (began,) = started(events[:1])
+    assert (began.key, began.cached_tokens) == (one.key, 0)
+    again = events[1]
+    assert isinstance(again, Tokens) and again.tokens == first.tokens
+
+
+def test_only_positions_that_are_not_here_are_needed() -> None:
+    loop = decode_loop()
+    one = attempt("a", size=16, max_tokens=8)
+    hand_over(loop, one)
+    run_out(loop)
+    longer, aligned = attempt("b", size=18, max_tokens=8), attempt("c", size=16, max_tokens=8)
+    foreign = attempt("d", size=16, max_tokens=8, salt=b"other")
+    assert hand_over(loop, longer) == 16
+    assert hand_over(loop, aligned) == 16, "nothing at all is needed"
+    assert hand_over(loop, foreign) == 0
+    outputs = Outputs().take(run_out(loop))
+    for one in (longer, aligned, foreign):
+        assert outputs_of(outputs, one) == expected(one)
+
+
+def test_choices_that_token_0_ends_do_not_run() -> None:
+    loop = decode_loop(eos_every=2)
+    one = next(
+        one
+        for one in (attempt(size=9, seed=seed, n=4) for seed in range(20))
+        if len({t.finish_reason for t in handed_over(one, 2)[0].tokens}) == 2
+    )
+    hand_over(loop, one, eos_every=2)
+    running = loop.scheduler.load.running_sequences
+    assert 0 < running < 4
+    outputs = Outputs().take(run_out(loop))
+    assert outputs_of(outputs, one) == expected(one, 2)
+
+
+def test_max_tokens_of_1_ends_at_token_0() -> None:
+    loop = decode_loop()
+    one = attempt(max_tokens=1)
+    hand_over(loop, one)
+    assert not loop.scheduler.has_work
+    loop.idle_check()
+    assert Outputs().take(loop.step(0.0)).ended == set(one.keys())
+
+
+def test_tokens_that_do_not_fit_a_reservation_are_refused_and_it_stays() -> None:
+    loop = decode_loop()
+    one = attempt(n=2)
+    first, kv = handed_over(one)
+    loop.scheduler.reserve(one, 0.0)
+    for tokens in (
+        first.tokens[:1],
+        [replace(t, position=1) for t in first.tokens],
+        [replace(t, token_ids=(5, 6)) for t in first.tokens],
+        [replace(t, token_ids=(VOCAB_SIZE,)) for t in first.tokens],
+    ):
+        with pytest.raises(InvalidArgument):
+            loop.scheduler.admit(one.key, tokens, 0.0)
+    fill_in(loop, one, 0, kv)
+    loop.scheduler.admit(one.key, first.tokens, 0.0)
+    with pytest.raises(NotFound):
+        loop.scheduler.admit(one.key, first.tokens, 0.0)
+    with pytest.raises(NotFound):
+        loop.scheduler.extents(one.key)
+    assert outputs_of(Outputs().take(run_out(loop)), one) == expected(one)
+
+
+def test_a_choice_cancelled_while_kv_arrives_does_not_run() -> None:
+    for choice in range(3):
+        loop = decode_loop()
+        one = attempt(size=13, n=3)
+        first, kv = handed_over(one)
+        assert loop.scheduler.reserve(one, 0.0) == 0
+        loop.scheduler.cancel(one.key, (choice,))
+        fill_in(loop, one, 0, kv)
+        loop.scheduler.admit(one.key, first.tokens, 0.0)
+        rest = {c: tokens for c, tokens in expected(one).items() if c != choice}
+        assert outputs_of(Outputs().take(run_out(loop)), one) == rest
+
+
+def test_choices_can_be_cancelled_one_by_one_at_any_step() -> None:
+    one = attempt(size=13, n=3, max_tokens=10)
+    for steps in range(8):
+        loop = decode_loop(32, DecodePolicy(headroom=8, token_budget=260, prefill_budget=4))
+        loop.scheduler.add(one, 0.0)
+        loop.scheduler.add(attempt("other", size=5, seed=1), 0.0)
+        outputs = Outputs()
+        for _ in range(steps):
+            outputs.take(loop.step(0.0))
+        for choice in range(3):
+            loop.scheduler.cancel(one.key, (choice,))
+            loop.idle_check()
+            outputs.take(loop.step(0.0))
+        loop.scheduler.cancel(one.key)
+        outputs.take(run_out(loop))
+        assert loop.scheduler.load.free_blocks == 32
+        for choice, tokens in outputs_of(outputs, one).items():
+            assert expected(one)[choice][: len(tokens)] == tokens
+
+
+def test_a_cancel_in_flight_frees_when_the_step_is_done() -> None:
+    loop = decode_loop(32)
+    one = attempt(size=13)
+    loop.scheduler.add(one, 0.0)
+    loop.step(0.0)
+    plan = loop.plan(0.0)
+    assert plan is not None
+    loop.scheduler.cancel(one.key)
+    assert loop.scheduler.load.free_blocks < 32
+    assert loop.apply(loop.run(plan), 0.0) == []
+    assert loop.scheduler.load.free_blocks == 32
+
+
+def test_local_prefill_shares_steps_under_its_budget() -> None:
+    policy = DecodePolicy(token_budget=300, prefill_budget=8, headroom=8)
+    loop = decode_loop(64, policy)
+    loop.scheduler.add(attempt("first", size=40, max_tokens=30), 0.0)
+    plan = loop.plan(0.0)
+    assert plan is not None and plan.num_tokens == 40, "nothing runs yet: the whole budget"
+    loop.apply(loop.run(plan), 0.0)
+    loop.scheduler.add(attempt("second", size=40, seed=1), 0.0)
+    sizes = []
+    for _ in range(6):
+        plan = loop.plan(0.0)
+        assert plan is not None
+        sizes.append(sorted(len(chunk.token_ids) for chunk in plan.chunks))
+        loop.apply(loop.run(plan), 0.0)
+    assert sizes == [[1, 8]] * 5 + [[1, 1]]
+
+
+def test_preempted_sequences_go_on_with_the_same_tokens_and_repeat_none() -> None:
+    loop = decode_loop(30, DecodePolicy(headroom=4))
+    many = [attempt(f"r{i}", size=10, seed=i, max_tokens=40) for i in range(6)]
+    for one in many:
+        loop.scheduler.add(one, 0.0)
+    outputs = Outputs()
+    most_running, preempted = 0, 0
+    while loop.scheduler.has_work:
+        before = loop.scheduler.load
+        outputs.take(loop.step(0.0))
+        loop.idle_check()
+        after = loop.scheduler.load
+        preempted += after.waiting_sequences > before.waiting_sequences
+        most_running = max(most_running, after.running_sequences)
+    assert most_running > 1 and preempted > 0
+    for one in many:
+        assert outputs_of(outputs, one) == expected(one)
+
+
+def test_the_least_important_and_latest_is_preempted() -> None:
+    loop = decode_loop(12, DecodePolicy(headroom=4))
+    many = [
+        attempt("important", size=8, seed=1, max_tokens=24, priority=0),
+        attempt("newer", size=8, seed=2, max_tokens=24, priority=1),
+        attempt("older", size=8, seed=3, max_tokens=24, priority=1),
+    ]
+    for one in reversed(many):
+        loop.scheduler.add(one, 0.0)
+    outputs = Outputs()
+    order = []
+    while loop.scheduler.has_work:
+        outputs.take(loop.step(0.0))
+        order += [key.request_id for key in sorted(outputs.ended) if key.request_id not in order]
+    assert order == ["important", "older", "newer"]
+    for one in many:
+        assert outputs_of(outputs, one) == expected(one)
+
+
+def test_everything_let_in_can_grow_by_the_headroom() -> None:
+    loop = decode_loop(20, DecodePolicy(headroom=16))
+    let_in = []
+    for index in range(10):
+        one = attempt(f"r{index}", size=8, seed=index, max_tokens=17)
+        if loop.scheduler.reserve(one, 0.0) is not None:
+            let_in.append(one)
+    assert len(let_in) == 3, "6 blocks each: 8 positions and 16 more"
+    for one in let_in:
+        first, kv = handed_over(one)
+        fill_in(loop, one, 0, kv)
+        loop.scheduler.admit(one.key, first.tokens, 0.0)
+    while loop.scheduler.has_work:
+        assert loop.scheduler.load.waiting_sequences == 0, "nobody was pushed out"
+        loop.step(0.0)
+
+
+def test_nothing_passes_what_waits_for_blocks_unless_it_is_more_important() -> None:
+    loop = decode_loop(12, DecodePolicy(headroom=8))
+    loop.scheduler.add(attempt("runs", size=20, max_tokens=20), 0.0)
+    loop.step(0.0)
+    loop.scheduler.add(attempt("waits", size=30, seed=1), 0.0)
+    loop.step(0.0)
+    assert loop.scheduler.load.waiting_sequences == 1
+    assert loop.scheduler.reserve(attempt("equal", size=2, max_tokens=2), 0.0) is None
+    assert loop.scheduler.reserve(attempt("above", size=2, max_tokens=2, priority=-1), 0.0) == 0
+    loop.scheduler.cancel(AttemptKey("above", 0))
+    run_out(loop)
+
+
+def test_no_more_sequences_than_allowed_own_blocks() -> None:
+    loop = decode_loop(64, DecodePolicy(max_sequences=3, headroom=4))
+    for index in range(5):
+        loop.scheduler.add(attempt(f"r{index}", seed=index, n=1), 0.0)
+    loop.step(0.0)
+    assert loop.scheduler.load.running_sequences == 3
+    assert loop.scheduler.reserve(attempt("more"), 0.0) is None
+    with pytest.raises(InvalidArgument) as refused:
+        loop.scheduler.add(attempt("wide", n=4), 0.0)
+    assert refused.value.field == "n"
+    run_out(loop)
+
+
+def test_it_pauses_when_too_far_ahead_and_resumes_when_confirmed() -> None:
+    loop = decode_loop()
+    one = attempt(max_tokens=9)
+    key = SequenceKey("r", 0, 0)
+    outputs = Outputs()
+    loop.scheduler.add(one, 0.0, max_unconfirmed=3)
+    for _ in range(6):
+        outputs.take(loop.step(0.0))
+    assert len(outputs.tokens[key]) == 3
+    loop.scheduler.confirm(key, 1)
+    for _ in range(6):
+        outputs.take(loop.step(0.0))
+    assert len(outputs.tokens[key]) == 4
+    loop.scheduler.confirm(key, 99)
+    for _ in range(6):
+        outputs.take(loop.step(0.0))
+    assert len(outputs.tokens[key]) == 7, "what is not sampled yet cannot be confirmed"
+    loop.scheduler.confirm(key, 7)
+    outputs.take(run_out(loop))
+    assert outputs_of(outputs, one) == expected(one)
+    loop.scheduler.confirm(key, 9)
+
+
+def test_a_paused_sequence_that_is_preempted_stays_within_its_limit() -> None:
+    loop = decode_loop(10, DecodePolicy(headroom=4))
+    runs = attempt("runs", size=10, seed=1, max_tokens=26)
+    waits = attempt("waits", size=10, seed=2, max_tokens=8)
+    loop.scheduler.add(runs, 0.0)
+    loop.scheduler.add(waits, 0.0, max_unconfirmed=2)
+    outputs = Outputs()
+    key = SequenceKey("waits", 0, 0)
+    for _ in range(40):
+        outputs.take(loop.step(0.0))
+    assert SequenceKey("runs", 0, 0) in outputs.ended
+    assert len(outputs.tokens[key]) == 2
+    assert loop.scheduler.load.waiting_sequences == 1, "it was preempted"
+    for position in range(2, 9):
+        loop.scheduler.confirm(key, position)
+        outputs.take(loop.step(0.0))
+        outputs.take(loop.step(0.0))
+    outputs.take(run_out(loop))
+    assert outputs_of(outputs, waits) == expected(waits)
+
+
+def test_a_live_sequence_can_tell_its_tokens_again() -> None:
+    loop = decode_loop()
+    one = attempt(max_tokens=9, sampling=SamplingParams(top_logprobs=2))
+    key = SequenceKey("r", 0, 0)
+    loop.scheduler.add(one, 0.0)
+    assert loop.scheduler.tokens_from(key, 0) is not None
+    for _ in range(4):
+        loop.step(0.0)
+    since = loop.scheduler.tokens_from(key, 1)
+    assert since is not None
+    assert (since.position, list(since.token_ids)) == (1, expected(one)[0][1:4])
+    assert len(since.logprobs) == 3
+    assert loop.scheduler.tokens_from(key, 5) is None
+    run_out(loop)
+    assert loop.scheduler.tokens_from(key, 0) is None
+
+
+def test_it_continues_from_accepted_tokens_at_their_position() -> None:
+    whole = attempt("whole", max_tokens=10)
+    tokens = expected(whole)[0]
+    rest = attempt("rest", max_tokens=10, accepted=tuple(tokens[:4]))
+    loop = decode_loop()
+    loop.scheduler.add(rest, 0.0)
+    made = [t for e in run_out(loop) if isinstance(e, Tokens) for t in e.tokens]
+    assert [t.position for t in made] == list(range(4, 10))
+    assert [t.token_ids[0] for t in made] == tokens[4:]
+
+
+def test_one_bad_sequence_fails_alone() -> None:
+    loop = decode_loop()
+    bad = replace(attempt("bad", size=2, n=2), token_ids=(5, EOS))
+    good = attempt("good")
+    loop.scheduler.add(bad, 0.0)
+    loop.scheduler.add(good, 0.0)
+    events = run_out(loop)
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert [(f.key, f.choices) for f in failed] == [(bad.key, (0,)), (bad.key, (1,))]
+    assert all(isinstance(f.error, Internal) for f in failed)
+    assert outputs_of(Outputs().take(events), good) == expected(good)
+
+
+def test_expired_work_is_dropped_before_it_costs_a_step() -> None:
+    loop = decode_loop(12, DecodePolicy(headroom=8))
+    loop.scheduler.add(attempt("runs", size=30, max_tokens=10), 0.0)
+    loop.step(0.0)
+    loop.scheduler.add(attempt("late", size=30, seed=1, remaining_s=2.0), 1.0)
+    assert loop.scheduler.next_wake(1.0) == 3.0
+    loop.step(1.0)
+    (failed,) = [event for event in loop.step(3.0) if isinstance(event, Failed)]
+    assert failed.key.request_id == "late" and isinstance(failed.error, DeadlineExceeded)
+    run_out(loop)
+
+
+def test_a_preempted_sequence_does_not_expire_in_the_queue() -> None:
+    loop = decode_loop(10, DecodePolicy(headroom=4))
+    many = [attempt(f"r{i}", size=8, seed=i, max_tokens=26, remaining_s=1.0) for i in range(2)]
+    for one in many:
+        loop.scheduler.add(one, 0.0)
+    outputs = Outputs().take(run_out(loop))
+    for one in many:
+        assert outputs_of(outputs, one) == expected(one)
+
+
+def test_the_queue_is_bounded() -> None:
+    loop = decode_loop(64, DecodePolicy(limit=QueueLimit(tokens=30, sequences=4)))
+    loop.scheduler.add(attempt("a", size=25), 0.0)
+    with pytest.raises(Overloaded):
+        loop.scheduler.add(attempt("b", size=6), 0.0)
+    loop.scheduler.add(attempt("c", size=5), 0.0)
+
+
+def test_what_can_never_run_is_refused() -> None:
+    loop = decode_loop(8, DecodePolicy(headroom=8))
+    with pytest.raises(ContextLengthExceeded):
+        loop.scheduler.add(attempt(size=32), 0.0)
+    with pytest.raises(InvalidArgument) as refused:
+        loop.scheduler.reserve(attempt(size=20, n=3, max_tokens=20), 0.0)
+    assert refused.value.field == "n"
+    with pytest.raises(ValueError, match="prefill_budget"):
+        decode_loop(8, DecodePolicy(prefill_budget=2))
+    with pytest.raises(ValueError, match="prefill_budget"):
+        decode_loop(8, DecodePolicy(max_sequences=256, token_budget=258))
+    assert not loop.scheduler.has_work
+
+
+def test_a_pool_smaller_than_the_context_shortens_the_context() -> None:
+    loop = decode_loop(8, DecodePolicy(headroom=8))
+    one = attempt(size=20, max_tokens=60)
+    loop.scheduler.add(one, 0.0)
+    events = run_out(loop)
+    last = [e for e in events if isinstance(e, Tokens)][-1].tokens[-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    made = outputs_of(Outputs().take(events), one)[0]
+    assert len(made) == 12 and made == expected(one)[0][:12]

@@ -1,0 +1,362 @@
+"""The journey: whatever workers do, every position is accepted once and the answer is the model's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
+from baton.core.errors import (
+    BatonError,
+    HandoverFailed,
+    Internal,
+    InvalidArgument,
+    Overloaded,
+    Reason,
+    Unavailable,
+)
+from baton.core.journey import (
+    OVER,
+    TRANSITIONS,
+    VERDICTS,
+    AttemptEvent,
+    AttemptRun,
+    AttemptState,
+    Journey,
+    Leg,
+)
+from baton.core.request import FinishReason, SamplingParams, StopParams
+
+PROMPT = (1, 2, 3)
+END = 99
+
+
+def next_token(ids: tuple[int, ...], choice: int) -> int:
+    """A made-up model; about one token in 9 ends the answer."""
+    number = hash((ids, choice, 17)) % 90
+    return END if number < 10 else number
+
+
+def whole(choice: int, max_tokens: int) -> tuple[int, ...]:
+    output: tuple[int, ...] = ()
+    while len(output) < max_tokens and END not in output:
+        output += (next_token(PROMPT + output, choice),)
+    return output
+
+
+def make(n: int = 1, max_tokens: int = 12, max_barren: int = 3) -> Journey:
+    return Journey(
+        "r",
+        PROMPT,
+        n=n,
+        sampling=SamplingParams(seed=5),
+        stop=StopParams(max_tokens=max_tokens),
+        max_barren=max_barren,
+    )
+
+
+def tokens_of(
+    attempt: Attempt, choice: int, start: int, count: int, max_tokens: int
+) -> ChoiceTokens:
+    """What a worker says of an attempt: `count` tokens from output position `start`."""
+    output = attempt.token_ids[attempt.num_prompt_tokens :]
+    while len(output) < start + count and END not in output and len(output) < max_tokens:
+        output += (next_token(PROMPT + output, choice),)
+    said = output[start : start + count]
+    reason, stop = None, None
+    if said and start + len(said) == len(output):
+        if output[-1] == END:
+            reason, stop = FinishReason.STOP, END
+        elif len(output) == max_tokens:
+            reason = FinishReason.LENGTH
+    return ChoiceTokens(SequenceKey("r", choice, attempt.attempt), start, said, (), reason, stop)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Workers of any number of attempts, live and dead, say anything that they may say."""
+
+    max_tokens = 12
+
+    @initialize(n=st.integers(1, 4))
+    def begin(self, n: int) -> None:
+        self.n = n
+        self.journey = make(n, self.max_tokens, max_barren=10**6)
+        self.runs: list[AttemptRun] = []
+        self.accepted: list[list[int]] = [[] for _ in range(n)]
+
+    @rule()
+    def start_what_waits(self) -> None:
+        for run in self.journey.next_attempts():
+            legs = (
+                {Leg.PREFILL, Leg.DECODE}
+                if self.journey.needs_decode(run.attempt)
+                else {Leg.PREFILL}
+            )
+            for choice in run.attempt.choices:
+                log = self.journey.logs[choice]
+                assert run.attempt.token_ids == PROMPT + log.token_ids()
+            self.journey.placed(run.attempt.attempt, legs)
+            self.runs.append(run)
+
+    @precondition(lambda self: bool(getattr(self, "runs", [])))
+    @rule(data=st.data(), leg=st.sampled_from(Leg))
+    def say_tokens(self, data: st.DataObject, leg: Leg) -> None:
+        run = data.draw(st.sampled_from(self.runs))
+        choice = data.draw(st.sampled_from(run.attempt.choices))
+        base = run.attempt.position
+        # A live worker's next tokens, or a repetition: it may begin anywhere below the next one.
+        known = len(self.journey.logs[choice])
+        start = base if leg is Leg.PREFILL else data.draw(st.integers(base, max(base, known)))
+        count = 1 if leg is Leg.PREFILL else data.draw(st.integers(1, 4))
+        said = tokens_of(run.attempt, choice, start, count, self.max_tokens)
+        if not said.token_ids:
+            return
+        before = self.journey.logs[choice].token_ids()
+        self.journey.tokens(leg, said)
+        after = self.journey.logs[choice].token_ids()
+        assert after[: len(before)] == before
+        self.accepted[choice] += after[len(before) :]
+
+    @precondition(lambda self: bool(getattr(self, "runs", [])))
+    @rule(data=st.data(), leg=st.sampled_from(Leg))
+    def lose_a_leg(self, data: st.DataObject, leg: Leg) -> None:
+        run = data.draw(st.sampled_from(self.runs))
+        if leg is Leg.DECODE and not self.journey.needs_decode(run.attempt):
+            return
+        if leg is Leg.PREFILL and run.state is AttemptState.HANDING_OVER:
+            return
+        choices = data.draw(st.sets(st.sampled_from(run.attempt.choices)))
+        error = data.draw(
+            st.sampled_from([Unavailable("x"), Internal("x"), Overloaded("x"), HandoverFailed("x")])
+        )
+        self.journey.leg_failed(
+            run.attempt.attempt, leg, error, choices if leg is Leg.DECODE else ()
+        )
+
+    @precondition(lambda self: bool(getattr(self, "runs", [])))
+    @rule(data=st.data())
+    def complete_kv(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.runs))
+        if self.journey.needs_decode(run.attempt):
+            self.journey.kv_complete(run.attempt.attempt)
+
+    @precondition(lambda self: bool(getattr(self, "runs", [])))
+    @rule(data=st.data())
+    def answer_prefill(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.runs))
+        if run.state in (AttemptState.PAIRED, AttemptState.PREFILLING):
+            for choice in run.attempt.choices:
+                self.say(run, choice)
+            self.journey.prefill_answered(run.attempt.attempt)
+
+    @precondition(lambda self: bool(getattr(self, "runs", [])))
+    @rule(data=st.data())
+    def lose_tokens(self, data: st.DataObject) -> None:
+        """A gap: nothing of it may be accepted."""
+        run = data.draw(st.sampled_from(self.runs))
+        choice = data.draw(st.sampled_from(run.attempt.choices))
+        log = self.journey.logs[choice]
+        before = log.token_ids()
+        key = SequenceKey("r", choice, run.attempt.attempt)
+        self.journey.tokens(Leg.DECODE, ChoiceTokens(key, len(before) + 1, (7,)))
+        assert log.token_ids() == before
+        assert run.over or choice not in run.running
+
+    def say(self, run: AttemptRun, choice: int) -> None:
+        said = tokens_of(run.attempt, choice, run.attempt.position, 1, self.max_tokens)
+        before = len(self.journey.logs[choice])
+        self.journey.tokens(Leg.PREFILL, said)
+        self.accepted[choice] += self.journey.logs[choice].token_ids(before)
+
+    @invariant()
+    def answers_are_the_models(self) -> None:
+        for choice in range(getattr(self, "n", 0)):
+            expected = whole(choice, self.max_tokens)
+            log = self.journey.logs[choice]
+            assert log.token_ids() == tuple(self.accepted[choice]) == expected[: len(log)]
+            assert log.ended == (len(log) == len(expected))
+
+    @invariant()
+    def every_choice_is_in_one_place(self) -> None:
+        running: list[int] = []
+        for run in getattr(self, "runs", []):
+            if not run.over:
+                assert run.running, "an attempt with nothing to run is over"
+                running += run.running
+        assert len(running) == len(set(running))
+        for choice in range(getattr(self, "n", 0)):
+            log = self.journey.logs[choice]
+            assert not (log.ended and choice in running)
+            if not log.ended and log.attempt is not None:
+                assert choice in running
+
+    def teardown(self) -> None:
+        """From wherever it got, undisturbed workers finish it."""
+        if not hasattr(self, "journey"):
+            return
+        for _ in range(3):
+            self.start_what_waits()
+            for run in self.runs:
+                for choice in sorted(run.running):
+                    said = tokens_of(
+                        run.attempt, choice, len(self.journey.logs[choice]), 99, self.max_tokens
+                    )
+                    before = len(self.journey.logs[choice])
+                    self.journey.tokens(Leg.DECODE, said)
+                    self.accepted[choice] += self.journey.logs[choice].token_ids(before)
+        self.answers_are_the_models()
+        assert self.journey.done
+        assert self.journey.failure is None
+        assert all(run.over for run in self.runs)
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+
+
+def test_the_table_is_complete() -> None:
+    """Every state that is not over says what each event means, but for those that cannot be."""
+    cannot: set[tuple[AttemptState, AttemptEvent]] = {
+        (state, event)
+        for state in AttemptState
+        for event in (
+            AttemptEvent.PLACED_ON_BOTH,
+            AttemptEvent.PLACED_ON_PREFILL,
+            AttemptEvent.PLACED_ON_DECODE,
+        )
+        if state is not AttemptState.PLACING
+    }
+    cannot |= {
+        (AttemptState.PLACING, event)
+        for event in AttemptEvent
+        if not event.name.startswith("PLACED") and event is not AttemptEvent.NOTHING_LEFT
+    }
+    # No decode worker there; and the answer of prefill, good or bad, comes once.
+    cannot |= {
+        (AttemptState.PREFILLING, AttemptEvent.KV_COMPLETE),
+        (AttemptState.PREFILLING, AttemptEvent.DECODE_LOST),
+        (AttemptState.HANDING_OVER, AttemptEvent.PREFILL_ANSWERED),
+        (AttemptState.HANDING_OVER, AttemptEvent.PREFILL_LOST),
+    }
+    open_states = [state for state in AttemptState if state not in OVER]
+    assert set(TRANSITIONS) == set(itertools.product(open_states, AttemptEvent)) - cannot
+
+
+def test_every_reason_has_a_verdict() -> None:
+    assert set(VERDICTS) == set(Reason)
+
+
+def start(journey: Journey, *legs: Leg) -> AttemptRun:
+    (run,) = journey.next_attempts()
+    journey.placed(run.attempt.attempt, legs)
+    return run
+
+
+BOTH = (Leg.PREFILL, Leg.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("legs", "lost", "to_cancel"),
+    [
+        (BOTH, Leg.PREFILL, {Leg.DECODE}),
+        (BOTH, Leg.DECODE, {Leg.PREFILL}),
+        ((Leg.DECODE,), Leg.DECODE, set()),
+        ((Leg.PREFILL,), Leg.PREFILL, set()),
+    ],
+)
+def test_the_other_leg_is_cancelled(legs: tuple[Leg, ...], lost: Leg, to_cancel: set[Leg]) -> None:
+    journey = make()
+    run = start(journey, *legs)
+    journey.leg_failed(0, lost, Unavailable("gone"))
+    assert run.state is AttemptState.FAILED
+    assert run.to_cancel == to_cancel
+    assert [again.attempt.attempt for again in journey.next_attempts()] == [1]
+
+
+def test_prefill_lost_after_the_kv_was_collected_is_no_loss() -> None:
+    journey = make()
+    run = start(journey, *BOTH)
+    journey.kv_complete(0)
+    journey.leg_failed(0, Leg.PREFILL, Unavailable("gone"))
+    assert run.state is AttemptState.DECODING
+    assert journey.next_attempts() == []
+
+
+def test_a_stop_string_ends_one_choice_and_the_attempt_goes_on() -> None:
+    journey = make(n=2, max_tokens=100)
+    run = start(journey, *BOTH)
+    for choice in range(2):
+        key = SequenceKey("r", choice, 0)
+        journey.tokens(Leg.DECODE, ChoiceTokens(key, 0, (10, 11, 12, 13)))
+    assert journey.stopped(0, 1, "x") == 0
+    assert journey.logs[0].token_ids() == (10, 11)
+    assert run.running == {1}
+    assert journey.stopped(1, 2, "x") is None
+    assert run.state is AttemptState.ENDED
+    assert run.to_cancel == set(BOTH)
+    assert journey.done
+
+
+def test_groups_with_different_output_become_attempts_of_their_own() -> None:
+    journey = make(n=3, max_tokens=100)
+    start(journey, *BOTH)
+    for choice, ids in enumerate([(10, 11), (10,), (10, 11)]):
+        journey.tokens(Leg.DECODE, ChoiceTokens(SequenceKey("r", choice, 0), 0, ids))
+    journey.leg_failed(0, Leg.DECODE, Unavailable("gone"))
+    attempts = [run.attempt for run in journey.next_attempts()]
+    assert [(a.attempt, a.choices, a.token_ids) for a in attempts] == [
+        (1, (0, 2), (1, 2, 3, 10, 11)),
+        (2, (1,), (1, 2, 3, 10)),
+    ]
+    assert [a.num_prompt_tokens for a in attempts] == [3, 3]
+
+
+@given(st.lists(st.sampled_from(["barren", "progress", "busy"]), max_size=20))
+def test_failures_count_only_without_progress(history: list[str]) -> None:
+    journey = make(max_tokens=1000, max_barren=3)
+    barren = 0
+    for what in history:
+        run = start(journey, *BOTH)
+        attempt = run.attempt
+        if what == "progress":
+            key = SequenceKey("r", 0, attempt.attempt)
+            journey.tokens(Leg.DECODE, ChoiceTokens(key, attempt.position, (5, 6)))
+        error: BatonError = Overloaded("full") if what == "busy" else Unavailable("gone")
+        journey.leg_failed(attempt.attempt, Leg.DECODE, error)
+        barren = 0 if what == "progress" else barren + (what == "barren")
+        assert (journey.failure is not None) == (barren >= 3)
+        if journey.failure is not None:
+            assert journey.next_attempts() == []
+            return
+
+
+def test_a_fault_of_the_request_ends_it_at_once() -> None:
+    journey = make(n=2)
+    run = start(journey, *BOTH)
+    error = InvalidArgument("bad")
+    journey.leg_failed(0, Leg.PREFILL, error)
+    assert journey.failure is error
+    assert journey.done
+    assert run.to_cancel == {Leg.DECODE}
+
+
+def test_ending_the_request_cancels_all_that_runs() -> None:
+    journey = make()
+    run = start(journey, *BOTH)
+    journey.fail(Unavailable("leaving"))
+    assert run.over
+    assert run.to_cancel == set(BOTH)
+    assert not journey.tokens(Leg.DECODE, ChoiceTokens(SequenceKey("r", 0, 0), 0, (1,)))
+
+
+def test_an_answer_of_prefill_alone_must_end_every_choice() -> None:
+    journey = make(max_tokens=1)
+    run = start(journey, Leg.PREFILL)
+    journey.tokens(Leg.PREFILL, ChoiceTokens(SequenceKey("r", 0, 0), 0, (5,)))
+    journey.prefill_answered(0)
+    assert run.state is AttemptState.FAILED
+    assert not journey.done

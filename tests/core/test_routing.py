@@ -1,0 +1,220 @@
+"""Routing: who may be picked, who is, and that every candidate's fate is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.load import WorkerLoad, WorkerState
+from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing import (
+    Decision,
+    Demand,
+    Fate,
+    WorkerSnapshot,
+    cost,
+    decide,
+    is_stalled,
+    models_of,
+)
+
+MODEL = ModelDescription("m", "d1", 100, 10, (), "t1")
+LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
+DEMAND = Demand("r", input_tokens=100, choices=1, needs_decode=True, model="m")
+
+
+def worker(name: str, role: str = "decode", **load: Any) -> WorkerSnapshot:
+    given: dict[str, Any] = {"state": WorkerState.SERVING, "free_blocks": 100, **load}
+    return WorkerSnapshot(
+        WorkerIdentity(role, name, f"{name}:1"),
+        MODEL,
+        WorkerLoad(**given),
+        LAYOUT,
+        block_size=16,
+    )
+
+
+def route(
+    demand: Demand,
+    prefills: list[WorkerSnapshot],
+    decodes: list[WorkerSnapshot],
+    local_prefill_tokens: int = 32,
+) -> Decision:
+    return decide(demand, prefills, decodes, local_prefill_tokens=local_prefill_tokens)
+
+
+snapshots = st.builds(
+    lambda name, role, state, waiting, running, free, placed, layout, model: replace(
+        worker(
+            name,
+            role,
+            state=state,
+            waiting_tokens=waiting,
+            running_sequences=running,
+            free_blocks=free,
+        ),
+        placed_sequences=placed,
+        layout=layout,
+        model=model,
+    ),
+    name=st.text("abcdef", min_size=4, max_size=4),
+    role=st.just("decode"),
+    state=st.sampled_from(WorkerState),
+    waiting=st.integers(0, 10_000),
+    running=st.integers(0, 100),
+    free=st.integers(0, 100),
+    placed=st.integers(0, 100),
+    layout=st.sampled_from([LAYOUT, replace(LAYOUT, dtype="bfloat16"), None]),
+    model=st.sampled_from([MODEL, replace(MODEL, name="other"), replace(MODEL, digest="d2")]),
+)
+pools = st.lists(snapshots, max_size=6, unique_by=lambda s: s.identity.incarnation)
+demands = st.builds(
+    Demand,
+    request_id=st.text("xyz", max_size=5),
+    input_tokens=st.integers(1, 1000),
+    choices=st.integers(1, 4),
+    needs_decode=st.booleans(),
+    model=st.sampled_from(["", "m"]),
+    model_digest=st.sampled_from(["", "d1"]),
+    failed=st.frozensets(st.text("abcdef", min_size=4, max_size=4), max_size=2),
+)
+
+
+@given(demands, pools, pools)
+def test_only_workers_that_can_run_it_are_picked(
+    demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
+) -> None:
+    decision = route(demand, prefills, decodes)
+    by_id = {w.identity: w for w in (*prefills, *decodes)}
+    for picked in (decision.prefill, decision.decode):
+        if picked is not None:
+            found = by_id[picked]
+            assert found.load.state is WorkerState.SERVING
+            assert demand.model in ("", found.model.name)
+            assert demand.model_digest in ("", found.model.digest)
+            assert picked.incarnation not in demand.failed
+    if decision.prefill is not None and decision.decode is not None:
+        giver, collector = by_id[decision.prefill].layout, by_id[decision.decode].layout
+        if collector is not None:
+            assert giver is not None and not giver.difference(collector)
+    if demand.needs_decode:
+        assert decision.decode is not None or decision.prefill is None
+
+
+@given(demands, pools, pools)
+def test_the_cheapest_wins_whatever_the_order(
+    demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
+) -> None:
+    decision = route(demand, prefills, decodes)
+    assert (decision.prefill, decision.decode) == (
+        (again := route(demand, prefills[::-1], decodes[::-1])).prefill,
+        again.decode,
+    )
+    if decision.decode is not None:
+        costs = {c.identity: c.cost for c in decision.candidates if c.cost is not None}
+        of_decodes = [costs[d.identity] for d in decodes if d.identity in costs]
+        assert costs[decision.decode] == min(of_decodes)
+
+
+@given(demands, pools, pools)
+def test_every_candidate_has_a_fate(
+    demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
+) -> None:
+    decision = route(demand, prefills, decodes)
+    picked = {c.identity for c in decision.candidates if c.fate is Fate.PICKED}
+    assert {decision.prefill, decision.decode} - {None} <= picked
+    if demand.needs_decode:
+        assert {d.identity for d in decodes} <= {c.identity for c in decision.candidates}
+    assert decision.reason
+
+
+@pytest.mark.parametrize(
+    "lighter",
+    [
+        {"waiting_tokens": 10},
+        {"running_sequences": 1},
+        {"waiting_sequences": 1},
+        {"free_blocks": 5},
+    ],
+)
+def test_less_load_wins(lighter: dict[str, Any]) -> None:
+    heavy = {
+        "waiting_tokens": 200,
+        "running_sequences": 9,
+        "waiting_sequences": 9,
+        "free_blocks": 1,
+    }
+    name = next(iter(lighter))
+    decodes = [worker("heavy", **{name: heavy[name]}), worker("light", **lighter)]
+    decision = route(DEMAND, [], decodes)
+    assert decision.decode is not None
+    assert decision.decode.incarnation == "light"
+
+
+def test_what_was_just_placed_counts_before_it_is_reported() -> None:
+    decodes = [replace(worker("placed"), placed_sequences=3), worker("idle")]
+    assert cost(DEMAND, decodes[0]) > cost(DEMAND, decodes[1])
+
+
+def test_equal_workers_share_the_requests() -> None:
+    decodes = [worker(name) for name in "abcd"]
+    counts = dict.fromkeys("abcd", 0)
+    for number in range(400):
+        decision = route(replace(DEMAND, request_id=f"r{number}"), [], decodes)
+        assert decision.decode is not None
+        counts[decision.decode.incarnation] += 1
+    assert min(counts.values()) > 60
+
+
+@pytest.mark.parametrize(("tokens", "remote"), [(32, False), (33, True)])
+def test_short_inputs_are_prefilled_on_decode(tokens: int, remote: bool) -> None:
+    decision = route(replace(DEMAND, input_tokens=tokens), [worker("p", "prefill")], [worker("d")])
+    assert (decision.prefill is not None) is remote
+
+
+def test_a_worker_that_does_not_fit_is_named_with_the_difference() -> None:
+    prefill = replace(worker("p", "prefill"), layout=replace(LAYOUT, num_kv_heads=4))
+    decision = route(DEMAND, [prefill], [worker("d")])
+    assert decision.prefill is None
+    assert decision.decode is not None
+    (candidate,) = [c for c in decision.candidates if c.identity == prefill.identity]
+    assert candidate.fate is Fate.OTHER_LAYOUT
+    assert candidate.detail == "num_kv_heads: 4 against 1"
+
+
+def test_busy_prefill_is_waited_for_and_failed_prefill_is_not() -> None:
+    prefills, decodes = [worker("p", "prefill")], [worker("d")]
+    assert route(replace(DEMAND, busy=frozenset({"p"})), prefills, decodes).wait
+    failed = route(replace(DEMAND, failed=frozenset({"p"})), prefills, decodes)
+    assert failed.prefill is None
+    assert failed.decode is not None
+
+
+def test_one_token_runs_on_prefill_alone_or_else_on_decode() -> None:
+    demand = replace(DEMAND, needs_decode=False)
+    alone = route(demand, [worker("p", "prefill")], [worker("d")])
+    assert alone.prefill is not None
+    assert alone.decode is None
+    without = route(demand, [], [worker("d")])
+    assert without.prefill is None
+    assert without.decode is not None
+
+
+def test_another_tokenizer_is_another_language() -> None:
+    decision = route(replace(DEMAND, tokenizer_digest="t2"), [], [worker("d")])
+    assert decision.wait
+    assert decision.candidates[0].fate is Fate.OTHER_TOKENIZER
+
+
+@given(st.integers(0, 10**8), st.integers(0, 10**8))
+def test_a_step_is_dead_after_2_s_and_three_times_its_prediction(age: int, predicted: int) -> None:
+    assert is_stalled(age, predicted) == (age > 2_000_000 and age > 3 * predicted)
+
+
+def test_models_are_listed_once() -> None:
+    other = replace(worker("x"), model=replace(MODEL, name="a"))
+    assert [model.name for model in models_of([worker("d"), other, worker("e")])] == ["a", "m"]

@@ -1,0 +1,110 @@
+"""A parcel verifies only as what was sealed: any change of bytes, header, secret or model shows."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.handover import Run
+from baton.core.handover_messages import ParcelHeader
+from baton.core.model import KvLayout
+from baton.kv.parcel import (
+    BLAKE2B,
+    DIGESTS,
+    HEADER_BYTES,
+    XXH3,
+    Sealer,
+    layout_fingerprint,
+    positions_per_parcel,
+)
+
+LAYOUT = KvLayout("ab" * 32, "float32", 2, 2, 8, 8)
+ID, INCARNATION = bytes(range(16)), "0123456789abcdef" * 2
+RUN = Run(3, 40, 5)
+
+
+def sealed(digest: str = XXH3, handover_id: bytes = ID) -> tuple[Sealer, ParcelHeader, bytearray]:
+    sealer = Sealer(handover_id, INCARNATION, LAYOUT, digest)
+    header = sealer.header(RUN)
+    slot = bytearray(4096)
+    payload = hashlib.shake_128(b"payload").digest(header.payload_bytes)
+    slot[HEADER_BYTES : HEADER_BYTES + header.payload_bytes] = payload
+    return sealer, replace(header, digest=sealer.seal(header, memoryview(slot))), slot
+
+
+@pytest.mark.parametrize("digest", DIGESTS)
+def test_what_was_sealed_verifies(digest: str) -> None:
+    sealer, header, slot = sealed(digest)
+    assert header.payload_bytes == 5 * LAYOUT.bytes_per_position
+    assert len(header.digest) == 16
+    assert sealer.mismatch(header, memoryview(slot)) == ""
+
+
+@pytest.mark.parametrize("digest", DIGESTS)
+@given(data=st.data())
+def test_any_flipped_bit_shows(digest: str, data: st.DataObject) -> None:
+    sealer, header, slot = sealed(digest)
+    bit = data.draw(st.integers(0, 8 * (HEADER_BYTES + header.payload_bytes) - 1))
+    slot[bit // 8] ^= 1 << bit % 8
+    expected = "header" if bit < 8 * HEADER_BYTES else "digest"
+    assert sealer.mismatch(header, memoryview(slot)) == expected
+
+
+def test_bytes_behind_the_payload_do_not_matter() -> None:
+    sealer, header, slot = sealed()
+    slot[-1] ^= 1
+    assert sealer.mismatch(header, memoryview(slot)) == ""
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(ParcelHeader) if field.name != "digest"]
+)
+def test_every_field_of_the_header_is_bound(name: str) -> None:
+    sealer, header, slot = sealed()
+    other = {"incarnation": "f" * 32, "handover_id": bytes(16)}.get(name, getattr(header, name))
+    if isinstance(other, int):
+        other += 1
+    assert sealer.mismatch(replace(header, **{name: other}), memoryview(slot)) == "header"
+
+
+@pytest.mark.parametrize("digest", DIGESTS)
+def test_another_secret_seals_differently(digest: str) -> None:
+    assert sealed(digest)[1].digest != sealed(digest, bytes(16))[1].digest
+
+
+def test_the_kind_of_digest_is_bound() -> None:
+    _, header, slot = sealed(XXH3)
+    other = Sealer(ID, INCARNATION, LAYOUT, BLAKE2B)
+    assert other.mismatch(header, memoryview(slot)) == "header"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_digest": "cd" * 32},
+        {"dtype": "bfloat16"},
+        {"num_layers": 3},
+        {"num_kv_heads": 1},
+        {"key_size": 4},
+        {"value_size": 4},
+    ],
+)
+def test_another_layout_has_another_fingerprint(change: dict[str, object]) -> None:
+    other = replace(LAYOUT, **change)  # type: ignore[arg-type]
+    assert layout_fingerprint(other) != layout_fingerprint(LAYOUT)
+
+
+def test_an_unknown_digest_is_refused() -> None:
+    with pytest.raises(ValueError, match="xxh3-128, blake2b"):
+        Sealer(ID, INCARNATION, LAYOUT, "crc32")
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "positions"), [(4096, 15), (128 + 256, 1), (128 + 255, 0), (64, 0)]
+)
+def test_whole_positions_fit_behind_the_header(slot_bytes: int, positions: int) -> None:
+    assert positions_per_parcel(slot_bytes, LAYOUT) == positions

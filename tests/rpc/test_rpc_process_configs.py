@@ -1,0 +1,30 @@
+"""The configuration of each of the five processes: every default is a value that may be given."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.decode.config import DecodeConfig
+from baton.detokenizer.config import DetokenizerConfig
+from baton.prefill.config import PrefillConfig
+from baton.router.config import RouterConfig
+from baton.rpc.config import describe, load, options_of
+from baton.rpc.values import parse
+from baton.tokenizer.config import TokenizerConfig
+
+CONFIGS = (RouterConfig, TokenizerConfig, PrefillConfig, DecodeConfig, DetokenizerConfig)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_defaults_are_allowed_and_explained(config: type) -> None:
+    for option in options_of(config).values():
+        assert option.help
+        as_given = list(option.default) if option.type == tuple[str, ...] else option.default
+        assert parse(option, as_given, "default") == option.default
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_process_needs_no_more_than_what_is_required(config: type) -> None:
+    required = [name for name, option in options_of(config).items() if option.required]
+    environ = {f"BATON_{name.upper()}": "x" for name in required}
+    assert "listen" in describe(load(config, [], environ, prog="test"))

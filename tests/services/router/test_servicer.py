@@ -1,0 +1,216 @@
+"""`baton.v1.Inference` over real gRPC: fields, errors, cancellation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from grpc_status import rpc_status
+from tests.services.router import language
+from tests.services.router.conftest import World, until
+
+from baton.core.errors import Reason
+from baton.core.request import FinishReason
+from baton.router.servicer import InferenceServicer
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.server import ProcessServer, Service
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
+
+PROMPT = "in the beginning"
+IDS = tuple(PROMPT.encode())
+
+
+@dataclass
+class Face:
+    """A client of the router's gRPC server."""
+
+    stub: inference_pb2_grpc.InferenceAsyncStub
+    world: World
+
+    async def generate(self, request: pb.GenerateRequest) -> list[pb.GenerationEvent]:
+        return [answer.event async for answer in self.stub.Generate(request, timeout=20)]
+
+
+@pytest.fixture
+async def face(world: World) -> AsyncIterator[Face]:
+    pipeline = await world.start()
+    servicer = InferenceServicer(pipeline, stall_timeout_s=5)
+    server = ProcessServer(
+        listen="127.0.0.1:0",
+        services=[
+            Service(
+                "baton.v1.Inference",
+                lambda s: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, s),
+            )
+        ],
+        public=True,
+    )
+    address = await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield Face(inference_pb2_grpc.InferenceStub(channel), world)
+    await server.stop(0)
+
+
+def options(**fields: object) -> pb.GenerationOptions:
+    made = pb.GenerationOptions(
+        sampling=types_pb2.SamplingParams(seed=5),
+        stop=types_pb2.StopParams(max_tokens=20, ignore_eos=True),
+    )
+    made.MergeFrom(pb.GenerationOptions(**fields))  # type: ignore[arg-type]
+    return made
+
+
+async def test_generate(face: Face) -> None:
+    events = await face.generate(
+        pb.GenerateRequest(text=PROMPT, options=options(return_token_ids=True))
+    )
+    expected, _ = language.answer(IDS, 5, 0, 20, ignore_eos=True)
+    accepted, *deltas, finished = events
+    assert accepted.accepted.model == "made-up"
+    assert accepted.accepted.seed == 5
+    assert tuple(accepted.accepted.prompt_token_ids) == IDS
+    assert tuple(t for event in deltas for t in event.delta.token_ids) == expected
+    assert "".join(event.delta.text for event in deltas) == language.text_of(expected)
+    assert deltas[-1].delta.finish_reason == types_pb2.FINISH_REASON_LENGTH
+    assert finished.finished.completion_tokens == 20
+    assert finished.finished.prompt_tokens == len(IDS)
+
+
+async def test_token_ids_in_and_none_out(face: Face) -> None:
+    events = await face.generate(
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS), options=options())
+    )
+    expected, _ = language.answer(IDS, 5, 0, 20, ignore_eos=True)
+    assert "".join(event.delta.text for event in events) == language.text_of(expected)
+    assert not any(event.delta.token_ids for event in events)
+    assert not events[0].accepted.prompt_token_ids
+
+
+async def test_chat(face: Face) -> None:
+    request = pb.ChatRequest(
+        messages=[tokenizer_pb2.ChatMessage(role="user", content="hi")], options=options(n=2)
+    )
+    events = [answer.event async for answer in face.stub.Chat(request, timeout=20)]
+    for choice in range(2):
+        expected, _ = language.answer(tuple(b"user:hi\n"), 5, choice, 20, ignore_eos=True)
+        text = "".join(e.delta.text for e in events if e.delta.choice == choice)
+        assert text == language.text_of(expected)
+
+
+async def test_absent_is_not_zero(face: Face) -> None:
+    """Temperature 1 when absent, 0 when zero; as many tokens as fit, no top_logprobs."""
+    await face.generate(pb.GenerateRequest(text=PROMPT, options=options()))
+    await face.generate(
+        pb.GenerateRequest(
+            text=PROMPT,
+            options=options(sampling=types_pb2.SamplingParams(temperature=0, top_logprobs=0)),
+        )
+    )
+    absent, zero = (run.sampling for run in face.world.prefills[0].runs)
+    assert (absent.temperature, absent.top_p, absent.top_logprobs) == (1.0, 1.0, None)
+    assert (zero.temperature, zero.top_p, zero.top_logprobs) == (0.0, 1.0, 0)
+
+
+async def test_models(face: Face) -> None:
+    answer = await face.stub.ListModels(pb.ListModelsRequest())
+    assert [(model.name, model.max_model_len) for model in answer.models] == [("made-up", 4096)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "field"),
+    [
+        (pb.GenerateRequest(), Reason.INVALID_ARGUMENT, "prompt"),
+        (pb.GenerateRequest(text=PROMPT, model="x"), Reason.MODEL_NOT_FOUND, "model"),
+        (
+            pb.GenerateRequest(text=PROMPT, options=options(n=99)),
+            Reason.INVALID_ARGUMENT,
+            "options.n",
+        ),
+        (
+            pb.GenerateRequest(
+                text=PROMPT, options=options(sampling=types_pb2.SamplingParams(temperature=9))
+            ),
+            Reason.INVALID_ARGUMENT,
+            "options.sampling.temperature",
+        ),
+        (
+            pb.GenerateRequest(
+                text=PROMPT, options=options(stop=types_pb2.StopParams(max_tokens=9999))
+            ),
+            Reason.CONTEXT_LENGTH_EXCEEDED,
+            "options.stop.max_tokens",
+        ),
+        (
+            pb.GenerateRequest(
+                text=PROMPT, options=options(stop=types_pb2.StopParams(stop_strings=[""]))
+            ),
+            Reason.INVALID_ARGUMENT,
+            "options.stop.stop_strings",
+        ),
+    ],
+)
+async def test_refusals_name_the_field(
+    face: Face, request_: pb.GenerateRequest, reason: Reason, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await face.generate(request_)
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.field) == (reason, field)
+    assert rpc_status.from_call(caught.value) is not None
+    assert face.world.pipeline.num_requests == 0
+
+
+async def test_a_call_that_is_cancelled_frees_everything(face: Face) -> None:
+    request = pb.GenerateRequest(
+        text=PROMPT, options=options(n=4, stop=types_pb2.StopParams(max_tokens=3000))
+    )
+    call = face.stub.Generate(request)
+    answers = aiter(call)
+    assert (await anext(answers)).event.HasField("accepted")
+    await anext(answers)
+    assert not face.world.nothing_left()
+    call.cancel()
+    await until(face.world.nothing_left)
+
+
+async def test_a_call_that_is_cancelled_before_it_was_admitted(face: Face) -> None:
+    await face.world.tokenizers[0].kill()
+    await until(lambda: face.world.met()["tokenizer"] == 0)
+    call = face.stub.Generate(pb.GenerateRequest(text=PROMPT, options=options()))
+    await until(lambda: face.world.pipeline.num_requests == 1)
+    call.cancel()
+    await until(face.world.nothing_left)
+
+
+async def test_the_calls_deadline_is_the_requests(face: Face) -> None:
+    face.world.decodes[0].stepping.clear()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in face.stub.Generate(
+            pb.GenerateRequest(text=PROMPT, options=options()), timeout=0.3
+        ):
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(face.world.nothing_left)
+
+
+async def test_an_end_token_is_reported_only_if_named(face: Face) -> None:
+    seed = next(
+        s
+        for s in range(999)
+        if language.answer(IDS, s, 0, 20)[1] is FinishReason.STOP
+        and len(language.answer(IDS, s, 0, 20)[0]) > 2
+    )
+    for named in (False, True):
+        stop = types_pb2.StopParams(max_tokens=20, stop_token_ids=[language.EOS] if named else [])
+        sampling = types_pb2.SamplingParams(seed=seed)
+        events = await face.generate(
+            pb.GenerateRequest(
+                text=PROMPT, options=pb.GenerationOptions(sampling=sampling, stop=stop)
+            )
+        )
+        last = events[-2].delta
+        assert last.finish_reason == types_pb2.FINISH_REASON_STOP
+        assert last.HasField("stop_token_id") is named

@@ -1,0 +1,150 @@
+"""What the encoder refuses, by field, and what it bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.services.tokenizer.made_tokenizers import TEXTS
+from tests.services.tokenizer.model_folders import encoder_of, write_folder
+
+from baton.core.errors import Internal, InvalidArgument
+from baton.core.prefix import prefix_hashes
+from baton.core.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from baton.tokenizer import files
+
+
+def chat(*contents: str, **options: bool) -> ChatPrompt:
+    return ChatPrompt(tuple(Message("user", content) for content in contents), **options)
+
+
+def refused(folder: Path, prompt: Prompt, **limits: int) -> str:
+    """The field named."""
+    with pytest.raises(InvalidArgument) as raised:
+        encoder_of(folder, **limits).encode(prompt, b"")
+    return raised.value.field
+
+
+def test_hashes_cover_full_units(tmp_path: Path) -> None:
+    encoded = encoder_of(write_folder(tmp_path)).encode(TextPrompt(TEXTS[0] * 3), b"salt")
+    assert len(encoded.prefix_hashes) == len(encoded.token_ids) // 64 * 16 > 0
+    assert encoded.prefix_hashes == prefix_hashes(encoded.token_ids, b"salt", "test")
+
+
+def test_ids_pass_when_the_vocabulary_has_them(tmp_path: Path) -> None:
+    encoder = encoder_of(write_folder(tmp_path))
+    ids = (0, 5, encoder.vocab_size - 1)
+    assert encoder.encode(TokenPrompt(ids), b"").token_ids == ids
+
+
+@pytest.mark.parametrize("ids", [(), (-1,), (3, 10**6), (2**31 - 1,)])
+def test_other_ids_are_refused(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    assert refused(write_folder(tmp_path), TokenPrompt(ids)) == "prompt"
+
+
+def test_ids_end_where_the_vocabulary_ends(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    assert refused(folder, TokenPrompt((encoder_of(folder).vocab_size,))) == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (TextPrompt("", add_special_tokens=False), "prompt"),
+        (TextPrompt("é" * 600), "prompt"),
+        (TokenPrompt((1,) * 1025), "prompt"),
+        (chat(), "messages"),
+        (chat("a" * 600, "b" * 600), "messages"),
+        (chat("a", continue_final_message=True), "continue_final_message"),
+    ],
+)
+def test_bad_prompts_name_their_field(tmp_path: Path, prompt: Prompt, field: str) -> None:
+    assert refused(write_folder(tmp_path), prompt, max_input_bytes=1024) == field
+
+
+def test_a_chat_needs_a_template(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, chat_template=None)
+    assert not encoder_of(folder).has_chat_template
+    assert refused(folder, chat("hi")) == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('secret ' + messages[0].content) }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[9].content.x.y }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}{{ messages.__class__.__base__.__subclasses__() }}",
+        "{% set n = namespace(__class__=1) %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 'x' * 2000000 }}",
+    ],
+)
+def test_a_template_that_fails_names_messages_and_tells_nothing_of_itself(
+    tmp_path: Path, template: str
+) -> None:
+    encoder = encoder_of(write_folder(tmp_path, chat_template=template))
+    with pytest.raises(InvalidArgument) as raised:
+        encoder.encode(chat("hi"), b"")
+    assert raised.value.field == "messages"
+    assert "secret" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(90000) %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfor %}",
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% if messages[0].role %}{% endif %}"
+        "{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_has_a_budget(tmp_path: Path, template: str) -> None:
+    folder = write_folder(tmp_path, chat_template=template)
+    encoder = encoder_of(folder, max_render_s=0.2)
+    with pytest.raises(InvalidArgument) as raised:
+        encoder.encode(chat("some content"), b"")
+    assert raised.value.field == "messages"
+
+
+def test_a_final_message_that_is_not_shown_cannot_be_continued(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, chat_template="{{ messages[0].content | upper }}")
+    prompt = chat("hi", add_generation_prompt=False, continue_final_message=True)
+    assert refused(folder, prompt) == "continue_final_message"
+
+
+def test_a_panic_of_the_library_is_internal(tmp_path: Path) -> None:
+    """A lone surrogate cannot come over protobuf; the library is not asked nicely here."""
+    encoder = encoder_of(write_folder(tmp_path))
+    with pytest.raises(Internal):
+        encoder.encode(TextPrompt("\ud800"), b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "nonsense"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("chat_template.jinja", "{% if %}"),
+        ("chat_template.jinja", "{{ unclosed"),
+    ],
+)
+def test_a_broken_folder_names_model(tmp_path: Path, name: str, content: str | None) -> None:
+    folder = write_folder(tmp_path, chat_template=None)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(InvalidArgument) as raised:
+        encoder_of(folder)
+    assert raised.value.field == "model"
+
+
+def test_a_folder_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        files.load(tmp_path / "nothing")
+    assert raised.value.field == "model"

@@ -1,0 +1,110 @@
+"""The real tokenizer process: over gRPC, from start to SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.services.tokenizer.made_tokenizers import TEXTS, made
+from tests.services.tokenizer.model_folders import write_folder
+from tests.services.tokenizer.started import Started, exit_of, started
+
+from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
+from baton.rpc.digest import tokenizer_digest
+from baton.v1 import tokenizer_pb2 as pb
+from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+
+INVALID = types_pb2.ERROR_REASON_INVALID_ARGUMENT
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Started]:
+    folder = write_folder(tmp_path / "tiny", bos_token="<s>", eos_token="</s>")
+    async with started("tokenizer", folder, "--max-input-bytes", "4096") as process:
+        yield process
+
+
+def chat(*contents: str) -> pb.EncodeInput:
+    messages = [pb.ChatMessage(role="user", content=content) for content in contents]
+    return pb.EncodeInput(chat=pb.Chat(messages=messages, add_generation_prompt=True))
+
+
+async def test_a_batch_succeeds_and_fails_item_by_item(served: Started) -> None:
+    stub = TokenizerStub(served.channel)
+    answer = await stub.Encode(
+        pb.EncodeRequest(
+            inputs=[
+                pb.EncodeInput(text=TEXTS[0], add_special_tokens=True),
+                pb.EncodeInput(text="x" * 5000),
+                pb.EncodeInput(token_ids=token_ids_to_bytes(range(130)), cache_salt=b"tenant"),
+                pb.EncodeInput(token_ids=b"12345"),
+                pb.EncodeInput(),
+                chat("hello"),
+                chat(),
+                pb.EncodeInput(text="x", cache_salt=b"s" * 2000),
+            ]
+        )
+    )
+    fields = [output.error.field for output in answer.outputs]
+    assert fields == ["", "prompt", "", "prompt", "input", "", "messages", "cache_salt"]
+    reasons = {output.error.reason for output in answer.outputs if output.HasField("error")}
+    assert reasons == {INVALID}
+    ids = token_ids_from_bytes(answer.outputs[0].token_ids, "")
+    assert list(ids) == made("byte_level").encode(TEXTS[0]).ids
+    assert len(answer.outputs[2].prefix_hashes) == 2 * 16
+    text = made("byte_level").decode(
+        token_ids_from_bytes(answer.outputs[5].token_ids, ""), skip_special_tokens=False
+    )
+    assert text == "<|user|>user\nhello</s>\n<|user|>assistant\n"
+
+
+async def test_too_large_a_batch_is_refused(served: Started) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await TokenizerStub(served.channel).Encode(
+            pb.EncodeRequest(inputs=[pb.EncodeInput(text="a")] * 257)
+        )
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_it_tells_what_it_is(served: Started, tmp_path: Path) -> None:
+    described = await TokenizerStub(served.channel).Describe(pb.DescribeRequest())
+    assert described.identity.role == "tokenizer"
+    assert (described.model, described.has_chat_template) == ("tiny", True)
+    assert described.vocab_size == made("byte_level").get_vocab_size()
+    assert described.tokenizer_digest == tokenizer_digest(tmp_path / "tiny")
+    watch = worker_pb2_grpc.WorkerStub(served.channel).Watch(worker_pb2.WatchRequest())
+    first = await watch.read()
+    assert first.description.identity == described.identity
+    assert first.description.model.tokenizer_digest == described.tokenizer_digest
+    second = await watch.read()
+    assert second.load.state == worker_pb2.WORKER_STATE_SERVING
+    watch.cancel()
+
+
+async def test_sigterm_lets_running_inputs_end(served: Started) -> None:
+    stub = TokenizerStub(served.channel)
+    inputs = [pb.EncodeInput(text=" ".join(TEXTS)[:1000])] * 256
+    calls = [asyncio.ensure_future(stub.Encode(pb.EncodeRequest(inputs=inputs))) for _ in range(4)]
+    await stub.Describe(pb.DescribeRequest())
+    served.terminate()
+    for answer in await asyncio.gather(*calls):
+        assert all(output.token_ids for output in answer.outputs)
+    assert await served.exit_code() == 0
+
+
+async def test_it_is_small(served: Started) -> None:
+    await TokenizerStub(served.channel).Encode(pb.EncodeRequest(inputs=[chat("hello")]))
+    assert "torch" not in served.modules() and "nixl" not in served.modules()
+    assert served.resident_mib() < 250
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "detokenizer"])
+async def test_a_model_that_is_none_ends_the_start(role: str, tmp_path: Path) -> None:
+    for flags in ((), ("--model", str(tmp_path))):
+        code, said = await exit_of(role, *flags)
+        assert code == 2
+        assert "model" in said and "Traceback" not in said
