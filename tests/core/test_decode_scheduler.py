@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.core.attempts import (
+    EOS,
+    VOCAB_SIZE,
+    Outputs,
+    attempt,
+    decode_loop,
+    expected,
+    fill_in,
+    handed_over,
+    run_out,
+    started,
+)
 
 from baton.core.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
@@ -20,18 +32,6 @@ from baton.core.events import Failed, Tokens
 from baton.core.loop import EngineLoop
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.scheduling import QueueLimit
-from tests.core.attempts import (
-    EOS,
-    VOCAB_SIZE,
-    Outputs,
-    attempt,
-    decode_loop,
-    expected,
-    fill_in,
-    handed_over,
-    run_out,
-    started,
-)
 
 
 def outputs_of(outputs: Outputs, one: Attempt) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""The journey: whatever workers do, every position is accepted once and the answer is the model's."""
+"""The journey: whatever workers do, the answer is the model's, each position accepted once."""
 
 from __future__ import annotations
 

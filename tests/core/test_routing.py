@@ -149,7 +149,8 @@ def test_less_load_wins(lighter: dict[str, Any]) -> None:
         "free_blocks": 1,
     }
     name = next(iter(lighter))
-    decodes = [worker("heavy", **{name: heavy[name]}), worker("light", **lighter)]
+    heavier: dict[str, Any] = {name: heavy[name]}
+    decodes = [worker("heavy", **heavier), worker("light", **lighter)]
     decision = route(DEMAND, [], decodes)
     assert decision.decode is not None
     assert decision.decode.incarnation == "light"

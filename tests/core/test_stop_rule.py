@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.core.attempts import attempt
 
 from baton.core.request import FinishReason, StopParams
 from baton.core.stops import StopRule
-from tests.core.attempts import attempt
 
 EOS = (2, 3)
 

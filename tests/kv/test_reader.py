@@ -21,7 +21,7 @@ RING = RingDescription(0, 4096, 4)
 
 
 class Hesitant:
-    """A transport whose reads end when the test says so, as `(state, releasable)` by remote slot."""
+    """A transport whose reads end when the test says so. Handles are the numbers of remote slots."""
 
     name = "hesitant"
 

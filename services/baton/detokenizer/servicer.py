@@ -7,7 +7,7 @@ and one writer sends all there is as one response whenever the stream has room.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
@@ -56,34 +56,42 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             session.drain()
         await self._idle.wait()
 
-    async def Session(
+    # The stubs know generators only; a handler that writes by itself is as good.
+    async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.DetokenizerSessionRequest], context: Context
-    ) -> AsyncIterator[pb.DetokenizerSessionResponse]:
+    ) -> None:
         session = _Session(OpenTexts(self._vocabulary, self._max_texts), self._max_unsent_bytes)
         if self.draining:
             session.drain()
         self._sessions.add(session)
         self._idle.clear()
         reader = asyncio.create_task(session.read(request_iterator))
+        writer = asyncio.create_task(session.write(context.write))
         try:
-            async for response in session.responses(reader):
-                yield response
+            # A writer that waits for a router which does not read must not keep the session alive
+            # when the reader fails.
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+            await writer
         finally:
             self._sessions.discard(session)
-            reader.cancel()
-            # Its failure, if it had one, was raised by `responses` already.
-            await asyncio.gather(reader, return_exceptions=True)
             if not self._sessions:
                 self._idle.set()
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
 
 
 class _Session:
-    """One stream. Two tasks share it on one event loop: `read` and whoever runs `responses`."""
+    """One stream: `read` and `write` run as two tasks on one event loop, until either ends."""
 
     def __init__(self, texts: OpenTexts, max_unsent_bytes: int) -> None:
         self.texts = texts
         self._max_unsent_bytes = max_unsent_bytes
         self._draining = False
+        self._complete = False
+        """No operation follows."""
         self._made = counter(TEXT_BYTES)
         self._wake = asyncio.Event()
 
@@ -92,43 +100,39 @@ class _Session:
         self._wake.set()
 
     async def read(self, requests: AsyncIterator[pb.DetokenizerSessionRequest]) -> None:
-        """Applies operations until the router has no more, or leaves too much unread."""
-        try:
-            burst = 0
-            async for request in requests:
-                for operation in request.operations:
-                    burst += self._apply(operation)
-                    if burst > BURST_TOKENS:
-                        burst = 0
-                        self._wake.set()
-                        await asyncio.sleep(0)
-                if self.texts.unsent_bytes > self._max_unsent_bytes:
-                    raise Overloaded("the session's responses are not read")
-                if self.texts.has_news:
+        """Applies operations until the router has no more. Raises Overloaded when it leaves too
+        much unread.
+        """
+        burst = 0
+        async for request in requests:
+            for operation in request.operations:
+                burst += self._apply(operation)
+                if burst > BURST_TOKENS:
+                    burst = 0
                     self._wake.set()
-        finally:
-            self._wake.set()
+                    await asyncio.sleep(0)
+            if self.texts.unsent_bytes > self._max_unsent_bytes:
+                raise Overloaded("the session's responses are not read")
+            if self.texts.has_news:
+                self._wake.set()
+        self._complete = True
+        self._wake.set()
 
-    async def responses(
-        self, reader: asyncio.Task[None]
-    ) -> AsyncIterator[pb.DetokenizerSessionResponse]:
+    async def write(self, send: Callable[[pb.DetokenizerSessionResponse], Awaitable[None]]) -> None:
         """Ends when the router has no more operations, or when draining and no text is open."""
         while True:
             self._wake.clear()
             while news := self.texts.take(MAX_RESPONSE_CHARACTERS):
                 response = pb.DetokenizerSessionResponse(deltas=map(_delta, news))
                 self._made.inc(sum(len(delta.text.encode()) for delta in response.deltas))
-                yield response
-            if reader.done():
-                reader.result()
-                return
-            if self._draining and not self.texts:
+                await send(response)
+            if self._complete or (self._draining and not self.texts):
                 return
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._wake.wait()
             except TimeoutError:
-                yield pb.DetokenizerSessionResponse(heartbeat=True)
+                await send(pb.DetokenizerSessionResponse(heartbeat=True))
 
     def _apply(self, operation: pb.DetokenizeOperation) -> int:
         """Returns how many tokens it took."""

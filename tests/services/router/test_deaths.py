@@ -1,4 +1,4 @@
-"""Workers die, hang, refuse and break their word; the client reads the same answer, exactly once."""
+"""Workers die, hang, refuse and break their word; the client reads the same answer all the same."""
 
 from __future__ import annotations
 

@@ -148,9 +148,8 @@ def test_named_templates(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, chat_template=None, chat_template_name="x")
     config = folder / "tokenizer_config.json"
     config.write_text(config.read_text()[:-1] + f', "chat_template": {named!r}}}'.replace("'", '"'))
-    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        [{"role": "user", "content": "hi"}]
-    )
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template([{"role": "user", "content": "hi"}])
     prompt = ChatPrompt((Message("user", "hi"),))
     assert encoder_of(folder).encode(prompt, b"").token_ids == expected["input_ids"]
 

@@ -76,13 +76,12 @@ async def test_it_tells_what_it_is(served: Started, tmp_path: Path) -> None:
     assert (described.model, described.has_chat_template) == ("tiny", True)
     assert described.vocab_size == made("byte_level").get_vocab_size()
     assert described.tokenizer_digest == tokenizer_digest(tmp_path / "tiny")
-    watch = worker_pb2_grpc.WorkerStub(served.channel).Watch(worker_pb2.WatchRequest())
-    first = await watch.read()
+    watch = aiter(worker_pb2_grpc.WorkerStub(served.channel).Watch(worker_pb2.WatchRequest()))
+    first = await anext(watch)
     assert first.description.identity == described.identity
     assert first.description.model.tokenizer_digest == described.tokenizer_digest
-    second = await watch.read()
+    second = await anext(watch)
     assert second.load.state == worker_pb2.WORKER_STATE_SERVING
-    watch.cancel()
 
 
 async def test_sigterm_lets_running_inputs_end(served: Started) -> None:

@@ -1,0 +1,91 @@
+"""Greedy output over five real processes equals `transformers` greedy generate, token for token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.relay import Relay, options
+from tests.engine.tiny_models import save_tiny_model
+
+NEW_TOKENS = 24
+LENGTHS = (1, 2, 7, 15, 16, 17, 31, 33, 64, 65, 100, 129, 255, 257, 400, 600)
+BUNDLED = Path(__file__).parents[2] / "services/baton/models/baton-tiny"
+
+MODES = {
+    "nixl": ("bundled", ("--transport", "nixl"), {}),
+    "loopback, chunks of 37": ("gemma3", ("--transport", "loopback"), {"BATON_STEP_TOKENS": "37"}),
+    "local prefill": ("qwen3_moe", ("--prefill", "0"), {}),
+}
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(3, vocab) for _ in range(length)] for length in LENGTHS]
+
+
+def expected(model: Path, asked: list[list[int]]) -> list[list[int]]:
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers = []
+    for prompt in asked:
+        ids = torch.tensor([prompt])
+        out = network.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module", params=MODES)
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Relay, Path, str]]:
+    arch, flags, variables = MODES[request.param]
+    folder = tmp_path_factory.mktemp("parity")
+    model = BUNDLED if arch == "bundled" else save_tiny_model(arch, folder / arch)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        relay = Relay(folder, "--model", str(model), *flags)
+    yield relay, model, request.param
+    relay.close()
+
+
+def test_sixteen_at_once(running: tuple[Relay, Path, str]) -> None:
+    relay, model, mode = running
+    asked = prompts(1000)
+    right = expected(model, asked)
+
+    def ask(prompt: list[int]) -> list[int]:
+        return relay.generate(prompt, options(max_tokens=NEW_TOKENS)).token_ids[0]
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(ask, asked)) == right
+        # Once more: now every prompt is in the prefix caches.
+        assert list(pool.map(ask, asked)) == right
+    router = relay.processes("router")[0]
+    moved = relay.metric(router, "baton_kv_bytes_total")
+    assert (moved > 0) == (mode != "local prefill")
+    assert relay.metric(router, "baton_retries_total") == 0
+    assert relay.generate(asked[-1], options(max_tokens=1)).finished is not None
+
+
+def test_a_prefix_hit_is_reported(running: tuple[Relay, Path, str]) -> None:
+    relay, _, _ = running
+    prompt = prompts(1000)[-1]
+    wanted = options(max_tokens=4)
+    relay.generate(prompt, wanted)
+    finished = relay.generate(prompt, wanted).finished
+    assert finished is not None
+    assert finished.cached_tokens >= 512

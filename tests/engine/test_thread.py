@@ -1,0 +1,326 @@
+"""EngineThread over the runner without torch: order, wake-ups, failures and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.core.attempt import Attempt, SequenceKey
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.errors import Internal, NotFound, Overloaded, Unavailable
+from baton.core.events import Event, Failed, Tokens
+from baton.core.loop import EngineLoop
+from baton.core.plan import StepPlan
+from baton.core.request import SamplingParams, StopParams
+from baton.engine.fake import FakeRunner
+from baton.engine.thread import EngineThread
+
+Engine = EngineThread[DecodeScheduler]
+
+
+class Runner(FakeRunner):
+    """Can be held at a step, and can break."""
+
+    def __init__(self, step_seconds: float = 0.0):
+        super().__init__(64, 16, step_seconds=step_seconds)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.threads: set[int] = set()
+        self.breaks = False
+        self.closed = False
+
+    def submit(self, plan: StepPlan) -> None:
+        self.threads.add(threading.get_ident())
+        self.entered.set()
+        if not self.gate.wait(30):
+            raise TimeoutError
+        if self.breaks:
+            raise MemoryError("out of device memory")
+        super().submit(plan)
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+def attempt(name: str = "r", max_tokens: int = 6, remaining_s: float | None = None) -> Attempt:
+    return Attempt(
+        name,
+        0,
+        (0,),
+        tuple(range(10, 30)),
+        20,
+        SamplingParams(temperature=0.0),
+        StopParams(max_tokens),
+        remaining_s=remaining_s,
+    )
+
+
+class Heard:
+    """What was delivered, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.changed = asyncio.Event()
+        self.deliveries = 0
+
+    def take(self, events: list[Event]) -> None:
+        self.deliveries += 1
+        self.events += events
+        self.changed.set()
+
+    @property
+    def tokens(self) -> dict[SequenceKey, list[int]]:
+        found: dict[SequenceKey, list[int]] = {}
+        for event in self.events:
+            for made in event.tokens if isinstance(event, Tokens) else ():
+                found.setdefault(made.key, []).extend(made.token_ids)
+        return found
+
+    async def until(self, count: int) -> None:
+        """Waits until so many tokens were delivered."""
+        async with asyncio.timeout(30):
+            while sum(map(len, self.tokens.values())) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def running(
+    runner: Runner, heard: Heard, *, max_queued_calls: int = 1000
+) -> AsyncIterator[Engine]:
+    def make() -> EngineLoop[DecodeScheduler]:
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        scheduler = DecodeScheduler(
+            pool, DecodePolicy(), eos_token_ids=(3,), max_model_len=2048, vocab_size=2048
+        )
+        return EngineLoop(runner, scheduler)
+
+    engine = Engine(make, heard.take, max_queued_calls=max_queued_calls)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        runner.gate.set()
+        await engine.stop()
+
+
+async def add(engine: Engine, one: Attempt) -> None:
+    await engine.call(lambda loop: loop.scheduler.add(one, time.monotonic()))
+
+
+async def test_tokens_are_delivered_step_by_step_from_one_thread() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        await add(engine, attempt("a"))
+        await add(engine, attempt("b"))
+        await heard.until(12)
+        a, b = heard.tokens.values()
+        assert len(a) == 6 and a == b
+        assert runner.threads.isdisjoint({threading.get_ident()}) and len(runner.threads) == 1
+        assert await engine.call(lambda loop: loop.scheduler.has_work) is False
+    assert runner.closed
+
+
+async def test_calls_run_in_order_between_steps_and_on_the_engine_thread() -> None:
+    runner, heard, order = Runner(), Heard(), []
+    async with running(runner, heard) as engine:
+        runner.gate.clear()
+        await add(engine, attempt())
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        for number in range(3):
+            engine.post(lambda loop, n=number: order.append((n, threading.get_ident())))  # type: ignore[misc]
+        answer = asyncio.ensure_future(engine.call(lambda loop: len(order)))
+        await asyncio.sleep(0)
+        assert order == [], "a step is running"
+        runner.gate.set()
+        assert await answer == 3
+        assert [number for number, _ in order] == [0, 1, 2]
+        assert {thread for _, thread in order} == runner.threads
+
+
+async def test_what_a_call_raises_reaches_its_caller_and_nobody_else() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        with pytest.raises(NotFound):
+            await engine.call(lambda loop: loop.scheduler.extents(attempt().key))
+        engine.post(lambda loop: loop.scheduler.extents(attempt().key))
+        await add(engine, attempt())
+        await heard.until(6)
+
+
+async def test_a_cancelled_call_still_runs() -> None:
+    runner, heard, ran = Runner(), Heard(), threading.Event()
+    async with running(runner, heard) as engine:
+        runner.gate.clear()
+        await add(engine, attempt())
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        caller = asyncio.ensure_future(engine.call(lambda loop: ran.set()))
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        runner.gate.set()
+        assert await asyncio.to_thread(ran.wait, 30)
+
+
+async def test_call_to_end_leaves_only_when_the_function_is_done() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        began, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+        def use_memory(loop: EngineLoop[DecodeScheduler]) -> None:
+            began.set()
+            go_on.wait(30)
+            done.set()
+            raise Internal("it also failed")
+
+        caller = asyncio.ensure_future(engine.call_to_end(use_memory))
+        assert await asyncio.to_thread(began.wait, 30)
+        for _ in range(3):
+            caller.cancel()
+            await asyncio.sleep(0)
+            assert not caller.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert done.is_set()
+        assert await engine.call_to_end(lambda loop: 7) == 7
+
+
+async def test_a_cancel_frees_within_one_step() -> None:
+    runner, heard = Runner(step_seconds=0.005), Heard()
+    async with running(runner, heard) as engine:
+        one = attempt(max_tokens=500)
+        await add(engine, one)
+        await heard.until(3)
+        engine.post(lambda loop: loop.scheduler.cancel(one.key))
+        load = await engine.call(lambda loop: loop.scheduler.load)
+        assert (load.running_sequences, load.free_blocks) == (0, 64)
+
+
+async def test_it_wakes_by_itself_for_a_deadline() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        await add(engine, attempt("wide", max_tokens=1000))
+        blocker = attempt("blocker", max_tokens=2000)
+        await engine.call(lambda loop: loop.scheduler.cancel(attempt("wide").key))
+
+        def wait_for_blocks(loop: EngineLoop[DecodeScheduler]) -> None:
+            for number in range(12):
+                name = f"{blocker.request_id}{number}"
+                loop.scheduler.reserve(attempt(name, max_tokens=2000), time.monotonic())
+            loop.scheduler.add(attempt("late", remaining_s=0.05), time.monotonic())
+
+        await engine.call(wait_for_blocks)
+        async with asyncio.timeout(30):
+            while not any(isinstance(event, Failed) for event in heard.events):
+                heard.changed.clear()
+                await heard.changed.wait()
+
+
+async def test_an_idle_engine_runs_nothing() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        await add(engine, attempt())
+        await heard.until(6)
+        assert await engine.call(lambda loop: loop.scheduler.has_work) is False
+        deliveries, used = heard.deliveries, time.process_time()
+        await asyncio.sleep(0.3)
+        assert heard.deliveries == deliveries
+        assert time.process_time() - used < 0.25
+
+
+async def test_the_age_of_a_step_is_seen_while_it_runs() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        assert engine.step_age_s == 0.0
+        runner.gate.clear()
+        await add(engine, attempt())
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        first = engine.step_age_s
+        await asyncio.sleep(0.01)
+        assert engine.step_age_s > first
+        assert engine.step_predicted_s > 0.0
+        runner.gate.set()
+        await heard.until(6)
+        await engine.call(lambda loop: None)
+        assert engine.step_age_s == 0.0
+
+
+async def test_too_many_calls_are_refused() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard, max_queued_calls=5) as engine:
+        runner.gate.clear()
+        await add(engine, attempt())
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        for _ in range(5):
+            engine.post(lambda loop: None)
+        with pytest.raises(Overloaded):
+            engine.post(lambda loop: None)
+        with pytest.raises(Overloaded):
+            await engine.call(lambda loop: None)
+
+
+async def test_a_broken_runner_is_fatal() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        runner.gate.clear()
+        runner.breaks = True
+        await add(engine, attempt())
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        queued = asyncio.ensure_future(engine.call(lambda loop: None))
+        await asyncio.sleep(0)
+        assert not engine.failed.done()
+        runner.gate.set()
+        async with asyncio.timeout(30):
+            assert isinstance(await engine.failed, MemoryError)
+            with pytest.raises(Unavailable):
+                await queued
+        with pytest.raises(Unavailable):
+            await engine.call(lambda loop: None)
+        assert engine.step_age_s == 0.0
+
+
+async def test_a_loop_that_cannot_be_made_fails_the_start() -> None:
+    def make() -> EngineLoop[DecodeScheduler]:
+        raise FileNotFoundError("no weights")
+
+    engine = Engine(make, Heard().take)
+    await engine.stop()
+    with pytest.raises(FileNotFoundError):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_stop_ends_the_running_step_and_refuses_the_rest() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        runner.gate.clear()
+        await add(engine, attempt(max_tokens=500))
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        queued = asyncio.ensure_future(engine.call(lambda loop: None))
+        await asyncio.sleep(0)
+        stopping = asyncio.ensure_future(engine.stop())
+        await asyncio.sleep(0)
+        assert not stopping.done()
+        runner.gate.set()
+        await stopping
+        assert runner.closed and not engine.failed.done()
+        with pytest.raises(Unavailable):
+            await queued
+        await engine.stop()
+
+
+def test_it_loads_without_torch() -> None:
+    code = "import sys, baton.engine.thread; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
