@@ -28,6 +28,8 @@ MAX_POSITIONS = 2048
 SHORT, LONG = (10, 384), (4, 1024)
 LONG_EVERY = 12
 PEAK_LEARNING_RATE = 2.5e-3
+#: Share of that rate when weights are already good and only need to get better.
+CONTINUED = 0.5
 #: Never used for judging a finished model: `evaluate.py` and the tests draw other seeds.
 PROGRESS_SEED = 0
 
@@ -131,17 +133,22 @@ def report(out: Path, questions: int) -> str:
     return f"{right}/{questions} right; " + (", ".join(missing) or "every kind")
 
 
-def train(out: Path, steps: int, threads: int, seed: int, compiled: bool) -> None:
+def train(out: Path, steps: int, seed: int, compiled: bool, start: Path | None) -> None:
     """Train for `steps` steps and leave the model in `out`."""
-    torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rng = random.Random(f"training {seed}")
 
-    sample = (m["content"] for _ in range(20_000) for m in dialogue(rng).messages())
-    tokenizer = train_tokenizer(sample, VOCABULARY)
-    package = packaged(tokenizer, MAX_POSITIONS)
+    peak = PEAK_LEARNING_RATE
+    if start:
+        model, package = load(start)
+        tokenizer = package.backend_tokenizer
+        peak *= CONTINUED
+    else:
+        sample = (m["content"] for _ in range(20_000) for m in dialogue(rng).messages())
+        tokenizer = train_tokenizer(sample, VOCABULARY)
+        package = packaged(tokenizer, MAX_POSITIONS)
+        model = new_model(package)
     encoder = Encoder(tokenizer)
-    model = new_model(package)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
 
     def short_piece() -> Piece:
@@ -153,10 +160,10 @@ def train(out: Path, steps: int, threads: int, seed: int, compiled: bool) -> Non
     far = Packer(lambda: encoder.dialogue(long_dialogue(rng)), *LONG)
     backbone = torch.compile(model.model, dynamic=False) if compiled else model.model
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.02, fused=True
+        model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.02, fused=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, PEAK_LEARNING_RATE, total_steps=steps, pct_start=0.06
+        optimizer, peak, total_steps=steps, pct_start=0.06
     )
     began = time.monotonic()
     model.train()
@@ -167,7 +174,7 @@ def train(out: Path, steps: int, threads: int, seed: int, compiled: bool) -> Non
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
+        if step % 20 == 0:
             seconds = time.monotonic() - began
             print(f"step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
         if step % 2000 == 0 and step < steps:
@@ -185,10 +192,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="continue from this saved model")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     # torch.compile needs a C++ compiler; without one the same steps take half as long again.
     compiled = any(shutil.which(name) for name in ("g++", "c++", "clang++"))
-    train(args.out, args.steps, args.threads, args.seed, compiled)
+    train(args.out, args.steps, args.seed, compiled, args.start)
 
 
 if __name__ == "__main__":

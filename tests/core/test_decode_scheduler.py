@@ -250,6 +250,20 @@ def test_everything_let_in_can_grow_by_the_headroom() -> None:
         loop.step(0.0)
 
 
+def test_nobody_is_let_in_who_would_soon_push_somebody_out() -> None:
+    loop = decode_loop(16, DecodePolicy(headroom=12))
+    runs = attempt("runs", size=8, max_tokens=50)
+    loop.scheduler.add(runs, 0.0)
+    for _ in range(12):
+        loop.step(0.0)
+    next_one = attempt("next", size=24, seed=1, max_tokens=20)
+    assert loop.scheduler.load.free_blocks == 11, "more than the 9 that it wants"
+    assert loop.scheduler.reserve(next_one, 0.0) is None, "but the running one will want 3 of them"
+    loop.scheduler.cancel(runs.key)
+    assert loop.scheduler.reserve(next_one, 0.0) == 0
+    loop.scheduler.cancel(next_one.key)
+
+
 def test_nothing_passes_what_waits_for_blocks_unless_it_is_more_important() -> None:
     loop = decode_loop(12, DecodePolicy(headroom=8))
     loop.scheduler.add(attempt("runs", size=20, max_tokens=20), 0.0)

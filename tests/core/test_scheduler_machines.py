@@ -341,9 +341,9 @@ class DecodeMachine(StepMachine):
         for key in list(self.reserved):
             self.admit_one(key)
         self.run_out()
-        for key in self.wanted:
-            one = self.drawn[AttemptKey(key.request_id, key.attempt)]
-            assert self.outputs.tokens[key] == expected(one, EOS_EVERY)[key.choice]
+        for wanted in self.wanted:
+            one = self.drawn[AttemptKey(wanted.request_id, wanted.attempt)]
+            assert self.outputs.tokens[wanted] == expected(one, EOS_EVERY)[wanted.choice]
 
 
 PROFILE = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.core.attempts import EOS, MAX_MODEL_LEN, attempt
 
@@ -26,8 +28,8 @@ PATHS = {
 }
 
 
-def sequence(max_unconfirmed: int = 0, **kwargs: object) -> Sequence:
-    one = attempt(**kwargs)  # type: ignore[arg-type]
+def sequence(max_unconfirmed: int = 0, **kwargs: Any) -> Sequence:
+    one = attempt(**kwargs)
     return Sequence(1, one, 0, StopRule(one, (EOS,), MAX_MODEL_LEN), max_unconfirmed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.core.attempts import attempt
@@ -13,9 +14,10 @@ from baton.core.stops import StopRule
 EOS = (2, 3)
 
 
-def rule(max_model_len: int = 100, size: int = 10, **stop: object) -> StopRule:
-    params = StopParams(**{"max_tokens": 5, **stop})  # type: ignore[arg-type]
-    return StopRule(replace(attempt(size=size), stop=params), EOS, max_model_len)
+def rule(max_model_len: int = 100, **stop: Any) -> StopRule:
+    """Over a prompt of 10 tokens and, if nothing else is said, at most 5 more."""
+    params = StopParams(**{"max_tokens": 5, **stop})
+    return StopRule(replace(attempt(size=10), stop=params), EOS, max_model_len)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +37,12 @@ def rule(max_model_len: int = 100, size: int = 10, **stop: object) -> StopRule:
     ],
 )
 def test_ends(
-    stop: dict[str, object],
+    stop: dict[str, Any],
     position: int,
     token: int,
     end: tuple[FinishReason | None, int | None],
 ) -> None:
-    max_model_len = stop.pop("max_model_len", 100)
-    assert isinstance(max_model_len, int)
-    assert rule(max_model_len, **stop).ends(position, token) == end
+    assert rule(**stop).ends(position, token) == end
 
 
 def test_end_tokens_are_banned_before_min_tokens() -> None:

@@ -15,13 +15,14 @@ import grpc
 
 from baton.core.attempt import ChoiceTokens, SequenceKey
 from baton.core.handover import LIMITS, Limit, State
+from baton.core.handover_messages import CollectorMessage, GiverMessage
 from baton.core.model import KvLayout, WorkerIdentity
 from baton.kv.collector import Collected, Collector, Ticket
 from baton.kv.giver import Giver, Offer
 from baton.kv.line import Liveness
 from baton.kv.parcel import XXH3
 from baton.kv.staging import Staging
-from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
+from baton.rpc.handover import GrpcCollectStream, GrpcGiverConnection, HandoverServicer
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 LAYOUT = KvLayout("ab" * 32, "float32", num_layers=2, num_kv_heads=2, key_size=8, value_size=8)
@@ -67,6 +68,40 @@ class Pool:
             self.unpacking -= 1
 
 
+class Wire(GrpcGiverConnection):
+    """The real connection, which can be cut, or silenced without either end noticing."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)
+        self._channel = channel
+        self.silent = asyncio.Event()
+
+    async def cut(self) -> None:
+        await self._channel.close()
+
+    def collect(self) -> GrpcCollectStream:
+        return MutedStream(super().collect(), self.silent)
+
+
+class MutedStream(GrpcCollectStream):
+    """A stream that swallows everything once `silent` is set."""
+
+    def __init__(self, stream: GrpcCollectStream, silent: asyncio.Event) -> None:
+        self._stream, self._silent = stream, silent
+
+    async def __aiter__(self) -> AsyncIterator[GiverMessage]:
+        async for message in self._stream:
+            if not self._silent.is_set():
+                yield message
+
+    async def send(self, message: CollectorMessage) -> None:
+        if not self._silent.is_set():
+            await self._stream.send(message)
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
 class Rig:
     """Both workers. `offer` and `collect` are what prefill and decode do."""
 
@@ -77,10 +112,12 @@ class Rig:
         given: Staging,
         landed: Staging,
         me: WorkerIdentity,
+        wires: list[Wire],
     ) -> None:
         self.giver, self.collector = giver, collector
         self.given, self.landed = given, landed
         self.collecting_as = me
+        self._wires = wires
         self.may_pack = asyncio.Event()
         self.may_pack.set()
 
@@ -112,8 +149,21 @@ class Rig:
     def ticket(self, offer: Offer, deadline_s: float = 60.0) -> Ticket:
         return Ticket(offer.handover_id, self.giver.identity, offer.num_positions, deadline_s)
 
+    def ticket_for(self, handover_id: bytes, num_positions: int) -> Ticket:
+        return Ticket(handover_id, self.giver.identity, num_positions)
+
     async def collect(self, offer: Offer, pool: Pool) -> Collected:
         return await self.collector.collect(self.ticket(offer), pool.reserve, pool.unpack)
+
+    async def cut(self) -> None:
+        """Breaks all connections between the two."""
+        for wire in self._wires:
+            await wire.cut()
+
+    def silence(self) -> None:
+        """Nothing gets through any more, in either direction, and nobody is told."""
+        for wire in self._wires:
+            wire.silent.set()
 
     async def settle(self) -> None:
         """Waits until nothing of any hand-over is left, and fails when that does not happen."""
@@ -138,6 +188,7 @@ async def rig(
     transport: str = "loopback",
     *,
     num_slots: int = 4,
+    giver_layout: KvLayout = LAYOUT,
     giver_slot_bytes: int = SLOT_BYTES,
     collector_slot_bytes: int = SLOT_BYTES,
     collector_layout: KvLayout = LAYOUT,
@@ -159,27 +210,27 @@ async def rig(
         num_slots=num_slots,
         slot_bytes=collector_slot_bytes,
     )
-    giver = Giver(giving, LAYOUT, given, digest=digest, liveness=liveness, limits=limits)
+    giver = Giver(giving, giver_layout, given, digest=digest, liveness=liveness, limits=limits)
     add_HandoverServicer_to_server(HandoverServicer(giver), server)
     await server.start()
-    channels: list[grpc.aio.Channel] = []
+    wires: list[Wire] = []
 
-    def connect(peer: WorkerIdentity) -> GrpcGiverConnection:
-        channels.append(grpc.aio.insecure_channel(peer.address))
-        return GrpcGiverConnection(channels[-1])
+    def connect(peer: WorkerIdentity) -> Wire:
+        wires.append(Wire(grpc.aio.insecure_channel(peer.address)))
+        return wires[-1]
 
     collector = Collector(
         collecting, collector_layout, landed, connect, liveness=liveness, limits=limits
     )
-    world = Rig(giver, collector, given, landed, collecting)
+    world = Rig(giver, collector, given, landed, collecting, wires)
     try:
         yield world
         await world.settle()
     finally:
         await collector.close()
         await giver.close()
-        for channel in channels:
-            await channel.close()
+        for wire in wires:
+            await wire.cut()
         await server.stop(None)
         await landed.close()
         await given.close()

@@ -1,18 +1,33 @@
-"""Whole hand-overs over real gRPC and both transports."""
+"""Whole hand-overs over real gRPC and both transports, when all goes well."""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+
 import pytest
 
+from baton.core.errors import Overloaded
 from baton.kv.giver import Outcome
-from tests.kv.rig import POSITIONS_PER_SLOT, TOKENS, Pool, expected, rig
+from baton.kv.parcel import BLAKE2B
+from tests.kv.rig import (
+    LAYOUT,
+    POSITIONS_PER_SLOT,
+    SLOT_BYTES,
+    TOKENS,
+    Pool,
+    expected,
+    rig,
+    until,
+)
 
 TRANSPORTS = ("loopback", "nixl")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_positions", [1, POSITIONS_PER_SLOT, 16, 400])
+@pytest.mark.parametrize("num_positions", [1, POSITIONS_PER_SLOT, POSITIONS_PER_SLOT + 1, 400])
 async def test_kv_and_token_arrive(transport: str, num_positions: int) -> None:
+    """400 positions are more than the whole ring holds."""
     async with rig(transport) as world:
         offer, pool = world.offer(num_positions), Pool()
         world.compute(offer)
@@ -20,6 +35,112 @@ async def test_kv_and_token_arrive(transport: str, num_positions: int) -> None:
         assert pool.kv == expected(offer.handover_id, num_positions)
         assert collected.tokens == TOKENS
         assert collected.cached_positions == 0
-        assert collected.received_bytes == sum(map(len, pool.kv.values()))
+        assert collected.received_bytes == num_positions * LAYOUT.bytes_per_position
         assert (await offer.wait()).outcome is Outcome.COMPLETED
         assert offer.granted is True
+        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"completed": 1}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("cached", [1, 17, 39, 40])
+async def test_cached_positions_do_not_travel(transport: str, cached: int) -> None:
+    async with rig(transport) as world:
+        offer, pool = world.offer(40), Pool(cached)
+        world.compute(offer)
+        collected = await world.collect(offer, pool)
+        assert pool.kv == expected(offer.handover_id, 40, start=cached)
+        assert collected.cached_positions == cached
+        assert collected.received_bytes == (40 - cached) * LAYOUT.bytes_per_position
+
+
+async def test_chunks_travel_while_the_next_one_computes() -> None:
+    async with rig() as world:
+        offer, pool = world.offer(60), Pool()
+        collecting = asyncio.create_task(world.collect(offer, pool))
+        offer.announce()
+        for finished in (7, 30, 31, 60):
+            offer.advance(finished)
+            await until(lambda finished=finished: len(pool.kv) == finished)  # type: ignore[misc]
+        assert not collecting.done()
+        offer.tokens(TOKENS)
+        assert (await collecting).tokens == TOKENS
+
+
+@pytest.mark.parametrize("first", ["offer", "collect"])
+async def test_either_side_may_come_first(first: str) -> None:
+    async with rig() as world:
+        handover_id = secrets.token_bytes(16)
+        pool = Pool()
+        if first == "offer":
+            offer = world.offer(20, handover_id=handover_id)
+            collecting = asyncio.create_task(world.collect(offer, pool))
+        else:
+            ticket = world.ticket_for(handover_id, 20)
+            collecting = asyncio.create_task(
+                world.collector.collect(ticket, pool.reserve, pool.unpack)
+            )
+            await until(lambda: world.giver.num_at_the_door == 1)
+            offer = world.offer(20, handover_id=handover_id)
+        world.compute(offer)
+        await collecting
+        assert pool.kv == expected(handover_id, 20)
+
+
+async def test_full_refuses_before_anything_moves() -> None:
+    async with rig() as world:
+        offer, pool = world.offer(20), Pool(cached=None)
+        world.compute(offer)
+        with pytest.raises(Overloaded):
+            await world.collect(offer, pool)
+        outcome = await offer.wait()
+        assert outcome.outcome is Outcome.FULL and offer.granted is False
+        assert isinstance(outcome.error, Overloaded)
+        assert not pool.kv and world.giver.stats.parcels == 0
+        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"full": 1}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_many_at_once_share_a_small_ring(transport: str) -> None:
+    async with rig(transport) as world:
+        offers = [world.offer(50 + i) for i in range(12)]
+        pools = [Pool() for _ in offers]
+        for offer in offers:
+            world.compute(offer)
+        await asyncio.gather(
+            *(world.collect(offer, pool) for offer, pool in zip(offers, pools, strict=True))
+        )
+        for offer, pool in zip(offers, pools, strict=True):
+            assert pool.kv == expected(offer.handover_id, offer.num_positions)
+
+
+@pytest.mark.parametrize(
+    ("giver_slot", "collector_slot"), [(SLOT_BYTES, 4 * SLOT_BYTES), (4 * SLOT_BYTES, SLOT_BYTES)]
+)
+async def test_slots_may_differ_in_size(giver_slot: int, collector_slot: int) -> None:
+    async with rig(giver_slot_bytes=giver_slot, collector_slot_bytes=collector_slot) as world:
+        offer, pool = world.offer(100), Pool()
+        world.compute(offer)
+        await world.collect(offer, pool)
+        assert pool.kv == expected(offer.handover_id, 100)
+
+
+async def test_parcels_may_be_sealed_with_blake2b() -> None:
+    async with rig(digest=BLAKE2B) as world:
+        offer, pool = world.offer(40), Pool()
+        world.compute(offer)
+        await world.collect(offer, pool)
+        assert pool.kv == expected(offer.handover_id, 40)
+
+
+async def test_a_long_wait_for_prefill_is_bridged_by_heartbeats() -> None:
+    """Four times what either side takes for death."""
+    from baton.kv.line import Liveness
+
+    async with rig(liveness=Liveness(heartbeat_s=0.1, missed=5)) as world:
+        offer, pool = world.offer(20), Pool()
+        collecting = asyncio.create_task(world.collect(offer, pool))
+        await asyncio.sleep(2.0)
+        assert not collecting.done()
+        world.compute(offer)
+        await collecting
+        assert pool.kv == expected(offer.handover_id, 20)

@@ -21,7 +21,7 @@ RING = RingDescription(0, 4096, 4)
 
 
 class Hesitant:
-    """A transport whose reads end when the test says so. Handles are the numbers of remote slots."""
+    """A transport whose reads end when the test says so. A handle is the remote slot's number."""
 
     name = "hesitant"
 

@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 
 from baton.core.errors import BatonError
 
-COMMANDS = ("up", "down", "bench")
+COMMANDS = ("up", "down", "chat", "doctor", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

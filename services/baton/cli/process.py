@@ -43,6 +43,8 @@ class Child:
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONUNBUFFERED": "1",
+            # gRPC tells every goodbye of a peer as if it were news.
+            "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
         }
         process = await asyncio.create_subprocess_exec(
             *spec.command,

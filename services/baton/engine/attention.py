@@ -16,8 +16,9 @@ from transformers import AttentionInterface
 from baton.core.errors import Internal
 from baton.engine.config import TILE
 from baton.engine.inputs import StepInputs, Tile, TileGroup
-from baton.engine.kernels import Kernel, flash_cpu, merge, reference
+from baton.engine.kernels import Kernel, merge
 from baton.engine.kv_cache import KvCache
+from baton.engine.masks import MaskBank
 from baton.engine.spans import spans
 
 # No mask function is registered under this name, so transformers builds no masks at all. The name
@@ -91,46 +92,18 @@ def paged(
 AttentionInterface.register(INTERFACE, paged)
 
 
-class MaskBank:
-    """Masks of query tiles, as slices of one constant per (window, queries per KV head).
-
-    Counted from a tile's end, which keys a query sees depends on its offset in the tile alone. So
-    one matrix, aligned at its right edge, serves every tile at every position.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self._dtype = dtype
-        self._device = device
-        self._known: dict[tuple[int | None, int], torch.Tensor] = {}
-
-    def take(self, window: int | None, group: int, length: int) -> torch.Tensor:
-        """[16 * group, length]: rows by offset in the tile, then by query head."""
-        known = self._known.get((window, group))
-        if known is None or known.shape[1] < length:
-            known = self._build(window, group, max(1024, 1 << (length - 1).bit_length()))
-            self._known[window, group] = known
-        return known[:, known.shape[1] - length :]
-
-    def _build(self, window: int | None, group: int, width: int) -> torch.Tensor:
-        back = torch.arange(width, 0, -1, device=self._device)[None]
-        ahead = TILE - torch.arange(TILE, device=self._device).repeat_interleave(group)[:, None]
-        seen = back >= ahead
-        if window is not None:
-            seen &= back < ahead + window
-        mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~seen, float("-inf"))
-
-
 class PagedAttention:
     """Runs the attention of steps over one KvCache.
 
     exact: a query's bits depend on its sequence's tokens alone. Keys that lie in several extents
     are then gathered, so that the kernel always sees the one run it would see unfragmented;
     otherwise each extent is read in place and the parts are merged by log-sum-exp, which is faster
-    and differs in the last bits.
+    and differs in the last bits. lone_rows: how many rows a query that is alone in its tile is
+    padded to, see `kernels.fewest_rows`; None computes whole tiles only.
     """
 
-    def __init__(self, cache: KvCache, kernel: Kernel, *, exact: bool):
+    def __init__(self, cache: KvCache, kernel: Kernel, *, exact: bool, lone_rows: int | None):
+        self.lone_rows = lone_rows
         self._cache = cache
         self._kernel = kernel
         self._exact = exact
@@ -141,16 +114,34 @@ class PagedAttention:
             self._cache.clear(inputs.stale)
         return StepAttention(self, inputs)
 
-    def run(self, arguments: LayerArguments, group: TileGroup, query: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        arguments: LayerArguments,
+        inputs: StepInputs,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores the step's KV, then attends. Shapes as in AttentionContext."""
+        self._cache.write(arguments.layer, inputs.places, key, value)
+        query = query.transpose(0, 1)
+        output = query.new_empty(*query.shape[:2], value.shape[-1])
+        for group in inputs.groups:
+            rows = self._group(arguments, group, query)
+            output[group.targets] = rows if group.kept is None else rows[group.kept]
+        return output
+
+    def _group(
+        self, arguments: LayerArguments, group: TileGroup, query: torch.Tensor
+    ) -> torch.Tensor:
         """query [T, heads, D] -> the group's rows, [tiles * width, heads, Dv]."""
         layout = self._cache.layout
         kv_heads, per_head = layout.num_kv_heads, query.shape[1] // layout.num_kv_heads
         tiles, rows = len(group.tiles), group.width * per_head
         queries = query[group.rows].view(tiles, group.width, kv_heads, per_head, -1)
         queries = queries.transpose(1, 2).reshape(tiles, kv_heads, rows, -1)
-        if self._exact and rows % TILE:
-            # Matrix products of few rows take other kernels, with other bits, than those of many.
-            queries = torch.nn.functional.pad(queries, (0, 0, 0, -rows % TILE))
+        if group.width == 1 and self.lone_rows is not None and rows < self.lone_rows:
+            queries = torch.nn.functional.pad(queries, (0, 0, 0, self.lone_rows - rows))
         parts = [
             self._tile(arguments, tile, queries[i], per_head, group.width)
             for i, tile in enumerate(group.tiles)
@@ -174,19 +165,20 @@ class PagedAttention:
         if width == 1:
             row = tile.first_position % TILE * per_head
             mask = mask[row].expand(query.shape[1], -1)
-        kernel = reference if arguments.softcap is not None else self._kernel
         keys, values = self._cache.keys[arguments.layer], self._cache.values[arguments.layer]
         runs = list(spans(tile.extents, first, tile.end - first, self._cache.block_size))
         if len(runs) > 1 and self._exact:
             key = torch.cat([keys.narrow(1, *run) for run in runs], 1)
             value = torch.cat([values.narrow(1, *run) for run in runs], 1)
-            output, lse = kernel(query, key, value, mask, arguments.scale, arguments.softcap)
+            output, lse = self._kernel(query, key, value, mask, arguments.scale, arguments.softcap)
         else:
             parts = []
-            masks = mask.split([length for _, length in runs], 1)
+            masks = torch.split(mask, [length for _, length in runs], 1)
             for run, seen in zip(runs, masks, strict=True):
                 key, value = keys.narrow(1, *run), values.narrow(1, *run)
-                parts.append(kernel(query, key, value, seen, arguments.scale, arguments.softcap))
+                parts.append(
+                    self._kernel(query, key, value, seen, arguments.scale, arguments.softcap)
+                )
             output, lse = parts[0] if len(parts) == 1 else merge(parts, masks)
         if arguments.sinks is not None:
             output = _with_sinks(output, lse, arguments.sinks, per_head)
@@ -207,13 +199,7 @@ class StepAttention:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        self._attention._cache.write(arguments.layer, self._inputs.places, key, value)
-        query = query.transpose(0, 1)
-        output = query.new_empty(*query.shape[:2], value.shape[-1])
-        for group in self._inputs.groups:
-            rows = self._attention.run(arguments, group, query)
-            output[group.targets] = rows if group.kept is None else rows[group.kept]
-        return output
+        return self._attention.attend(arguments, self._inputs, query, key, value)
 
 
 def _with_sinks(
@@ -228,11 +214,3 @@ def _with_sinks(
     repeats = -(-lse.shape[1] // per_head)
     sink = heads.repeat(1, repeats)[:, : lse.shape[1]]
     return output * torch.sigmoid(lse - sink).unsqueeze(-1).to(output.dtype)
-
-
-def choose_kernel(name: str, device: torch.device, key_size: int, value_size: int) -> Kernel:
-    """The kernel for a configured name. The CPU one cannot read values wider than keys."""
-    fits = device.type == "cpu" and value_size <= key_size
-    if name == "reference" or not fits:
-        return reference
-    return flash_cpu

@@ -10,6 +10,12 @@ from typing import Protocol
 
 import torch
 
+from baton.engine.config import TILE
+from baton.engine.masks import MaskBank
+
+# How many keys torch's CPU kernel handles before it rescales; its algorithm repeats beyond.
+_FLASH_RUN = 512
+
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -71,6 +77,50 @@ def flash_cpu(
         scale=scale,
     )
     return output[0], lse[0]
+
+
+def choose_kernel(
+    name: str, device: torch.device, key_size: int, value_size: int, *, softcap: bool
+) -> Kernel:
+    """The kernel for a configured name. The CPU's own cannot do everything, the plain one can."""
+    fits = device.type == "cpu" and value_size <= key_size and not softcap
+    return flash_cpu if fits and name != "reference" else reference
+
+
+def fewest_rows(
+    kernel: Kernel, heads: int, per_head: int, size: int, dtype: torch.dtype, device: torch.device
+) -> int | None:
+    """To how many rows a lone query's heads must be padded to get the bits a whole tile gives.
+
+    Matrix products of few rows take other algorithms, with other bits, than those of many. This
+    tries random queries [heads, rows, size] over many lengths; None when only a whole tile, 16 *
+    per_head rows, will do.
+    """
+    generator = torch.Generator().manual_seed(11)
+    lengths = [*range(TILE, 2 * _FLASH_RUN + 1, 3 * TILE), 4 * _FLASH_RUN, 8 * _FLASH_RUN]
+    masks = MaskBank(dtype, device)
+
+    def random(count: int) -> torch.Tensor:
+        return torch.randn(heads, count, size, generator=generator).to(dtype).to(device)
+
+    query, key, value = random(TILE * per_head), random(lengths[-1]), random(lengths[-1])
+
+    def same(rows: int, length: int, offset: int) -> bool:
+        mask = masks.take(None, per_head, length)
+        whole, _ = kernel(query, key[:, :length], value[:, :length], mask, size**-0.5, None)
+        row = offset * per_head
+        lone = torch.nn.functional.pad(query[:, row : row + per_head], (0, 0, 0, rows - per_head))
+        got, _ = kernel(
+            lone, key[:, :length], value[:, :length], mask[row].expand(rows, -1), size**-0.5, None
+        )
+        return torch.equal(got[:, :per_head], whole[:, row : row + per_head])
+
+    for rows in sorted({per_head, 2, 4, 8, 16}):
+        if per_head <= rows <= TILE * per_head and all(
+            same(rows, length, offset) for length in lengths for offset in (0, 5, TILE - 1)
+        ):
+            return rows
+    return None
 
 
 def merge(

@@ -88,7 +88,8 @@ class KvProbe:
 
     def __init__(self) -> None:
         self.layers: list[int] = []
-        self.shapes: set[tuple[int, int, int]] = set()
+        self.shapes: set[tuple[int, int, int, int]] = set()
+        self.softcap = False
 
     def attend(
         self,
@@ -98,12 +99,22 @@ class KvProbe:
         value: torch.Tensor,
     ) -> torch.Tensor:
         self.layers.append(arguments.layer)
-        self.shapes.add((key.shape[0], key.shape[-1], value.shape[-1]))
+        self.shapes.add((query.shape[0], key.shape[0], key.shape[-1], value.shape[-1]))
+        self.softcap |= arguments.softcap is not None
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
 
 
-def probe_layout(loaded: LoadedModel) -> KvLayout:
-    """The KV's shape, taken from a run of the wired model rather than from its configuration.
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention of a model looks like. per_head: query heads per KV head."""
+
+    layout: KvLayout
+    per_head: int
+    softcap: bool
+
+
+def probe_attention(loaded: LoadedModel) -> AttentionShape:
+    """The shape of attention and KV, taken from a run of the wired model, not its configuration.
 
     Raises UnsupportedModel unless attention is called exactly once for each layer.
     """
@@ -119,8 +130,8 @@ def probe_layout(loaded: LoadedModel) -> KvLayout:
         )
     if len(probe.shapes) != 1:
         raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
-    ((heads, key_size, value_size),) = probe.shapes
-    return KvLayout(
+    ((query_heads, heads, key_size, value_size),) = probe.shapes
+    layout = KvLayout(
         model_digest=loaded.description.digest,
         dtype=next(k for k, v in DTYPES.items() if v == network.dtype),
         num_layers=layers,
@@ -128,6 +139,7 @@ def probe_layout(loaded: LoadedModel) -> KvLayout:
         key_size=key_size,
         value_size=value_size,
     )
+    return AttentionShape(layout, query_heads // heads, probe.softcap)
 
 
 def run_network(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,15 +14,23 @@ from baton.core.errors import Internal, InvalidArgument
 from baton.core.model import KvLayout, ModelDescription
 from baton.core.plan import Extents, SampledToken, StepPlan, StepResult
 from baton.engine import selfcheck
-from baton.engine.attention import PagedAttention, choose_kernel
+from baton.engine.attention import PagedAttention
 from baton.engine.check import check_plan
 from baton.engine.config import EngineConfig
 from baton.engine.exact import ExactMode
 from baton.engine.inputs import build_inputs
-from baton.engine.kernels import flash_cpu
+from baton.engine.kernels import choose_kernel, fewest_rows, flash_cpu
 from baton.engine.kv_cache import KvCache
 from baton.engine.linear import swap
-from baton.engine.loader import LoadedModel, Progress, load, probe_layout, run_network, wire
+from baton.engine.loader import (
+    AttentionShape,
+    LoadedModel,
+    Progress,
+    load,
+    probe_attention,
+    run_network,
+    wire,
+)
 from baton.engine.products import NotExact
 from baton.engine.sampler import SamplingFailed, sample
 
@@ -35,16 +44,16 @@ class TorchRunner:
     """
 
     def __init__(
-        self, network: nn.Module, model: ModelDescription, cache: KvCache, kernel_name: str
+        self,
+        network: nn.Module,
+        model: ModelDescription,
+        cache: KvCache,
+        attention: PagedAttention,
     ):
-        device = cache.keys.device
-        layout = cache.layout
         self._network = network
         self._model = model
         self._cache = cache
-        self._kernel = choose_kernel(kernel_name, device, layout.key_size, layout.value_size)
-        self._attention = PagedAttention(cache, self._kernel, exact=False)
-        self._lone_rows = True
+        self._attention = attention
         self._mode: AbstractContextManager[object] = nullcontext()
         self._results: deque[StepResult] = deque()
         self.exact = False
@@ -65,9 +74,11 @@ class TorchRunner:
         texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
         expected = [_eager_logits(loaded, text) for text in texts]
         wire(loaded.network)
-        layout = probe_layout(loaded)
-        cache, model = _cache(config, loaded, layout)
-        runner = cls(loaded.network, model, cache, config.attention)
+        shape = probe_attention(loaded)
+        cache, attention = _memory(config, loaded, shape)
+        fits = min(loaded.description.max_model_len, cache.num_blocks * cache.block_size)
+        model = replace(loaded.description, max_model_len=fits)
+        runner = cls(loaded.network, model, cache, attention)
         runner._prepare(config.exact, texts, expected)
         return runner
 
@@ -127,7 +138,8 @@ class TorchRunner:
         if not plan.chunks:
             return torch.empty(0, self._model.vocab_size)
         device = self._cache.keys.device
-        inputs = build_inputs(plan, self.block_size, device, lone_rows=self._lone_rows)
+        lone_rows = self._attention.lone_rows is not None
+        inputs = build_inputs(plan, self.block_size, device, lone_rows=lone_rows)
         context = self._attention.step(inputs)
         with self._mode:
             return run_network(
@@ -155,32 +167,20 @@ class TorchRunner:
             swap(self._network, exact=exact)
             if exact:
                 self._mode = ExactMode()
-                self._attention = PagedAttention(self._cache, self._kernel, exact=True)
-                self._lone_rows = self._kernel is flash_cpu
+            selfcheck.check_parity(self.forward, tables, texts, expected)
+            if exact:
+                selfcheck.check_exact(self.forward, tables, texts)
+            self.exact = exact
         except NotExact as error:
-            exact = False
-            self._give_up(str(error))
-        selfcheck.check_parity(self.forward, tables, texts, expected)
-        if exact:
-            self._settle_exact(tables, texts)
+            self.not_exact_because = str(error)
+            log.warning("exact mode cannot be had: %s", error)
+            self._mode = nullcontext()
+            swap(self._network, exact=False)
+            selfcheck.check_parity(self.forward, tables, texts, expected)
+        if self.exact:
+            self.not_exact_because = ""
         self._cache.keys.zero_()
         self._cache.values.zero_()
-
-    def _settle_exact(self, tables: list[Extents], texts: list[list[int]]) -> None:
-        try:
-            self.exact = selfcheck.is_exact(self.forward, tables, texts)
-            if not self.exact and self._lone_rows:
-                self._lone_rows = False
-                self.exact = selfcheck.is_exact(self.forward, tables, texts)
-            self.not_exact_because = "" if self.exact else "logits vary with the batch"
-        except NotExact as error:
-            self._give_up(str(error))
-        if not self.exact:
-            log.warning("exact mode cannot be had: %s", self.not_exact_because)
-
-    def _give_up(self, reason: str) -> None:
-        self.not_exact_because = reason
-        log.warning("exact mode cannot be had: %s", reason)
 
 
 def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
@@ -190,29 +190,28 @@ def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
     return run_network(loaded.network, tokens, positions, positions[0, -1:], None)[0]
 
 
-def _cache(
-    config: EngineConfig, loaded: LoadedModel, layout: KvLayout
-) -> tuple[KvCache, ModelDescription]:
-    """The pool's memory, and the model's description with what fits into it."""
-    model = loaded.description
+def _memory(
+    config: EngineConfig, loaded: LoadedModel, shape: AttentionShape
+) -> tuple[KvCache, PagedAttention]:
+    """The block pool's memory and the attention over it. Raises InvalidArgument when too small."""
+    layout, device = shape.layout, loaded.device
+    max_model_len = loaded.description.max_model_len
     block_bytes = layout.bytes_per_position * config.block_size
-    wanted = config.max_batch * -(-model.max_model_len // config.block_size)
+    wanted = config.max_batch * -(-max_model_len // config.block_size)
     num_blocks = config.num_blocks or min(wanted, config.kv_memory_bytes // block_bytes)
-    if num_blocks * config.block_size < min(model.max_model_len, 128):
+    if num_blocks * config.block_size < min(max_model_len, 128):
         raise InvalidArgument(
             f"a block of {config.block_size} positions takes {block_bytes} bytes: "
             f"{num_blocks} of them are too few",
             field="num_blocks" if config.num_blocks else "kv_memory_bytes",
         )
-    kernel = choose_kernel(config.attention, loaded.device, layout.key_size, layout.value_size)
-    even = kernel is flash_cpu
-    cache = KvCache(layout, num_blocks, config.block_size, loaded.device, even=even)
-    fits = min(model.max_model_len, num_blocks * config.block_size)
-    return cache, ModelDescription(
-        name=model.name,
-        digest=model.digest,
-        max_model_len=fits,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        tokenizer_digest=model.tokenizer_digest,
+    kernel = choose_kernel(
+        config.attention, device, layout.key_size, layout.value_size, softcap=shape.softcap
     )
+    even = kernel is flash_cpu
+    cache = KvCache(layout, num_blocks, config.block_size, device, even=even)
+    lone_rows: int | None = shape.per_head
+    if config.exact:
+        size, dtype = layout.key_size, cache.keys.dtype
+        lone_rows = fewest_rows(kernel, layout.num_kv_heads, shape.per_head, size, dtype, device)
+    return cache, PagedAttention(cache, kernel, exact=config.exact, lone_rows=lone_rows)

@@ -14,6 +14,7 @@ import torch
 from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
 from baton.core.request import SamplingParams
 from baton.engine.guards import UnsupportedModel
+from baton.engine.products import NotExact
 
 Forward = Callable[[StepPlan], torch.Tensor]
 """Runs a plan and returns the sampled rows' logits [S, vocab]."""
@@ -54,13 +55,14 @@ def check_parity(
                 )
 
 
-def is_exact(forward: Forward, tables: list[Extents], texts: list[list[int]]) -> bool:
-    """Whether logits are bit-equal packed, alone, in chunks and token by token."""
+def check_exact(forward: Forward, tables: list[Extents], texts: list[list[int]]) -> None:
+    """Raises NotExact unless logits are bit-equal packed, alone, in chunks and token by token."""
     whole = forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
     alone = [forward(StepPlan(0, (_chunk(i, text, tables[i]),)))[0] for i, text in enumerate(texts)]
     others = [torch.stack(alone)]
     others += [_in_chunks(forward, tables, texts, size) for size in (_CHUNK, 1)]
-    return all(torch.equal(whole, other) for other in others)
+    if not all(torch.equal(whole, other) for other in others):
+        raise NotExact("logits vary with what else is in the batch")
 
 
 def _in_chunks(

@@ -81,6 +81,16 @@ class Giver:
         """Hand-overs that have not ended."""
         return len(self._offers)
 
+    @property
+    def num_at_the_door(self) -> int:
+        """Streams that wait for an offer they overtook."""
+        return len(self._door)
+
+    @property
+    def num_tombstones(self) -> int:
+        """Ended ids that are remembered."""
+        return len(self._tombstones)
+
     def offer(
         self,
         handover_id: bytes,

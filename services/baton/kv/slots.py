@@ -136,14 +136,14 @@ class SlotRing:
                 self._waiting.remove(entry)
 
     def close(self) -> None:
-        """Unmaps the memory. Only when no transfer can touch it any more; idempotent."""
+        """Lets go of the memory. Only when no transfer can touch it any more; idempotent."""
         if self.fd < 0:
             return
-        for view in self._views:
-            view.release()
-        self._memory.close()
         os.close(self.fd)
         self.fd = -1
+        # The mapping goes with the last view of it, which somebody may still hold.
+        self._views.clear()
+        del self._memory
 
     def _return(self, slot: Slot) -> None:
         self._free.append(slot.index)

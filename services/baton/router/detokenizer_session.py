@@ -118,9 +118,9 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
 
     def close(self, text_id: int) -> None:
         """Nothing more is wanted of the text. Unknown ones are no error."""
-        if self._sources.pop(text_id, None) is None:
+        if text_id not in self._sources:
             return
-        self._dirty.pop(text_id, None)
+        self._forget(text_id)
         if text_id in self._unopened:
             self._unopened.discard(text_id)
         else:
@@ -199,7 +199,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
 
     def _news(self, source: TextSource, delta: TextDelta) -> None:
         if delta.HasField("error"):
-            del self._sources[delta.text_id]
+            self._forget(delta.text_id)
             source.on_lost(error_from_proto(delta.error))
             return
         stop = (delta.stop.stop_string, delta.stop.position) if delta.HasField("stop") else None
@@ -214,5 +214,8 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
             )
         )
         if delta.end:
-            self._sources.pop(delta.text_id, None)
-            self._dirty.pop(delta.text_id, None)
+            self._forget(delta.text_id)
+
+    def _forget(self, text_id: int) -> None:
+        self._sources.pop(text_id, None)
+        self._dirty.pop(text_id, None)

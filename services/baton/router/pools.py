@@ -24,7 +24,7 @@ from baton.router.cancellation import cancelled_here
 from baton.router.discovery import Discovery
 from baton.router.grace import SILENCE_S, Grace
 from baton.router.notice import Notice
-from baton.router.shared_stream import WorkerStalled
+from baton.router.shared_stream import BROKEN, WorkerStalled
 from baton.rpc.channels import Channels
 from baton.rpc.convert import identity_to_proto
 from baton.rpc.worker import description_from_proto, load_from_proto
@@ -125,8 +125,10 @@ class WorkerLink(Generic[C]):
                         raise
                 except WorkerStalled:
                     grace.give_up()
-                except (grpc.aio.AioRpcError, TimeoutError, BatonError, ValueError) as error:
+                except BROKEN as error:
                     log.debug("watch broke: %r", error)
+                except (BatonError, ValueError):
+                    log.exception("a worker describes itself in a way that cannot be")
                 grace.failed()
                 self.settled = False
                 if grace.spent:

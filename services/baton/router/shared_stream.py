@@ -25,6 +25,12 @@ Down = TypeVar("Down")
 
 log = logging.getLogger(__name__)
 
+WRITE_TIMEOUT_S = 10.0
+"""A worker that sends but does not read for so long is no use."""
+
+BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError)
+"""How grpc.aio tells that a call is over, and silence."""
+
 
 class WorkerStalled(Exception):
     """The worker answers, but its running step is far older than predicted."""
@@ -51,17 +57,19 @@ class SharedStream(ABC, Generic[Up, Down]):
             while True:
                 try:
                     await self._once(grace)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+                except BROKEN as error:
                     log.debug("stream broke: %r", error)
-                    grace.failed()
                 except asyncio.CancelledError:
                     if cancelled_here():
                         raise
-                    grace.failed()
-                except (BatonError, ValueError, WorkerStalled) as error:
-                    log.warning("stream given up: %r", error)
-                    grace.failed()
+                except WorkerStalled:
+                    log.warning("a worker's step hangs: its stream is given up")
                     grace.give_up()
+                except Exception:
+                    # Whatever a worker said, the stream to it is opened again.
+                    log.exception("a worker's stream is given up")
+                    grace.give_up()
+                grace.failed()
                 if grace.spent or not self.resumable:
                     self.lose(Unavailable("A worker of this request was lost."))
                 await asyncio.sleep(grace.pause_s)
@@ -86,7 +94,7 @@ class SharedStream(ABC, Generic[Up, Down]):
 
     @abstractmethod
     def incoming(self, message: Down) -> None:
-        """A message came. Raises BatonError, ValueError or WorkerStalled to give the stream up."""
+        """A message came. WorkerStalled, or any other exception, gives the stream up."""
 
     @abstractmethod
     def lose(self, error: BatonError) -> None:
@@ -103,13 +111,13 @@ class SharedStream(ABC, Generic[Up, Down]):
                 async with asyncio.timeout(SILENCE_S):
                     answer: Any = await call.read()
                 if answer is grpc.aio.EOF:
-                    grace.failed()
                     return
                 self.incoming(answer)
                 grace.alive()
                 if writer is None:
                     # Not before the worker has answered: until then it may be another incarnation.
                     writer = asyncio.create_task(self._write(call))
+                    writer.add_done_callback(lambda task: _end_with(task, call))
                     self._set_ready(True)
         finally:
             self._set_ready(False)
@@ -119,15 +127,24 @@ class SharedStream(ABC, Generic[Up, Down]):
             call.cancel()
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Up, Down]) -> None:
-        """A failing write needs no answer of its own: the read fails too."""
+        """Until the call breaks."""
         self._waiting.set()
         while True:
             await self._waiting.wait()
             self._waiting.clear()
             for message in self.outgoing():
-                await call.write(message)
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await call.write(message)
 
     def _set_ready(self, ready: bool) -> None:
         if ready != self.ready:
             self.ready = ready
             self._changed.set()
+
+
+def _end_with(writer: asyncio.Task[None], call: grpc.aio.Call) -> None:
+    """A stream that nobody writes to any more must not look alive."""
+    call.cancel()
+    error = None if writer.cancelled() else writer.exception()
+    if error is not None and not isinstance(error, BROKEN):
+        log.error("writing to a worker failed", exc_info=error)

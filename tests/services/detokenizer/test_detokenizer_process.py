@@ -213,24 +213,29 @@ async def test_a_router_that_never_reads_ends_only_its_own_session(served: Start
         while sum(len(delta.text) for delta in session.deltas.get(39, [])) < 100 * len(TEXTS[0]):
             assert await session.read()
 
-    keen, deaf = Session(served.channel), Session(served.channel)
-    keen_flood = asyncio.create_task(flood(keen))
-    await read_all(keen)
-    keen.call.cancel()
-    await keen_flood
+    watch = watched(served)
 
-    deaf_flood = asyncio.create_task(flood(deaf))
-    watch, had_texts = watched(served), False
-    async with asyncio.timeout(PATIENCE_S):
-        async for response in watch:
-            running = response.load.running_sequences
-            if had_texts and not running:
-                break
-            had_texts = had_texts or running == 40
+    async def texts_open(count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await anext(watch)).load.running_sequences != count:
+                pass
+
+    assert await anext(watch)
+    keen, deaf = Session(served.channel), Session(served.channel)
+    flooding = asyncio.create_task(flood(keen))
+    await read_all(keen)
+    await texts_open(40)
+    flooding.cancel()
+    keen.call.cancel()
+    await texts_open(0)
+
+    flooding = asyncio.create_task(flood(deaf))
+    await texts_open(40)
+    await texts_open(0)
     with pytest.raises(grpc.aio.AioRpcError):
         while await deaf.read():
             pass
-    await deaf_flood
+    await asyncio.wait((flooding,))
     assert served.resident_mib() < 200
 
 

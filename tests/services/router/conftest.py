@@ -27,7 +27,7 @@ from baton.router.metrics import RouterMetrics
 from baton.router.pipeline import Pipeline
 from baton.rpc.channels import Channels
 
-PATIENCE_S = 8.0
+PATIENCE_S = 20.0
 """Nothing here takes so long; what does has hung."""
 
 

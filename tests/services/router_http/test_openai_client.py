@@ -271,6 +271,24 @@ async def test_too_long(client: Client) -> None:
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("must hold token ids below 9", "messages must hold token ids below 9"),
+        ("prompt has too many tokens", "messages has too many tokens"),
+        ("There is no room.", "There is no room."),
+    ],
+)
+async def test_the_field_has_the_clients_name(
+    client: Client, frontend: Scripted, said: str, message: str
+) -> None:
+    frontend.refusal = InvalidArgument(said, field="prompt")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model=MODEL.name, messages=HELLO)
+    assert isinstance(caught.value.body, dict)
+    assert (caught.value.body["message"], caught.value.param) == (message, "messages")
+
+
 async def test_overload_says_when_to_come_back(client: Client, frontend: Scripted) -> None:
     frontend.refusal = Overloaded("the queue is full", retry_after_s=1.25)
     with pytest.raises(openai.RateLimitError) as caught:

@@ -17,6 +17,8 @@ import grpc
 from baton.rpc.options import CLIENT
 
 PATIENCE_S = 60
+SMALL_WINDOW = (*CLIENT, ("grpc.http2.bdp_probe", 0))
+"""A peer that does not read is noticed after 64 KiB, not after however much the probe allows."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ async def started(role: str, model: Path, *flags: str) -> AsyncIterator[Started]
         async with asyncio.timeout(PATIENCE_S):
             told = json.loads(await process.stdout.readline())
         assert told["role"] == role
-        async with grpc.aio.insecure_channel(told["listen"], options=CLIENT) as channel:
+        async with grpc.aio.insecure_channel(told["listen"], options=SMALL_WINDOW) as channel:
             yield Started(process, channel)
     finally:
         if process.returncode is None:

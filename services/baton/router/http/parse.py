@@ -95,12 +95,12 @@ def parse_completion(raw: bytes) -> Call:
 
 
 def in_client_words(error: BatonError, names: Mapping[str, str]) -> BatonError:
-    name = names.get(error.field)
-    if name is None:
-        return error
-    message = error.message
-    if message.startswith(error.field):
+    """names: core's field names to the client's, where they differ."""
+    name, message = names.get(error.field, error.field), error.message
+    if error.field and message.startswith(error.field):
         message = name + message.removeprefix(error.field)
+    elif name and message.startswith("must "):  # from a process that tells the field apart
+        message = f"{name} {message}"
     return type(error)(message, field=name, retry_after_s=error.retry_after_s)
 
 

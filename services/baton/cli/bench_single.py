@@ -1,0 +1,110 @@
+"""The same engine in one process: the baseline of `baton bench relay`; serves nobody.
+
+Runs in a process of its own, so that thread policy and pinning are set before torch is loaded.
+Reads Loads as JSON lines on stdin, prints Outcomes as JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+
+from baton.cli.bench_load import Load, Outcome
+from baton.core.attempt import Attempt
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.events import Failed, Tokens
+from baton.core.loop import EngineLoop
+from baton.core.request import SamplingParams, StopParams
+from baton.decode.config import DecodeConfig
+from baton.worker.engine import open_runner
+
+
+def open_loop(model: str, threads: int) -> EngineLoop[DecodeScheduler]:
+    """An engine with the options that a decode worker has by default."""
+    options = DecodeConfig(model=model, threads=threads)
+    runner = open_runner(options)
+    policy = DecodePolicy(
+        max_sequences=options.max_running,
+        token_budget=options.max_running + options.step_tokens,
+        prefill_budget=options.step_tokens,
+    )
+    scheduler = DecodeScheduler(
+        BlockPool(runner.num_blocks, runner.block_size),
+        policy,
+        eos_token_ids=runner.model.eos_token_ids,
+        max_model_len=runner.model.max_model_len,
+        vocab_size=runner.model.vocab_size,
+        model_digest=runner.model.digest,
+    )
+    return EngineLoop(runner, scheduler)
+
+
+def drive(loop: EngineLoop[DecodeScheduler], load: Load) -> Outcome:
+    """Runs the load to its end, `concurrency` requests at a time."""
+    waiting = enumerate(load.prompts)
+    outcome = Outcome(0.0, 0, token_ids=[[] for _ in load.prompts])
+    asked: dict[int, float] = {}
+    began = time.perf_counter()
+    running = _start(loop, load, waiting, asked, load.concurrency)
+    while running:
+        for event in loop.step(time.monotonic()):
+            if isinstance(event, Failed):
+                raise event.error
+            if not isinstance(event, Tokens):
+                continue
+            for tokens in event.tokens:
+                index = int(tokens.key.request_id)
+                if not outcome.token_ids[index]:
+                    outcome.first_token_s.append(time.perf_counter() - asked[index])
+                outcome.token_ids[index].extend(tokens.token_ids)
+                if tokens.finish_reason is not None:
+                    running += _start(loop, load, waiting, asked, 1) - 1
+    outcome.seconds = time.perf_counter() - began
+    outcome.tokens = sum(map(len, outcome.token_ids))
+    return outcome
+
+
+def _start(
+    loop: EngineLoop[DecodeScheduler],
+    load: Load,
+    waiting: Iterator[tuple[int, tuple[int, ...]]],
+    asked: dict[int, float],
+    most: int,
+) -> int:
+    """Starts up to `most` requests; returns how many."""
+    for started in count():
+        following = next(waiting, None) if started < most else None
+        if following is None:
+            return started
+        index, prompt = following
+        asked[index] = time.perf_counter()
+        attempt = Attempt(
+            request_id=str(index),
+            attempt=1,
+            choices=(0,),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_tokens=load.output_tokens, ignore_eos=True),
+        )
+        loop.scheduler.add(attempt, time.monotonic())
+    raise AssertionError
+
+
+def main() -> None:
+    model, threads = sys.argv[1], int(sys.argv[2])
+    loop = open_loop(model, threads)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        said = json.loads(line)
+        said["prompts"] = tuple(tuple(prompt) for prompt in said["prompts"])
+        print(json.dumps(asdict(drive(loop, Load(**said)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
