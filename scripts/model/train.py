@@ -174,7 +174,7 @@ def train(out: Path, steps: int, seed: int, compiled: bool, start: Path | None) 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 20 == 0:
+        if step % 100 == 0:
             seconds = time.monotonic() - began
             print(f"step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
         if step % 2000 == 0 and step < steps:

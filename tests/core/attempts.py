@@ -125,13 +125,18 @@ class Outputs:
                     self.ended.add(made.key)
         return self
 
+    def of(self, one: Attempt) -> dict[int, list[int]]:
+        """What each choice of an attempt said, without those that said nothing."""
+        keys = one.keys()
+        return {key.choice: self.tokens[key] for key in keys if key in self.tokens}
+
 
 @cache
 def expected(one: Attempt, eos_every: int = 0) -> dict[int, list[int]]:
     """What each choice of an attempt must say: run alone, in a large pool, undisturbed."""
     loop = decode_loop(256, DecodePolicy(), eos_every=eos_every)
     loop.scheduler.add(one, 0.0)
-    return {key.choice: out for key, out in Outputs().take(run_out(loop)).tokens.items()}
+    return Outputs().take(run_out(loop)).of(one)
 
 
 @cache

@@ -7,142 +7,25 @@ from dataclasses import replace
 import pytest
 from tests.core.attempts import (
     EOS,
-    VOCAB_SIZE,
     Outputs,
     attempt,
     decode_loop,
     expected,
-    fill_in,
-    handed_over,
     run_out,
-    started,
 )
 
-from baton.core.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.attempt import SequenceKey
+from baton.core.decode_scheduler import DecodePolicy
 from baton.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
-    NotFound,
     Overloaded,
 )
 from baton.core.events import Failed, Tokens
-from baton.core.loop import EngineLoop
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.scheduling import QueueLimit
-
-
-def outputs_of(outputs: Outputs, one: Attempt) -> dict[int, list[int]]:
-    keys = one.keys()
-    return {key.choice: outputs.tokens[key] for key in keys if key in outputs.tokens}
-
-
-def hand_over(
-    loop: EngineLoop[DecodeScheduler], one: Attempt, *, max_unconfirmed: int = 0, eos_every: int = 0
-) -> int:
-    """Reserves, fills in and admits; returns the first position that was needed."""
-    first, kv = handed_over(one, eos_every)
-    position = loop.scheduler.reserve(one, 0.0, max_unconfirmed=max_unconfirmed)
-    assert position is not None
-    fill_in(loop, one, position, kv)
-    loop.scheduler.admit(one.key, first.tokens, 0.0)
-    return position
-
-
-def test_kv_from_elsewhere_gives_the_same_tokens_as_computed_here() -> None:
-    loop = decode_loop()
-    one = attempt(size=14, n=3, max_tokens=12)
-    assert hand_over(loop, one) == 0
-    outputs = Outputs().take(run_out(loop))
-    assert outputs_of(outputs, one) == expected(one)
-    assert outputs.ended == set(one.keys())
-
-
-def test_token_0_is_told_again_and_started_before_it() -> None:
-    loop = decode_loop()
-    one = attempt(size=14, n=2)
-    first, _ = handed_over(one)
-    hand_over(loop, one)
-    events = loop.step(0.0)
-    (began,) = started(events[:1])
-    assert (began.key, began.cached_tokens) == (one.key, 0)
-    again = events[1]
-    assert isinstance(again, Tokens) and again.tokens == first.tokens
-
-
-def test_only_positions_that_are_not_here_are_needed() -> None:
-    loop = decode_loop()
-    one = attempt("a", size=16, max_tokens=8)
-    hand_over(loop, one)
-    run_out(loop)
-    longer, aligned = attempt("b", size=18, max_tokens=8), attempt("c", size=16, max_tokens=8)
-    foreign = attempt("d", size=16, max_tokens=8, salt=b"other")
-    assert hand_over(loop, longer) == 16
-    assert hand_over(loop, aligned) == 16, "nothing at all is needed"
-    assert hand_over(loop, foreign) == 0
-    outputs = Outputs().take(run_out(loop))
-    for one in (longer, aligned, foreign):
-        assert outputs_of(outputs, one) == expected(one)
-
-
-def test_choices_that_token_0_ends_do_not_run() -> None:
-    loop = decode_loop(eos_every=2)
-    one = next(
-        one
-        for one in (attempt(size=9, seed=seed, n=4) for seed in range(20))
-        if len({t.finish_reason for t in handed_over(one, 2)[0].tokens}) == 2
-    )
-    hand_over(loop, one, eos_every=2)
-    running = loop.scheduler.load.running_sequences
-    assert 0 < running < 4
-    outputs = Outputs().take(run_out(loop))
-    assert outputs_of(outputs, one) == expected(one, 2)
-
-
-def test_max_tokens_of_1_ends_at_token_0() -> None:
-    loop = decode_loop()
-    one = attempt(max_tokens=1)
-    hand_over(loop, one)
-    assert not loop.scheduler.has_work
-    loop.idle_check()
-    assert Outputs().take(loop.step(0.0)).ended == set(one.keys())
-
-
-def test_tokens_that_do_not_fit_a_reservation_are_refused_and_it_stays() -> None:
-    loop = decode_loop()
-    one = attempt(n=2)
-    first, kv = handed_over(one)
-    loop.scheduler.reserve(one, 0.0)
-    for tokens in (
-        first.tokens[:1],
-        [replace(t, position=1) for t in first.tokens],
-        [replace(t, token_ids=(5, 6)) for t in first.tokens],
-        [replace(t, token_ids=(VOCAB_SIZE,)) for t in first.tokens],
-    ):
-        with pytest.raises(InvalidArgument):
-            loop.scheduler.admit(one.key, tokens, 0.0)
-    fill_in(loop, one, 0, kv)
-    loop.scheduler.admit(one.key, first.tokens, 0.0)
-    with pytest.raises(NotFound):
-        loop.scheduler.admit(one.key, first.tokens, 0.0)
-    with pytest.raises(NotFound):
-        loop.scheduler.extents(one.key)
-    assert outputs_of(Outputs().take(run_out(loop)), one) == expected(one)
-
-
-def test_a_choice_cancelled_while_kv_arrives_does_not_run() -> None:
-    for choice in range(3):
-        loop = decode_loop()
-        one = attempt(size=13, n=3)
-        first, kv = handed_over(one)
-        assert loop.scheduler.reserve(one, 0.0) == 0
-        loop.scheduler.cancel(one.key, (choice,))
-        fill_in(loop, one, 0, kv)
-        loop.scheduler.admit(one.key, first.tokens, 0.0)
-        rest = {c: tokens for c, tokens in expected(one).items() if c != choice}
-        assert outputs_of(Outputs().take(run_out(loop)), one) == rest
 
 
 def test_choices_can_be_cancelled_one_by_one_at_any_step() -> None:
@@ -161,7 +44,7 @@ def test_choices_can_be_cancelled_one_by_one_at_any_step() -> None:
         loop.scheduler.cancel(one.key)
         outputs.take(run_out(loop))
         assert loop.scheduler.load.free_blocks == 32
-        for choice, tokens in outputs_of(outputs, one).items():
+        for choice, tokens in outputs.of(one).items():
             assert expected(one)[choice][: len(tokens)] == tokens
 
 
@@ -211,7 +94,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens_and_repeat_none() -> Non
         most_running = max(most_running, after.running_sequences)
     assert most_running > 1 and preempted > 0
     for one in many:
-        assert outputs_of(outputs, one) == expected(one)
+        assert outputs.of(one) == expected(one)
 
 
 def test_the_least_important_and_latest_is_preempted() -> None:
@@ -230,51 +113,7 @@ def test_the_least_important_and_latest_is_preempted() -> None:
         order += [key.request_id for key in sorted(outputs.ended) if key.request_id not in order]
     assert order == ["important", "older", "newer"]
     for one in many:
-        assert outputs_of(outputs, one) == expected(one)
-
-
-def test_everything_let_in_can_grow_by_the_headroom() -> None:
-    loop = decode_loop(20, DecodePolicy(headroom=16))
-    let_in = []
-    for index in range(10):
-        one = attempt(f"r{index}", size=8, seed=index, max_tokens=17)
-        if loop.scheduler.reserve(one, 0.0) is not None:
-            let_in.append(one)
-    assert len(let_in) == 3, "6 blocks each: 8 positions and 16 more"
-    for one in let_in:
-        first, kv = handed_over(one)
-        fill_in(loop, one, 0, kv)
-        loop.scheduler.admit(one.key, first.tokens, 0.0)
-    while loop.scheduler.has_work:
-        assert loop.scheduler.load.waiting_sequences == 0, "nobody was pushed out"
-        loop.step(0.0)
-
-
-def test_nobody_is_let_in_who_would_soon_push_somebody_out() -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=12))
-    runs = attempt("runs", size=8, max_tokens=50)
-    loop.scheduler.add(runs, 0.0)
-    for _ in range(12):
-        loop.step(0.0)
-    next_one = attempt("next", size=24, seed=1, max_tokens=20)
-    assert loop.scheduler.load.free_blocks == 11, "more than the 9 that it wants"
-    assert loop.scheduler.reserve(next_one, 0.0) is None, "but the running one will want 3 of them"
-    loop.scheduler.cancel(runs.key)
-    assert loop.scheduler.reserve(next_one, 0.0) == 0
-    loop.scheduler.cancel(next_one.key)
-
-
-def test_nothing_passes_what_waits_for_blocks_unless_it_is_more_important() -> None:
-    loop = decode_loop(12, DecodePolicy(headroom=8))
-    loop.scheduler.add(attempt("runs", size=20, max_tokens=20), 0.0)
-    loop.step(0.0)
-    loop.scheduler.add(attempt("waits", size=30, seed=1), 0.0)
-    loop.step(0.0)
-    assert loop.scheduler.load.waiting_sequences == 1
-    assert loop.scheduler.reserve(attempt("equal", size=2, max_tokens=2), 0.0) is None
-    assert loop.scheduler.reserve(attempt("above", size=2, max_tokens=2, priority=-1), 0.0) == 0
-    loop.scheduler.cancel(AttemptKey("above", 0))
-    run_out(loop)
+        assert outputs.of(one) == expected(one)
 
 
 def test_no_more_sequences_than_allowed_own_blocks() -> None:
@@ -309,7 +148,7 @@ def test_it_pauses_when_too_far_ahead_and_resumes_when_confirmed() -> None:
     assert len(outputs.tokens[key]) == 7, "what is not sampled yet cannot be confirmed"
     loop.scheduler.confirm(key, 7)
     outputs.take(run_out(loop))
-    assert outputs_of(outputs, one) == expected(one)
+    assert outputs.of(one) == expected(one)
     loop.scheduler.confirm(key, 9)
 
 
@@ -331,7 +170,7 @@ def test_a_paused_sequence_that_is_preempted_stays_within_its_limit() -> None:
         outputs.take(loop.step(0.0))
         outputs.take(loop.step(0.0))
     outputs.take(run_out(loop))
-    assert outputs_of(outputs, waits) == expected(waits)
+    assert outputs.of(waits) == expected(waits)
 
 
 def test_a_live_sequence_can_tell_its_tokens_again() -> None:
@@ -372,7 +211,7 @@ def test_one_bad_sequence_fails_alone() -> None:
     failed = [event for event in events if isinstance(event, Failed)]
     assert [(f.key, f.choices) for f in failed] == [(bad.key, (0,)), (bad.key, (1,))]
     assert all(isinstance(f.error, Internal) for f in failed)
-    assert outputs_of(Outputs().take(events), good) == expected(good)
+    assert Outputs().take(events).of(good) == expected(good)
 
 
 def test_expired_work_is_dropped_before_it_costs_a_step() -> None:
@@ -394,7 +233,7 @@ def test_a_preempted_sequence_does_not_expire_in_the_queue() -> None:
         loop.scheduler.add(one, 0.0)
     outputs = Outputs().take(run_out(loop))
     for one in many:
-        assert outputs_of(outputs, one) == expected(one)
+        assert outputs.of(one) == expected(one)
 
 
 def test_the_queue_is_bounded() -> None:
@@ -426,5 +265,5 @@ def test_a_pool_smaller_than_the_context_shortens_the_context() -> None:
     events = run_out(loop)
     last = [e for e in events if isinstance(e, Tokens)][-1].tokens[-1]
     assert last.finish_reason is FinishReason.LENGTH
-    made = outputs_of(Outputs().take(events), one)[0]
+    made = Outputs().take(events).of(one)[0]
     assert len(made) == 12 and made == expected(one)[0][:12]

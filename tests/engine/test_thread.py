@@ -135,6 +135,17 @@ async def test_tokens_are_delivered_step_by_step_from_one_thread() -> None:
     assert runner.closed
 
 
+async def test_its_load_is_up_to_date_after_every_call() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard) as engine:
+        assert engine.load.free_blocks == 64
+        one = attempt()
+        await engine.call(lambda loop: loop.scheduler.reserve(one, time.monotonic()))
+        assert (engine.load.running_sequences, engine.load.free_blocks) == (1, 62)
+        await engine.call(lambda loop: loop.scheduler.cancel(one.key))
+        assert (engine.load.running_sequences, engine.load.free_blocks) == (0, 64)
+
+
 async def test_calls_run_in_order_between_steps_and_on_the_engine_thread() -> None:
     runner, heard, order = Runner(), Heard(), []
     async with running(runner, heard) as engine:

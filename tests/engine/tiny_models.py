@@ -38,26 +38,32 @@ def _without(*names: str) -> dict[str, Any]:
     return {key: value for key, value in _BASE.items() if key not in names}
 
 
+def _config(name: str, **settings: Any) -> Any:
+    return getattr(transformers, name)(**settings)
+
+
 ARCHS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**_BASE),
-    "llama_tied": lambda: transformers.LlamaConfig(**_BASE, tie_word_embeddings=True),
-    "qwen2": lambda: transformers.Qwen2Config(**_BASE),
-    "qwen3": lambda: transformers.Qwen3Config(**_BASE, head_dim=32),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_BASE, **_MOE, head_dim=16, num_experts=8, norm_topk_prob=True
+    "llama": lambda: _config("LlamaConfig", **_BASE),
+    "llama_tied": lambda: _config("LlamaConfig", **_BASE, tie_word_embeddings=True),
+    "qwen2": lambda: _config("Qwen2Config", **_BASE),
+    "qwen3": lambda: _config("Qwen3Config", **_BASE, head_dim=32),
+    "qwen3_moe": lambda: _config(
+        "Qwen3MoeConfig", **_BASE, **_MOE, head_dim=16, num_experts=8, norm_topk_prob=True
     ),
-    "mistral": lambda: transformers.MistralConfig(**_BASE, sliding_window=24, head_dim=16),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **_BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    "mistral": lambda: _config("MistralConfig", **_BASE, sliding_window=24, head_dim=16),
+    "mixtral": lambda: _config(
+        "MixtralConfig", **_BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
-    "gemma2": lambda: transformers.Gemma2Config(
+    "gemma2": lambda: _config(
+        "Gemma2Config",
         **_BASE,
         head_dim=16,
         sliding_window=24,
         query_pre_attn_scalar=16,
         tie_word_embeddings=False,
     ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(
+    "gemma3": lambda: _config(
+        "Gemma3TextConfig",
         **_without("num_hidden_layers"),
         num_hidden_layers=7,
         head_dim=16,
@@ -65,12 +71,18 @@ ARCHS: dict[str, Callable[[], Any]] = {
         query_pre_attn_scalar=16,
         tie_word_embeddings=False,
     ),
-    "phi3": lambda: transformers.Phi3Config(**_BASE),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **_BASE, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+    "phi3": lambda: _config("Phi3Config", **_BASE),
+    "gpt_oss": lambda: _config(
+        "GptOssConfig",
+        **_BASE,
+        head_dim=16,
+        sliding_window=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
-    "olmo2": lambda: transformers.Olmo2Config(**_BASE),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+    "olmo2": lambda: _config("Olmo2Config", **_BASE),
+    "deepseek_v3": lambda: _config(
+        "DeepseekV3Config",
         **_without("num_key_value_heads"),
         **_MOE,
         num_key_value_heads=4,
@@ -85,15 +97,22 @@ ARCHS: dict[str, Callable[[], Any]] = {
         first_k_dense_replace=1,
         n_shared_experts=1,
     ),
-    "cohere": lambda: transformers.CohereConfig(**_BASE),
-    "glm4": lambda: transformers.Glm4Config(**_BASE, head_dim=16),
-    "granite": lambda: transformers.GraniteConfig(**_BASE),
-    "smollm3": lambda: transformers.SmolLM3Config(**_BASE),
-    "gpt2": lambda: transformers.GPT2Config(
-        **_GPT, vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, initializer_range=0.3
+    "cohere": lambda: _config("CohereConfig", **_BASE),
+    "glm4": lambda: _config("Glm4Config", **_BASE, head_dim=16),
+    "granite": lambda: _config("GraniteConfig", **_BASE),
+    "smollm3": lambda: _config("SmolLM3Config", **_BASE),
+    "gpt2": lambda: _config(
+        "GPT2Config",
+        **_GPT,
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.3,
     ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_without("num_key_value_heads")),
-    "opt": lambda: transformers.OPTConfig(
+    "gpt_neox": lambda: _config("GPTNeoXConfig", **_without("num_key_value_heads")),
+    "opt": lambda: _config(
+        "OPTConfig",
         **_GPT,
         vocab_size=VOCAB,
         hidden_size=64,
@@ -108,17 +127,21 @@ ARCHS: dict[str, Callable[[], Any]] = {
 """Architectures that are served."""
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "falcon": lambda: transformers.FalconConfig(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4
+    "falcon": lambda: _config(
+        "FalconConfig", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4
     ),
-    "bloom": lambda: transformers.BloomConfig(
-        vocab_size=VOCAB, hidden_size=64, n_layer=3, n_head=4
+    "bloom": lambda: _config("BloomConfig", vocab_size=VOCAB, hidden_size=64, n_layer=3, n_head=4),
+    "llama4": lambda: _config(
+        "Llama4TextConfig",
+        **_BASE,
+        head_dim=16,
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        attention_chunk_size=32,
     ),
-    "llama4": lambda: transformers.Llama4TextConfig(
-        **_BASE, head_dim=16, intermediate_size_mlp=128, num_local_experts=4, attention_chunk_size=32
-    ),
-    "stablelm": lambda: transformers.StableLmConfig(**_BASE),
-    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+    "stablelm": lambda: _config("StableLmConfig", **_BASE),
+    "qwen3_next": lambda: _config(
+        "Qwen3NextConfig",
         **_BASE,
         **_MOE,
         head_dim=16,
@@ -133,20 +156,21 @@ REFUSED: dict[str, Callable[[], Any]] = {
 """Architectures that load but would answer wrongly."""
 
 
-def build(arch: str, *, seed: int = 0, attention: str = "eager") -> Any:
-    """A transformers model with random float32 weights, in eval mode."""
+def build(arch: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model with random float32 weights, in eval mode. changes: to its config."""
     torch.manual_seed(seed)
     config = {**ARCHS, **REFUSED}[arch]()
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.float32
-    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    classes: Any = transformers.AutoModelForCausalLM
+    model = classes.from_config(config, attn_implementation="eager", dtype=torch.float32)
     return model.eval()
 
 
-def save_tiny_model(arch: str, folder: Path, *, seed: int = 0) -> Path:
+def save_tiny_model(arch: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Saves model and tokenizer to `folder`, which is made, and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    build(arch, seed=seed).save_pretrained(folder)
+    build(arch, seed=seed, **changes).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 

@@ -23,6 +23,8 @@ from baton.kv.line import Liveness
 from baton.kv.parcel import XXH3
 from baton.kv.staging import Staging
 from baton.rpc.handover import GrpcCollectStream, GrpcGiverConnection, HandoverServicer
+from baton.rpc.interceptors import ErrorInterceptor
+from baton.rpc.options import CLIENT, INTERNAL_SERVER
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 LAYOUT = KvLayout("ab" * 32, "float32", num_layers=2, num_kv_heads=2, key_size=8, value_size=8)
@@ -198,7 +200,7 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """Everything running; checked on leaving: all slots free, no task left."""
     before = asyncio.all_tasks()
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=INTERNAL_SERVER)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     giving, collecting = identity("prefill", address), identity("decode")
     given = await Staging.open(
@@ -216,7 +218,7 @@ async def rig(
     wires: list[Wire] = []
 
     def connect(peer: WorkerIdentity) -> Wire:
-        wires.append(Wire(grpc.aio.insecure_channel(peer.address)))
+        wires.append(Wire(grpc.aio.insecure_channel(peer.address, options=CLIENT)))
         return wires[-1]
 
     collector = Collector(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -220,7 +221,7 @@ async def test_only_the_collector_it_was_made_for_gets_a_hand_over() -> None:
         world.collecting_as = mine
         with pytest.raises(HandoverFailed, match="not on offer"):
             await world.collect(offer, Pool())
-        assert offer.outcome is None, "a stranger does not end it"
+        assert world.giver.num_offers == 1, "a stranger does not end it"
         offer.fail(Cancelled("cancelled"))
 
 
@@ -428,3 +429,14 @@ async def test_tokens_of_several_choices_arrive_in_order() -> None:
         offer.advance(20)
         offer.tokens(tokens)
         assert (await world.collect(offer, pool)).tokens == tuple(tokens)
+
+
+async def test_the_deadline_covers_meeting_the_giver() -> None:
+    """Something listens at the address and never answers."""
+    async with rig() as world:
+        pool = Pool()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            giver = replace(identity("prefill"), address=f"127.0.0.1:{silent.getsockname()[1]}")
+            ticket = replace(world.ticket_for(bytes(16), 1), giver=giver, deadline_s=0.2)
+            with pytest.raises(HandoverFailed, match="in time"):
+                await world.collector.collect(ticket, pool.reserve, pool.unpack)

@@ -8,6 +8,7 @@ from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.ports import ModelRunner
 from baton.core.scheduling import QueueLimit
+from baton.decode.begin import Beginner
 from baton.decode.config import DecodeConfig
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
@@ -50,8 +51,7 @@ def main() -> int:
         )
         made = DecodeService(
             parts.engine,
-            collector,
-            handover_timeout_s=config.handover_timeout_s,
+            Beginner(parts.engine, collector, handover_timeout_s=config.handover_timeout_s),
             resume_window_s=config.resume_window_s,
         )
         servicer = DecodeServicer(made, parts.engine, parts.identity)

@@ -1,65 +1,81 @@
 """Runs attempts on the engine, with KV collected or computed here; knows neither gRPC nor tensors.
 
-An attempt lives from `start` until all its choices ended, failed or were cancelled. While its KV is
-on the way a task owns it; afterwards the scheduler does. Blocks are given back by the scheduler's
-`cancel`, which every early end goes through.
+An attempt lives from `start` until all its choices ended, failed or were cancelled. Until its input
+is with the scheduler for good (added, or collected and admitted) a task owns it; afterwards the
+scheduler does. Blocks are given back by the scheduler's `cancel`, which every early end goes
+through: the task is ended first, so that nothing is reserved or unpacked after it.
+
+What the engine tells about an attempt, or a choice, that ended here meanwhile is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.decode_scheduler import DecodeScheduler
-from baton.core.errors import BatonError, Cancelled, Internal, Unavailable
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    Overloaded,
+    Unavailable,
+)
 from baton.core.events import Event, Failed, Tokens
 from baton.core.events import Started as KvReady
 from baton.core.load import WorkerState
 from baton.core.loop import EngineLoop
+from baton.decode.begin import Beginner, Running
+from baton.decode.confirmations import Confirmations
 from baton.decode.sessions import Failure, RouterSession, Started
 from baton.engine.thread import EngineThread
-from baton.kv.collector import Collected, Collector, Ticket
+from baton.kv.collector import Ticket
 from baton.rpc import metrics
 
+log = logging.getLogger(__name__)
+
 DECODED = metrics.counter(metrics.DECODE_TOKENS)
-DEFAULT_DEADLINE_S = 600.0
+PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
+CACHED = metrics.counter(metrics.CACHED_TOKENS)
+KV_SOURCE = metrics.counter(metrics.KV_SOURCE)
+STAGE_TIME = metrics.histogram(metrics.STAGE_TIME)
 
+MAX_ATTEMPTS = 4096
+MAX_SESSIONS = 256
+STUCK_S = 30.0
+"""A router that takes nothing of what waits for it for so long is cut."""
 
-@dataclass(slots=True)
-class Running:
-    """One attempt on this worker and the choices that have not ended."""
-
-    attempt: Attempt
-    session: RouterSession
-    choices: set[int]
-    began: float
-    local: bool
-    beginning: asyncio.Task[None] | None = None
+SWEEP_S = 0.25
 
 
 class DecodeService:
-    """Decode's business between the wire and the engine thread. Lives on the event loop."""
+    """Decode's business between the wire and the engine thread. Lives on the event loop.
+
+    resume_window_s: how long a router's sequences outlive its stream.
+    """
 
     def __init__(
         self,
         engine: EngineThread[DecodeScheduler],
-        collector: Collector,
+        beginner: Beginner,
         *,
-        handover_timeout_s: float,
         resume_window_s: float,
     ) -> None:
         self._engine = engine
-        self._collector = collector
-        self._handover_timeout_s = handover_timeout_s
+        self._beginner = beginner
         self._resume_window_s = resume_window_s
         self._running: dict[AttemptKey, Running] = {}
         self._sessions: dict[str, RouterSession] = {}
+        self._beginnings: set[asyncio.Task[None]] = set()
+        self._confirmations = Confirmations(engine)
         self._draining = False
-        self._empty = asyncio.Event()
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._quiet = asyncio.Event()
+        self._sweeping = asyncio.create_task(self._sweep())
 
     @property
     def state(self) -> WorkerState:
@@ -69,12 +85,21 @@ class DecodeService:
     def num_attempts(self) -> int:
         return len(self._running)
 
+    @property
+    def num_sessions(self) -> int:
+        """Routers with a stream, or with one that broke a moment ago."""
+        return len(self._sessions)
+
     def session(self, router_incarnation: str) -> RouterSession:
-        """The router's session, new or the one that a broken stream left behind."""
+        """The router's session, new or the one that a broken stream left behind.
+
+        Raises Overloaded.
+        """
         session = self._sessions.get(router_incarnation)
         if session is None:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise Overloaded("too many routers are connected to this decode worker")
             session = self._sessions[router_incarnation] = RouterSession(router_incarnation)
-        session.broken_at = None
         return session
 
     def start(
@@ -88,185 +113,192 @@ class DecodeService:
 
         Whatever goes wrong is told in the session's frames, never raised.
         """
-        if self._draining:
-            return self._refuse(session, attempt, Unavailable("this decode worker is draining"))
-        if attempt.key in self._running:
-            return None
+        known = self._running.get(attempt.key)
+        if known is not None and known.session is session:
+            return
+        if (refusal := self._refusal(known)) is not None:
+            session.failed(Failure(attempt.key, attempt.choices, refusal))
+            return
         running = Running(
-            attempt, session, set(attempt.choices), time.monotonic(), local=ticket is None
+            attempt, session, ticket, max_unconfirmed, set(attempt.choices), time.monotonic()
         )
         self._running[attempt.key] = running
         session.open(attempt.keys(), attempt.position)
-        running.beginning = asyncio.create_task(self._begin(running, ticket, max_unconfirmed))
-        return None
+        task = asyncio.create_task(self._begin(running))
+        running.beginning = task
+        self._beginnings.add(task)
+        task.add_done_callback(self._beginnings.discard)
 
-    def cancel(self, key: AttemptKey, choices: Sequence[int] = ()) -> None:
-        """Ends choices of an attempt (none named: all). Unknown ones are no error."""
+    def cancel(self, session: RouterSession, key: AttemptKey, choices: Collection[int]) -> None:
+        """Ends choices of an attempt (none named: all). Unknown and others' ones are no error."""
         running = self._running.get(key)
-        if running is None:
+        if running is None or running.session is not session:
             return
-        ending = set(choices or running.choices)
+        ending = running.choices.intersection(choices) if choices else set(running.choices)
         for choice in ending:
-            running.session.forget(SequenceKey(key.request_id, choice, key.attempt))
+            session.forget(SequenceKey(key.request_id, choice, key.attempt))
         running.choices -= ending
-        if running.choices:
-            self._engine.post(lambda loop: loop.scheduler.cancel(key, tuple(ending)))
-        else:
+        if not running.choices:
             self._end(running)
+        elif ending:
+            self._post(lambda loop: loop.scheduler.cancel(key, ending))
 
-    def confirm(self, positions: dict[SequenceKey, int]) -> None:
-        def confirm(loop: EngineLoop[DecodeScheduler]) -> None:
-            for key, position in positions.items():
-                loop.scheduler.confirm(key, position)
-
-        self._engine.post(confirm)
+    def confirm(self, session: RouterSession, positions: Mapping[SequenceKey, int]) -> None:
+        """Output positions below these hold no stop string. Unknown sequences are no error."""
+        for key, position in positions.items():
+            running = self._running.get(AttemptKey(key.request_id, key.attempt))
+            if running is None or running.session is not session:
+                continue
+            if running.beginning is None:
+                self._confirmations.add({key: position})
+            else:
+                # Token 0 came from prefill, and the scheduler does not know of it yet.
+                running.confirmed[key] = position
 
     def resume(
-        self, session: RouterSession, positions: dict[SequenceKey, int]
+        self, session: RouterSession, positions: Mapping[SequenceKey, int]
     ) -> list[SequenceKey]:
         """Ties a router's new stream to what runs here; returns what is no longer here."""
         lost, dropped = session.resume(positions)
         for key in dropped:
-            self.cancel(AttemptKey(key.request_id, key.attempt), (key.choice,))
+            self.cancel(session, AttemptKey(key.request_id, key.attempt), (key.choice,))
         return lost
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Takes what one step made. Called on the event loop by the engine thread."""
-        now = time.monotonic()
         for event in events:
             match event:
                 case Tokens(tokens):
                     DECODED.inc(sum(len(t.token_ids) for t in tokens))
                     for choice_tokens in tokens:
-                        self._tokens(choice_tokens, now)
+                        self._tokens(choice_tokens)
                 case KvReady(key, cached_tokens):
                     running = self._running.get(key)
-                    if running is not None and running.local:
-                        wait_s = now - running.began
-                        running.session.started(Started(key, cached_tokens, 0, wait_s))
+                    if running is not None:
+                        self._kv_ready(running, cached_tokens)
                 case Failed(key, choices, error):
                     self._failed(key, choices, error)
                 case _:
                     pass
 
-    async def _sweep(self) -> None:
-        """Frees what belongs to routers whose stream broke and did not come back. Runs for ever."""
-        while True:
-            await asyncio.sleep(0.25)
-            limit = time.monotonic() - self._resume_window_s
-            for session in list(self._sessions.values()):
-                session.forget_ended(limit)
-                if session.broken_at is not None and session.broken_at < limit:
-                    self._drop(session)
-
     async def drain(self) -> None:
-        """Takes nothing new and returns when every attempt ended."""
+        """Takes nothing new and returns when every attempt ended and its router has been told."""
         self._draining = True
-        self._note_empty()
-        await self._empty.wait()
+        self._look_around()
+        await self._quiet.wait()
 
     async def close(self) -> None:
-        self._sweeper.cancel()
-        tasks = [r.beginning for r in self._running.values() if r.beginning is not None]
+        """Ends everything that is left and returns when no task of ours runs."""
+        self._draining = True
         for session in list(self._sessions.values()):
-            self._drop(session)
-        for task in tasks:
-            await asyncio.wait([task])
+            self._drop(session, Unavailable("this decode worker is leaving"))
+        self._sweeping.cancel()
+        await asyncio.wait({self._sweeping, *self._beginnings})
+        await self._confirmations.close()
+        await self._beginner.close()
 
-    async def _begin(self, running: Running, ticket: Ticket | None, max_unconfirmed: int) -> None:
-        attempt, key = running.attempt, running.attempt.key
-        now = time.monotonic()
+    def _refusal(self, known: Running | None) -> BatonError | None:
+        if self._draining:
+            return Unavailable("this decode worker is draining")
+        if known is not None:
+            return InvalidArgument("this attempt already runs here", field="attempt")
+        if len(self._running) >= MAX_ATTEMPTS:
+            return Overloaded("too many attempts are on this decode worker", retry_after_s=1.0)
+        return None
+
+    async def _begin(self, running: Running) -> None:
+        key = running.attempt.key
         try:
-            if ticket is None:
-                await self._engine.call(
-                    lambda loop: loop.scheduler.add(attempt, now, max_unconfirmed=max_unconfirmed)
-                )
-                running.beginning = None
-                return
-            timeout_s = min(attempt.remaining_s or DEFAULT_DEADLINE_S, self._handover_timeout_s)
-            async with asyncio.timeout(timeout_s):
-                collected = await self._collect(attempt, ticket, max_unconfirmed)
-            cached = collected.cached_positions
-            running.session.started(
-                Started(key, cached, collected.received_bytes, time.monotonic() - running.began)
-            )
-            await self._engine.call(
-                lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
-            )
+            await self._beginner.begin(running)
             running.beginning = None
-        except TimeoutError:
-            self._failed(key, (), Unavailable("the hand-over took too long"))
+            self._confirmations.add(running.confirmed)
         except BatonError as error:
             self._failed(key, (), error)
-        except asyncio.CancelledError:
-            raise
         except Exception:
-            self._failed(key, (), Internal("the decode worker failed to start this sequence"))
-            raise
+            log.exception("an attempt could not be started")
+            self._failed(key, (), Internal("the decode worker could not start this attempt"))
 
-    async def _collect(self, attempt: Attempt, ticket: Ticket, max_unconfirmed: int) -> Collected:
-        key = attempt.key
-
-        async def reserve() -> int | None:
+    async def _sweep(self) -> None:
+        """Frees what belongs to routers that are gone. Runs for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            return await self._engine.call(
-                lambda loop: loop.scheduler.reserve(attempt, now, max_unconfirmed=max_unconfirmed)
-            )
+            window = now - self._resume_window_s
+            for session in list(self._sessions.values()):
+                session.forget_ended(window)
+                if session.broken_at is not None and session.broken_at < window:
+                    self._drop(session, Cancelled("the router left"))
+                elif session.busy_since is not None and session.busy_since < now - STUCK_S:
+                    log.warning("a router reads nothing: its session is dropped")
+                    self._drop(session, Cancelled("the router reads nothing"))
+            self._look_around()
 
-        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
-            await self._engine.call_to_end(
-                lambda loop: loop.runner.unpack(
-                    loop.scheduler.extents(key), first_position, count, payload
-                )
-            )
-
-        return await self._collector.collect(ticket, reserve, unpack)
-
-    def _tokens(self, tokens: ChoiceTokens, now: float) -> None:
+    def _tokens(self, tokens: ChoiceTokens) -> None:
         key = AttemptKey(tokens.key.request_id, tokens.key.attempt)
         running = self._running.get(key)
         if running is None or tokens.key.choice not in running.choices:
             return
-        running.session.tokens(tokens, now)
+        running.session.tokens(tokens)
         if tokens.finish_reason is not None:
             running.choices.discard(tokens.key.choice)
             if not running.choices:
                 del self._running[key]
-                self._note_empty()
 
-    def _failed(self, key: AttemptKey, choices: Sequence[int], error: BatonError) -> None:
+    def _kv_ready(self, running: Running, cached_tokens: int) -> None:
+        wait_s = time.monotonic() - running.began
+        if running.ticket is None:
+            source, stage = "local", "local_prefill"
+            CACHED.inc(cached_tokens)
+            PREFILLED.inc(len(running.attempt.token_ids) - cached_tokens)
+        else:
+            source, stage = "handover" if running.received_bytes else "cache", "kv_wait"
+        KV_SOURCE.labels(source).inc()
+        STAGE_TIME.labels(stage).observe(wait_s)
+        key = running.attempt.key
+        running.session.started(Started(key, cached_tokens, running.received_bytes, wait_s))
+
+    def _failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
+        """choices: none means all."""
         running = self._running.get(key)
         if running is None:
             return
-        ending = tuple(sorted(set(choices or running.choices) & running.choices))
-        running.choices -= set(ending)
-        running.session.failed(Failure(key, ending, error))
+        ending = running.choices.intersection(tuple(choices) or running.choices)
+        if not ending:
+            return
+        running.choices -= ending
+        running.session.failed(Failure(key, tuple(sorted(ending)), error))
         if not running.choices:
             self._end(running)
-
-    def _refuse(self, session: RouterSession, attempt: Attempt, error: BatonError) -> None:
-        session.failed(Failure(attempt.key, attempt.choices, error))
 
     def _end(self, running: Running) -> None:
         """Ends an attempt early: its task first, then its blocks, in this order."""
         key = running.attempt.key
-        self._running.pop(key, None)
-        self._note_empty()
+        del self._running[key]
         task, running.beginning = running.beginning, None
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
-            task.add_done_callback(lambda _: self._free(key))
+
+        def free(_: object = None) -> None:
+            self._post(lambda loop: loop.scheduler.cancel(key))
+
+        if task is None or task is asyncio.current_task():
+            free()
         else:
-            self._free(key)
+            task.cancel()
+            task.add_done_callback(free)
 
-    def _note_empty(self) -> None:
-        if self._draining and not self._running:
-            self._empty.set()
-
-    def _free(self, key: AttemptKey) -> None:
-        self._engine.post(lambda loop: loop.scheduler.cancel(key))
-
-    def _drop(self, session: RouterSession) -> None:
+    def _drop(self, session: RouterSession, error: BatonError) -> None:
+        """Ends a router's attempts and forgets it."""
         self._sessions.pop(session.router_incarnation, None)
         for running in [r for r in self._running.values() if r.session is session]:
-            self._failed(running.attempt.key, (), Cancelled("the router left"))
+            self._failed(running.attempt.key, (), error)
+        session.cut()
+
+    def _look_around(self) -> None:
+        """Whether a drain is over."""
+        told = not any(session.has_news for session in self._sessions.values())
+        if self._draining and told and not self._running:
+            self._quiet.set()
+
+    def _post(self, function: Callable[[EngineLoop[DecodeScheduler]], object]) -> None:
+        # An engine that has stopped has nothing left to free.
+        with suppress(Unavailable):
+            self._engine.post(function)

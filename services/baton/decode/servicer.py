@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
 
 from baton.core.attempt import AttemptKey, SequenceKey
-from baton.core.errors import BatonError, InvalidArgument, Unavailable
+from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unavailable
 from baton.core.model import WorkerIdentity
 from baton.decode.service import DecodeService
-from baton.decode.sessions import Failure, Frame, RouterSession
+from baton.decode.sessions import Failure, Frame, RouterSession, Stream
 from baton.engine.thread import EngineThread
 from baton.kv.collector import Ticket
 from baton.rpc.convert import (
@@ -25,7 +25,10 @@ from baton.rpc.convert import (
 )
 from baton.v1 import decode_pb2, decode_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 HEARTBEAT_S = 0.5
+HELLO_S = 5.0
 HANDOVER_ID_BYTES = 16
 
 Context = grpc.aio.ServicerContext[decode_pb2.SessionRequest, decode_pb2.SessionResponse]
@@ -45,27 +48,30 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def Session(
         self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[decode_pb2.SessionResponse]:
-        session, welcome = await self._open(request_iterator)
-        stream = session.stream = object()
-        reader = asyncio.create_task(self._read(session, request_iterator))
+        session, stream, welcome = await self._open(request_iterator)
+        reader = asyncio.create_task(self._read(session, stream, request_iterator))
+        reader.add_done_callback(lambda _: session.wake())
         try:
             yield welcome
             while not reader.done() and session.stream is stream:
-                frame = await session.next_frame(HEARTBEAT_S)
-                if session.stream is not stream:
-                    return
-                yield self._heartbeat() if frame is None else self._frame(frame)
+                frame = await session.next_frame(stream, HEARTBEAT_S)
+                if session.stream is stream:
+                    yield self._heartbeat() if frame is None else self._frame(frame)
             if reader.done():
                 reader.result()
         finally:
+            session.detach(stream)
             reader.cancel()
-            if session.stream is stream:
-                session.stream, session.broken_at = None, time.monotonic()
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def _open(
         self, requests: AsyncIterator[decode_pb2.SessionRequest]
-    ) -> tuple[RouterSession, decode_pb2.SessionResponse]:
-        first = await anext(requests, None)
+    ) -> tuple[RouterSession, Stream, decode_pb2.SessionResponse]:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded("the router did not say hello") from None
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidArgument("the first message must be a hello", field="message")
         hello = first.hello
@@ -84,24 +90,34 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 for key in lost
             ],
         )
-        return session, decode_pb2.SessionResponse(welcome=welcome)
+        return session, session.attach(), decode_pb2.SessionResponse(welcome=welcome)
 
     async def _read(
-        self, session: RouterSession, requests: AsyncIterator[decode_pb2.SessionRequest]
+        self,
+        session: RouterSession,
+        stream: Stream,
+        requests: AsyncIterator[decode_pb2.SessionRequest],
     ) -> None:
+        """Returns when the stream ends. Raises InvalidArgument when it makes no sense as a whole;
+        what is wrong with one attempt ends that attempt only.
+        """
         async for request in requests:
+            if session.stream is not stream:
+                return
             match request.WhichOneof("message"):
                 case "start":
                     self._start(session, request.start)
                 case "cancel":
-                    cancel = request.cancel
-                    self._service.cancel(
-                        AttemptKey(cancel.request_id, cancel.attempt), tuple(cancel.choices)
-                    )
+                    key = AttemptKey(request.cancel.request_id, request.cancel.attempt)
+                    self._service.cancel(session, key, request.cancel.choices)
                 case "confirm":
-                    self._service.confirm(_positions(request.confirm.sequences))
+                    positions = _positions(request.confirm.sequences)
+                    self._service.confirm(session, positions)
+                case "hello":
+                    raise InvalidArgument("only the first message is a hello", field="message")
                 case _:
-                    raise InvalidArgument("is empty or out of place", field="message")
+                    # A newer router may say more than we understand.
+                    log.debug("a message of an unknown kind on a session")
 
     def _start(self, session: RouterSession, start: decode_pb2.StartSequence) -> None:
         try:
@@ -110,8 +126,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         except BatonError as error:
             key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
             session.failed(Failure(key, tuple(start.attempt.choices), error))
-            return
-        self._service.start(session, attempt, ticket, start.max_unconfirmed)
+        else:
+            self._service.start(session, attempt, ticket, start.max_unconfirmed)
 
     def _heartbeat(self) -> decode_pb2.SessionResponse:
         return decode_pb2.SessionResponse(

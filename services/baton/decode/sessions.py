@@ -1,15 +1,20 @@
 """What each router is owed: tokens of its sequences, grouped into StepFrames; knows no gRPC.
 
 A session belongs to a router's incarnation and outlives its stream by the resume window. Tokens of
-a sequence are kept until the router lets go of it (cancel), or for the window after it ended, so
-that a new stream can go on from any position. Whatever is not sent yet waits here, merged per
-sequence: a slow stream makes larger frames, never a longer queue.
+a sequence are kept until the router lets go of it (cancel), or for the window after its end went
+out, so that a new stream can go on from any position. Whatever is not sent yet waits here, merged
+per sequence: a slow stream makes larger frames, never a longer queue.
+
+Only the newest stream of a router takes frames. What an older one took and lost, the newer one asks
+for again when it says how far the router has come.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.core.attempt import AttemptKey, ChoiceTokens, Logprobs, SequenceKey
@@ -19,7 +24,10 @@ from baton.core.request import FinishReason
 
 @dataclass(slots=True)
 class SequenceLog:
-    """All tokens of one sequence that this worker made, and how many of them went out."""
+    """All tokens of one sequence that this worker made, and how many of them went out.
+
+    end_sent_at: when the end of the sequence last went out.
+    """
 
     key: SequenceKey
     position: int
@@ -28,7 +36,7 @@ class SequenceLog:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     sent: int = 0
-    ended_at: float | None = None
+    end_sent_at: float | None = None
 
     def append(self, tokens: ChoiceTokens) -> None:
         self.token_ids.extend(tokens.token_ids)
@@ -36,10 +44,12 @@ class SequenceLog:
         self.finish_reason = tokens.finish_reason
         self.stop_token_id = tokens.stop_token_id
 
-    def take_unsent(self) -> ChoiceTokens | None:
+    def take_unsent(self, now: float) -> ChoiceTokens | None:
         if self.sent == len(self.token_ids):
             return None
         first, self.sent = self.sent, len(self.token_ids)
+        if self.finish_reason is not None:
+            self.end_sent_at = now
         return ChoiceTokens(
             key=self.key,
             position=self.position + first,
@@ -78,14 +88,23 @@ class Frame:
     started: list[Started] = field(default_factory=list)
 
 
+class Stream:
+    """One stream of a router, as a name for who may send."""
+
+
 class RouterSession:
-    """One router incarnation's sequences on this worker."""
+    """One router incarnation's sequences on this worker.
+
+    broken_at: when its last stream ended, None while there is one. busy_since: when the newest
+    stream took a frame that it is still writing, None while it asks for more. Readings of the
+    monotonic clock.
+    """
 
     def __init__(self, router_incarnation: str) -> None:
         self.router_incarnation = router_incarnation
-        self.stream: object | None = None
-        """The stream that may send now; a newer one replaces it."""
+        self.stream: Stream | None = None
         self.broken_at: float | None = None
+        self.busy_since: float | None = None
         self._logs: dict[SequenceKey, SequenceLog] = {}
         self._dirty: dict[SequenceKey, None] = {}
         self._failures: list[Failure] = []
@@ -93,28 +112,49 @@ class RouterSession:
         self._wake = asyncio.Event()
 
     @property
-    def keys(self) -> Iterable[SequenceKey]:
+    def keys(self) -> Collection[SequenceKey]:
         return self._logs.keys()
 
-    def open(self, keys: Sequence[SequenceKey], position: int) -> None:
+    @property
+    def has_news(self) -> bool:
+        """Whether something was not taken by a stream yet."""
+        return bool(self._dirty or self._failures or self._started)
+
+    def attach(self) -> Stream:
+        """A new stream, which takes the place of any older one."""
+        self.stream, self.broken_at, self.busy_since = Stream(), None, None
+        self._wake.set()
+        return self.stream
+
+    def detach(self, stream: Stream) -> None:
+        """A stream has ended."""
+        if self.stream is stream:
+            self.stream, self.broken_at, self.busy_since = None, time.monotonic(), None
+
+    def cut(self) -> None:
+        """Lets no stream send any more."""
+        self.stream = None
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Whoever waits for a frame looks around."""
+        self._wake.set()
+
+    def open(self, keys: Iterable[SequenceKey], position: int) -> None:
         for key in keys:
             self._logs[key] = SequenceLog(key, position)
 
-    def tokens(self, tokens: ChoiceTokens, now: float) -> None:
+    def tokens(self, tokens: ChoiceTokens) -> None:
         log = self._logs.get(tokens.key)
         if log is None:
             return
         log.append(tokens)
-        if log.finish_reason is not None:
-            log.ended_at = now
         self._dirty[tokens.key] = None
         self._wake.set()
 
     def failed(self, failure: Failure) -> None:
         for choice in failure.choices:
-            key = SequenceKey(failure.key.request_id, choice, failure.key.attempt)
-            self._logs.pop(key, None)
-            self._dirty.pop(key, None)
+            self.forget(SequenceKey(failure.key.request_id, choice, failure.key.attempt))
         self._failures.append(failure)
         self._wake.set()
 
@@ -127,7 +167,7 @@ class RouterSession:
         self._dirty.pop(key, None)
 
     def resume(
-        self, positions: dict[SequenceKey, int]
+        self, positions: Mapping[SequenceKey, int]
     ) -> tuple[list[SequenceKey], list[SequenceKey]]:
         """Goes on from the router's positions over a new stream.
 
@@ -142,32 +182,39 @@ class RouterSession:
             log.sent = min(max(positions[key] - log.position, 0), len(log.token_ids))
             if log.sent < len(log.token_ids):
                 self._dirty[key] = None
-        self._wake.set()
         return lost, dropped
 
     def forget_ended(self, before: float) -> None:
-        """Drops the logs of sequences that ended, and went out, before a time."""
+        """Drops the logs of sequences whose end went out before a time, unless the stream broke."""
+        if self.stream is None:
+            return
         ended = [
             key
             for key, log in self._logs.items()
-            if log.ended_at is not None and log.ended_at < before and key not in self._dirty
+            if log.end_sent_at is not None and log.end_sent_at < before and key not in self._dirty
         ]
         for key in ended:
             del self._logs[key]
 
-    async def next_frame(self, timeout_s: float) -> Frame | None:
-        """All that is new, as soon as something is; None after timeout_s of silence."""
-        if not (self._dirty or self._failures or self._started):
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                return None
+    async def next_frame(self, stream: Stream, timeout_s: float) -> Frame | None:
+        """All that is new, as soon as something is. None when there was nothing for timeout_s,
+        when the stream was replaced, and sometimes sooner.
+        """
+        if self.stream is stream:
+            self.busy_since = None
+            if not self.has_news:
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await self._wake.wait()
+        # Looked at after the wait: what a replaced stream took now, nobody would get.
+        if self.stream is not stream or not self.has_news:
+            return None
+        self.busy_since = now = time.monotonic()
         frame = Frame(failures=self._failures, started=self._started)
         self._failures, self._started = [], []
         for key in self._dirty:
-            tokens = self._logs[key].take_unsent()
+            tokens = self._logs[key].take_unsent(now)
             if tokens is not None:
                 frame.tokens.append(tokens)
         self._dirty.clear()

@@ -3,17 +3,15 @@
 The first stop string to be *completed* wins; of several completed by the same character, the
 longest. This depends on the text alone, never on how it was cut into pieces.
 
-All stop strings are searched at once (Aho and Corasick, "Efficient string matching", 1975): the
-automaton's state after a character is the longest end of the text that begins a stop string. Its
-length is exactly what must be held back, since all before it can be part of no match any more.
+For each stop string the longest end of the text that begins it is known (Knuth, Morris and Pratt,
+"Fast pattern matching in strings", 1977). The longest of these is exactly what must be held back:
+all text before it can be part of no match any more.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from baton.core.errors import InvalidArgument
 
@@ -29,89 +27,63 @@ class Match:
     end: int
 
 
-class StopAutomaton:
-    """The compiled stop strings; immutable, shared by all texts with the same ones.
-
-    Node 0 is the empty string. `next`: the children of a node by character. `fallback`: the node
-    of the longest proper suffix. `depth`: the node's length. `found`: the longest stop string that
-    ends there, or "".
-    """
-
-    def __init__(self, stop_strings: Iterable[str]) -> None:
-        self.next: list[dict[str, int]] = [{}]
-        self.fallback = [0]
-        self.depth = [0]
-        self.found = [""]
-        for stop_string in stop_strings:
-            self._insert(stop_string)
-        self._link()
-        self.first_characters = frozenset(self.next[0])
-
-    def _insert(self, stop_string: str) -> None:
-        node = 0
-        for character in stop_string:
-            child = self.next[node].get(character)
-            if child is None:
-                child = self.next[node][character] = len(self.next)
-                self.next.append({})
-                self.fallback.append(0)
-                self.depth.append(self.depth[node] + 1)
-                self.found.append("")
-            node = child
-        self.found[node] = stop_string
-
-    def _link(self) -> None:
-        """Sets fallbacks in order of depth: a node's fallback is always less deep."""
-        waiting = deque(self.next[0].values())
-        while waiting:
-            node = waiting.popleft()
-            self.found[node] = self.found[node] or self.found[self.fallback[node]]
-            for character, child in self.next[node].items():
-                self.fallback[child] = self.step(self.fallback[node], character)
-                waiting.append(child)
-
-    def step(self, node: int, character: str) -> int:
-        while node and character not in self.next[node]:
-            node = self.fallback[node]
-        return self.next[node].get(character, 0)
-
-
-@lru_cache(maxsize=256)
-def compile_stops(stop_strings: tuple[str, ...]) -> StopAutomaton:
-    """Raises InvalidArgument (field `stop_strings`)."""
-    if len(stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidArgument(f"must be at most {MAX_STOP_STRINGS}", field="stop_strings")
-    if not all(stop_strings):
-        raise InvalidArgument("must not be empty", field="stop_strings")
-    if sum(map(len, stop_strings)) > MAX_CHARACTERS:
-        raise InvalidArgument(
-            f"must have at most {MAX_CHARACTERS} characters together", field="stop_strings"
-        )
-    return StopAutomaton(stop_strings)
-
-
 class StopMatcher:
-    """The search in one text."""
+    """The search in one text. Making one raises InvalidArgument (field `stop_strings`)."""
 
-    def __init__(self, automaton: StopAutomaton) -> None:
-        self._automaton = automaton
-        self._node = 0
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        if len(stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidArgument(f"must be at most {MAX_STOP_STRINGS}", field="stop_strings")
+        if not all(stop_strings):
+            raise InvalidArgument("must not be empty", field="stop_strings")
+        if sum(map(len, stop_strings)) > MAX_CHARACTERS:
+            raise InvalidArgument(
+                f"must have at most {MAX_CHARACTERS} characters together", field="stop_strings"
+            )
+        self._patterns = [(stop_string, _borders(stop_string)) for stop_string in stop_strings]
+        self._begun = [0] * len(stop_strings)
+        """How many characters of each stop string the text ends with."""
+        self._first_characters = frozenset(stop_string[0] for stop_string in stop_strings)
 
     @property
     def held(self) -> int:
         """How many characters at the end of the text may belong to a stop string."""
-        return self._automaton.depth[self._node]
+        return max(self._begun)
 
     def feed(self, piece: str, *, armed: bool = True) -> Match | None:
         """Searches the next piece. Nothing may be fed after a match.
 
         armed: False lets stop strings that end in this piece pass.
         """
-        automaton = self._automaton
-        if not self._node and automaton.first_characters.isdisjoint(piece):
+        if not any(self._begun) and self._first_characters.isdisjoint(piece):
             return None
         for index, character in enumerate(piece):
-            self._node = automaton.step(self._node, character)
-            if armed and automaton.found[self._node]:
-                return Match(automaton.found[self._node], index + 1)
+            found = self._step(character)
+            if found and armed:
+                return Match(found, index + 1)
         return None
+
+    def _step(self, character: str) -> str:
+        """The longest stop string that this character completes, or ""."""
+        found = ""
+        for which, (stop_string, borders) in enumerate(self._patterns):
+            begun = self._begun[which]
+            while begun and stop_string[begun] != character:
+                begun = borders[begun]
+            if stop_string[begun] == character:
+                begun += 1
+            if begun == len(stop_string):
+                found = max(found, stop_string, key=len)
+                begun = borders[begun]
+            self._begun[which] = begun
+        return found
+
+
+def _borders(text: str) -> list[int]:
+    """For each length of a beginning of the text: its longest proper beginning that ends it too."""
+    borders = [0, 0]
+    for character in text[1:]:
+        border = borders[-1]
+        while border and text[border] != character:
+            border = borders[border]
+        borders.append(border + (text[border] == character))
+    return borders

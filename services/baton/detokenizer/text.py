@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
 from baton.detokenizer.incremental import IncrementalText, Spelling
-from baton.detokenizer.stops import Match, StopMatcher, compile_stops
+from baton.detokenizer.stops import Match, StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ChoiceText:
             prompt_tail_ids=options.prompt_tail_ids,
         )
         stops = options.stop_strings
-        self._matcher = StopMatcher(compile_stops(stops)) if stops else None
+        self._matcher = StopMatcher(stops) if stops else None
         self._include_stop_string = options.include_stop_string
         self._min_tokens = options.min_tokens
         self._delivered_bytes = options.delivered_bytes

@@ -53,11 +53,11 @@ class Vocabulary:
         self.replaces_each_byte = "ByteFallback" in kinds
         """Whether each byte that is no character becomes one U+FFFD, not each maximal run."""
         added = tokenizer.get_added_tokens_decoder()
+        named = map(tokenizer.token_to_id, named_special_tokens)
         self._special = frozenset(
-            token_id
-            for token_id, token in added.items()
-            if token.special or token.content in named_special_tokens
-        ) | {tokenizer.token_to_id(token) for token in named_special_tokens}
+            [token_id for token_id in named if token_id is not None]
+            + [token_id for token_id, token in added.items() if token.special]
+        )
         base = tokenizer.get_vocab_size(with_added_tokens=False)
         self.size = max(base, max(added, default=-1) + 1)
         self._middle: list[bytes | None] = [None] * self.size
@@ -68,7 +68,11 @@ class Vocabulary:
     def load(cls, folder: Path) -> Vocabulary:
         """Reads a model folder. Raises InvalidArgument naming `model`."""
         try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            spec = json.loads((folder / "tokenizer.json").read_bytes())
+            # Decoding needs no merges, and they are a good part of a large tokenizer's memory.
+            if "merges" in spec["model"]:
+                spec["model"]["merges"] = []
+            tokenizer = Tokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the library raises nothing more exact
             raise InvalidArgument(
                 f"{folder} has no readable tokenizer.json ({error})", field="model"

@@ -213,4 +213,6 @@ def _with_sinks(
     heads = sinks.float().view(-1, per_head)
     repeats = -(-lse.shape[1] // per_head)
     sink = heads.repeat(1, repeats)[:, : lse.shape[1]]
-    return output * torch.sigmoid(lse - sink).unsqueeze(-1).to(output.dtype)
+    # Not torch.sigmoid, whose last bits depend on where in an array a number stands.
+    share = 1 / (1 + torch.exp(sink - lse))
+    return output * share.unsqueeze(-1).to(output.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,7 +16,7 @@ from baton.engine import selfcheck
 from baton.engine.attention import PagedAttention
 from baton.engine.check import check_plan
 from baton.engine.config import EngineConfig
-from baton.engine.exact import ExactMode
+from baton.engine.exact import confine
 from baton.engine.inputs import build_inputs
 from baton.engine.kernels import choose_kernel, fewest_rows, flash_cpu
 from baton.engine.kv_cache import KvCache
@@ -54,9 +53,7 @@ class TorchRunner:
         self._model = model
         self._cache = cache
         self._attention = attention
-        self._mode: AbstractContextManager[object] = nullcontext()
         self._results: deque[StepResult] = deque()
-        self.exact = False
         self.not_exact_because = "exact mode is off"
 
     @classmethod
@@ -97,6 +94,12 @@ class TorchRunner:
     @property
     def block_size(self) -> int:
         return self._cache.block_size
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's logits are bit-equal whatever else is in the batch, however it is cut,
+        and wherever its KV came from. `not_exact_because` says why not."""
+        return not self.not_exact_because
 
     def submit(self, plan: StepPlan) -> None:
         check_plan(
@@ -141,10 +144,9 @@ class TorchRunner:
         lone_rows = self._attention.lone_rows is not None
         inputs = build_inputs(plan, self.block_size, device, lone_rows=lone_rows)
         context = self._attention.step(inputs)
-        with self._mode:
-            return run_network(
-                self._network, inputs.token_ids, inputs.positions, inputs.sampled, context
-            )
+        return run_network(
+            self._network, inputs.token_ids, inputs.positions, inputs.sampled, context
+        )
 
     @torch.inference_mode()
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
@@ -160,25 +162,23 @@ class TorchRunner:
         return StepResult(plan.step, tuple(tokens), tuple(failed))
 
     def _prepare(self, exact: bool, texts: list[list[int]], expected: list[torch.Tensor]) -> None:
-        """Packs the weights, checks against the model's own attention, and settles exactness."""
+        """Packs the weights, checks against the model's own attention, and settles exactness.
+
+        What cannot be made exact stays as it is: right, but not bit-equal.
+        """
         blocks = -(-max(map(len, texts)) // self.block_size)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
         try:
             swap(self._network, exact=exact)
             if exact:
-                self._mode = ExactMode()
-            selfcheck.check_parity(self.forward, tables, texts, expected)
-            if exact:
+                confine(self._network, lambda: selfcheck.whole(self.forward, tables, texts))
                 selfcheck.check_exact(self.forward, tables, texts)
-            self.exact = exact
+                self.not_exact_because = ""
         except NotExact as error:
             self.not_exact_because = str(error)
             log.warning("exact mode cannot be had: %s", error)
-            self._mode = nullcontext()
             swap(self._network, exact=False)
-            selfcheck.check_parity(self.forward, tables, texts, expected)
-        if self.exact:
-            self.not_exact_because = ""
+        selfcheck.check_parity(self.forward, tables, texts, expected)
         self._cache.keys.zero_()
         self._cache.values.zero_()
 

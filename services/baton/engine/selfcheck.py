@@ -34,6 +34,11 @@ def prompts(vocab_size: int, max_model_len: int) -> list[list[int]]:
     ]
 
 
+def whole(forward: Forward, tables: list[Extents], texts: list[list[int]]) -> torch.Tensor:
+    """All prompts in one step: logits [prompts, vocab]."""
+    return forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
+
+
 def check_parity(
     forward: Forward, tables: list[Extents], texts: list[list[int]], expected: list[torch.Tensor]
 ) -> None:
@@ -41,9 +46,9 @@ def check_parity(
 
     expected: per prompt the last position's logits [vocab], from the model's own attention.
     """
-    whole = forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
+    packed = whole(forward, tables, texts)
     chunked = _in_chunks(forward, tables, texts, _CHUNK)
-    for got, how in ((whole, "packed"), (chunked, "chunked")):
+    for got, how in ((packed, "packed"), (chunked, "chunked")):
         for row, wanted in zip(got.float(), expected, strict=True):
             wanted = wanted.float()
             limit = _TOLERANCE[expected[0].dtype] * max(1.0, float(wanted.abs().max()))
@@ -57,11 +62,11 @@ def check_parity(
 
 def check_exact(forward: Forward, tables: list[Extents], texts: list[list[int]]) -> None:
     """Raises NotExact unless logits are bit-equal packed, alone, in chunks and token by token."""
-    whole = forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
+    packed = whole(forward, tables, texts)
     alone = [forward(StepPlan(0, (_chunk(i, text, tables[i]),)))[0] for i, text in enumerate(texts)]
     others = [torch.stack(alone)]
     others += [_in_chunks(forward, tables, texts, size) for size in (_CHUNK, 1)]
-    if not all(torch.equal(whole, other) for other in others):
+    if not all(torch.equal(packed, other) for other in others):
         raise NotExact("logits vary with what else is in the batch")
 
 

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 from baton.core.errors import Overloaded, Unavailable
 from baton.core.events import Event
 from baton.core.loop import EngineLoop, SchedulerT
-from baton.core.scheduling import Load
 from baton.core.plan import StepPlan
+from baton.core.scheduling import Load
 from baton.core.step_time import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class EngineThread(Generic[SchedulerT]):
 
     deliver gets the events of a step, on the event loop that `start` was awaited on. `failed` is
     done, with the exception, when the thread died of one: the process has to exit then, because
-    memory is in an unknown state.
+    memory is in an unknown state. on_step gets each step's time in seconds, on the engine thread.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class EngineThread(Generic[SchedulerT]):
         deliver: Callable[[list[Event]], None],
         *,
         max_queued_calls: int = MAX_QUEUED_CALLS,
+        on_step: Callable[[float], object] = lambda seconds: None,
     ):
         self._make_loop = make_loop
         self._deliver = deliver
+        self._on_step = on_step
         self._max_queued_calls = max_queued_calls
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._wake = threading.Condition()
@@ -160,6 +162,7 @@ class EngineThread(Generic[SchedulerT]):
             self._end()
             self._tell(self._made.set_exception, error)
             return
+        self.load = loop.scheduler.load
         self._tell(_resolve, self._made, None)
         try:
             self._run(loop)
@@ -198,6 +201,7 @@ class EngineThread(Generic[SchedulerT]):
         ended = time.monotonic()
         self._step_began = None
         self._times.observe(plan.num_tokens, ended - began)
+        self._on_step(ended - began)
         events = loop.apply(result, ended)
         self.load = loop.scheduler.load
         return events

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from baton.core.attempt import ChoiceTokens
 from baton.core.errors import Cancelled, DeadlineExceeded, HandoverFailed, Overloaded
-from baton.core.handover import CollectorSide, CollectorState, HandoverEvent, Limit, Run, State
+from baton.core.handover import CollectorSide, CollectorState, HandoverEvent, Run
 from baton.core.handover_messages import (
     Announced,
     CollectorMessage,
@@ -35,14 +34,14 @@ from baton.core.handover_messages import (
     ParcelReady,
     Tokens,
 )
-from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.connection import CollectStream
 from baton.kv.ending import Ending, Patience, why
-from baton.kv.line import Line, Liveness
+from baton.kv.line import Line
 from baton.kv.parcel import HEADER_BYTES, Sealer, positions_per_parcel
-from baton.kv.peers import CollectStream, Peer
-from baton.kv.slots import Slot, SlotRing
-from baton.kv.stats import HandoverStats
+from baton.kv.peers import Peer
+from baton.kv.slots import Slot
 from baton.kv.tasks import outlast, race, to_end
+from baton.kv.ticket import Collected, Reserve, Surroundings, Ticket, Unpack
 from baton.kv.transport import TransportError
 
 MAX_IN_FLIGHT = 4
@@ -50,45 +49,6 @@ MAX_IN_FLIGHT = 4
 
 READ_S = 5.0
 """A read that takes longer is given up. A frozen giver is found earlier, by its silence."""
-
-Reserve = Callable[[], Awaitable[int | None]]
-"""reserve(): holds blocks for the whole input and answers from which position KV is needed, or None
-when there is no room. May be cancelled; whatever it holds then is the caller's to free."""
-
-Unpack = Callable[[int, int, memoryview], Awaitable[None]]
-"""unpack(first_position, count, payload): copies verified KV into the reserved blocks. It is never
-cancelled; when it returns or raises, it reads `payload` no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What was collected. tokens: token 0 of every choice. cached_positions: KV we had already."""
-
-    tokens: tuple[ChoiceTokens, ...]
-    received_bytes: int
-    cached_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """Names one hand-over to collect. num_positions: of the input. deadline_s: for all of it."""
-
-    handover_id: bytes
-    giver: WorkerIdentity
-    num_positions: int
-    deadline_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What all hand-overs of one collector share."""
-
-    identity: WorkerIdentity
-    layout: KvLayout
-    ring: SlotRing
-    liveness: Liveness
-    limits: Mapping[State, Limit]
-    stats: HandoverStats
 
 
 class Collecting:
@@ -118,7 +78,8 @@ class Collecting:
         self._patience = Patience(around.limits, lambda: self.side.state)
         self._changed = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._landing_slots: deque[Slot] = deque()
+        self._credited: deque[Slot] = deque()
+        self._landing: dict[int, Slot] = {}
         self._landings: set[asyncio.Task[None]] = set()
         self._tokens: tuple[ChoiceTokens, ...] = ()
         self._received_bytes = self._cached_positions = 0
@@ -173,8 +134,11 @@ class Collecting:
         try:
             await outlast(landings)
         finally:
-            while self._landing_slots:
-                self._landing_slots.pop().release()
+            # A task that was cancelled before it began has not released its slot.
+            for slot in (*self._credited, *self._landing.values()):
+                slot.release()
+            self._credited.clear()
+            self._landing.clear()
 
     async def _take(self) -> None:
         side, giver = self.side, self._ticket.giver
@@ -191,7 +155,7 @@ class Collecting:
             if side.state is CollectorState.RESERVING:
                 await self._reserve()
             while side.wants_credit and side.credits + len(side.landing) < MAX_IN_FLIGHT:
-                self._landing_slots.append(await self._around.ring.wait(giver.incarnation))
+                self._credited.append(await self._around.ring.wait(giver.incarnation))
                 side.credited()
                 await self._line.say(Credit(1))
             if side.all_in:
@@ -234,12 +198,13 @@ class Collecting:
         if replace(header, digest=b"") != self._sealer.header(run):
             raise self._mismatch("announcement")
         self.side.arriving(run)
-        slot = self._landing_slots.popleft()
-        task = asyncio.create_task(self._land(header, remote_slot, slot))
+        self._landing[run.index] = self._credited.popleft()
+        task = asyncio.create_task(self._land(header, remote_slot))
         self._landings.add(task)
         task.add_done_callback(self._landed)
 
-    async def _land(self, header: ParcelHeader, remote_slot: int, slot: Slot) -> None:
+    async def _land(self, header: ParcelHeader, remote_slot: int) -> None:
+        slot = self._landing[header.index]
         try:
             size = HEADER_BYTES + header.payload_bytes
             try:
@@ -259,7 +224,7 @@ class Collecting:
             payload = slot.view[HEADER_BYTES:size]
             await to_end(self._unpack(header.first_position, header.num_positions, payload))
         finally:
-            slot.release()
+            self._landing.pop(header.index).release()
         self.side.landed(header.index)
         self._received_bytes += header.payload_bytes
         self._around.stats.parcels += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 from baton.core.errors import (
     BatonError,
@@ -14,21 +15,22 @@ from baton.core.errors import (
     Incompatible,
     InvalidArgument,
     Overloaded,
-    Unavailable,
 )
 from baton.core.handover import LIMITS, HandoverEvent, Limit, State
 from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.model import KvLayout, WorkerIdentity
-from baton.kv.collecting import Collected as Collected
-from baton.kv.collecting import Collecting, Reserve, Surroundings, Unpack
-from baton.kv.collecting import Ticket as Ticket
+from baton.kv.collecting import Collecting
+from baton.kv.connection import Connect
 from baton.kv.ending import Ending
 from baton.kv.line import Liveness
 from baton.kv.parcel import positions_per_parcel
-from baton.kv.peers import Connect, Peers, as_handover_failure
+from baton.kv.peers import Peers, as_handover_failure
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
 from baton.kv.tasks import outlast
+from baton.kv.ticket import Collected as Collected
+from baton.kv.ticket import Reserve, Surroundings, Unpack
+from baton.kv.ticket import Ticket as Ticket
 
 FAREWELL_S = 1.0
 
@@ -108,8 +110,11 @@ class Collector:
         await self._peers.close()
 
     async def _collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + ticket.deadline_s
         try:
-            async with self._peers.use(ticket.giver) as peer:
+            async with self._peers.use(ticket.giver, ticket.deadline_s) as peer:
+                ticket = replace(ticket, deadline_s=deadline - clock())
                 stream = peer.connection.collect()
                 work = Collecting(self._around, ticket, peer, stream, reserve, unpack)
                 try:
@@ -121,7 +126,10 @@ class Collector:
                     self._see_off(work)
         except Ending as ending:
             raise _for_the_caller(ending) from None
-        except Unavailable as error:
+        except Overloaded:
+            raise
+        except BatonError as error:
+            # Meeting failed; what happened on the stream is an Ending.
             raise as_handover_failure(error) from None
 
     def _see_off(self, work: Collecting) -> None:

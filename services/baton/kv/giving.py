@@ -72,11 +72,13 @@ class Giving:
             if not ending.peer_knows:
                 await self._tell(ending)
         finally:
-            await self._line.close(FAREWELL_S)
-            for slot in self._slots.values():
-                slot.release()
-            self._slots.clear()
-            self._end(ending)
+            try:
+                await self._line.close(FAREWELL_S)
+            finally:
+                for slot in self._slots.values():
+                    slot.release()
+                self._slots.clear()
+                self._end(ending)
 
     async def _open_and_give(self) -> None:
         try:

@@ -56,8 +56,14 @@ class Line(Generic[In, Out]):
     def _begin(self, message: Out | Heartbeat) -> asyncio.Task[None]:
         write = asyncio.create_task(self._write(message))
         self._writes.add(write)
-        write.add_done_callback(self._writes.discard)
+        write.add_done_callback(self._written)
         return write
+
+    def _written(self, write: asyncio.Task[None]) -> None:
+        self._writes.discard(write)
+        if not write.cancelled():
+            # Whoever waits for it still gets it; a heartbeat has nobody who waits.
+            write.exception()
 
     async def _write(self, message: Out | Heartbeat) -> None:
         async with self._turn:
@@ -100,6 +106,5 @@ class Line(Generic[In, Out]):
                 raise PeerLost("the other side of the hand-over fell silent")
             # A frozen peer can block writes for ever; counting its silence must go on.
             if not self._said and not self._writes:
-                pulse = self._begin(Heartbeat())
-                pulse.add_done_callback(lambda task: task.cancelled() or task.exception())
+                self._begin(Heartbeat())
             self._said = self._heard = False

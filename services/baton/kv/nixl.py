@@ -1,9 +1,15 @@
 """The KV transport over NIXL and UCX; knows nothing of hand-overs.
 
 The agent sees the slot ring and nothing else. Facts it is built around: a transfer cannot be timed
-out or aborted, so handles are released only once they are decided; a peer that was killed shows up
-as an exception or as "ERR", a frozen one not at all; the agent is not thread-safe, so one thread
-makes all calls; its pickle-based helpers are never used, metadata travels as the bytes NIXL makes.
+out or aborted, so a handle is released only once its transfer is decided; a peer that was killed
+shows up as an exception or as an error status, a frozen one not at all; an agent is not
+thread-safe, so one thread makes all calls.
+
+NIXL's bindings are used without the Python class on top of them, for two reasons. That class fixes
+the progress thread's delay at 0, which makes the thread spin: a whole core per idle process, and
+reads over TCP 16 times slower on a busy machine of two cores. With a delay the thread sleeps until
+UCX has an event. And that class's handles release themselves when they are collected as garbage,
+decided or not.
 
 UCX picks its own ways (`UCX_TLS`): between processes of one machine shared memory, where a read is
 done when `post` returns. UCX checks no address ranges on software transports, so the network that
@@ -12,15 +18,17 @@ carries them has to be trusted or isolated.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 from baton.core.handover_messages import RingDescription
 from baton.kv.slots import SlotRing
 from baton.kv.transport import ReadState, TransportError, check_range
 
-_STATES = {"PROC": ReadState.RUNNING, "DONE": ReadState.DONE, "ERR": ReadState.FAILED}
+PROGRESS_DELAY_US = 100_000
 
 
 def available() -> bool:
@@ -29,11 +37,11 @@ def available() -> bool:
 
 
 class _Read:
-    """A posted read. state: the last one seen; decided ones are not asked again."""
+    """A posted read. state: the last one seen; a decided read is not asked again."""
 
     __slots__ = ("handle", "state")
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: int) -> None:
         self.handle = handle
         self.state = ReadState.RUNNING
 
@@ -51,26 +59,38 @@ class NixlTransport:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         try:
-            from nixl._api import nixl_agent, nixl_agent_config
-
-            config = nixl_agent_config(enable_listen_thread=False, backends=["UCX"])
-            self._agent: Any = nixl_agent(incarnation, config)
+            # Importing the package puts the bindings that fit this machine in their place.
+            importlib.import_module("nixl")
+            self._nixl: Any = importlib.import_module("nixl._bindings")
+            self._states = {
+                self._nixl.NIXL_SUCCESS: ReadState.DONE,
+                self._nixl.NIXL_IN_PROG: ReadState.RUNNING,
+            }
+            config = self._nixl.nixlAgentConfig()
+            config.useProgThread = True
+            config.pthrDelay = PROGRESS_DELAY_US
+            config.useListenThread = False
+            config.captureTelemetry = False
+            config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
+            self._agent: Any = self._nixl.nixlAgent(incarnation, config)
+            self._agent.createBackend("UCX", {})
             size = ring.num_slots * ring.slot_bytes
-            self._region: Any = self._agent.register_memory(
-                [(ring.base_address, size, 0, "")], "DRAM"
+            self._region: Any = self._nixl.nixlRegDList(
+                self._nixl.DRAM_SEG, [(ring.base_address, size, 0, "")]
             )
+            self._agent.registerMem(self._region, [])
         except Exception as error:
             raise TransportError("NIXL could not be started") from error
 
     def metadata(self) -> bytes:
-        return bytes(self._agent.get_agent_metadata())
+        return bytes(self._agent.getLocalMD())
 
     def add_peer(self, peer: str, metadata: bytes, ring: RingDescription) -> None:
         try:
-            name = self._agent.add_remote_agent(metadata)
+            name: str = self._agent.loadRemoteMD(metadata).decode()
         except Exception as error:
             raise TransportError("the peer's metadata was refused") from error
-        if (name.decode() if isinstance(name, bytes) else name) != peer:
+        if name != peer:
             self._disconnect(name)
             raise TransportError("the metadata is another peer's")
         self._peers[peer] = ring
@@ -86,52 +106,58 @@ class NixlTransport:
         ours = self._ring.describe()
         check_range(ring, remote_slot, ours, local_slot, num_bytes)
         try:
-            handle = self._agent.initialize_xfer(
-                "READ",
+            handle = self._agent.createXferReq(
+                self._nixl.NIXL_READ,
                 self._descriptor(ours, local_slot, num_bytes),
                 self._descriptor(ring, remote_slot, num_bytes),
                 peer,
+                b"",
+                [],
             )
         except Exception as error:
             raise TransportError("the read could not be prepared") from error
         read = _Read(handle)
-        try:
-            read.state = _STATES[self._agent.transfer(handle)]
-        except Exception:
-            read.state = ReadState.FAILED
+        self._update(read, lambda: self._agent.postXferReq(handle, b""))
         return read
 
     def poll(self, handle: object) -> ReadState:
         assert isinstance(handle, _Read)
         if handle.state is ReadState.RUNNING:
-            try:
-                handle.state = _STATES[self._agent.check_xfer_state(handle.handle)]
-            except Exception:
-                handle.state = ReadState.FAILED
+            self._update(handle, lambda: self._agent.getXferStatus(handle.handle))
         return handle.state
 
     def release(self, handle: object) -> None:
         assert isinstance(handle, _Read) and handle.state is not ReadState.RUNNING
         try:
-            self._agent.release_xfer_handle(handle.handle)
+            status = self._agent.releaseXferReq(handle.handle)
         except Exception as error:
             raise TransportError("the read still holds its memory") from error
+        if status != self._nixl.NIXL_SUCCESS:
+            raise TransportError("the read still holds its memory")
 
     def close(self) -> None:
         if self._agent is None:
             return
         for peer in list(self._peers):
             self.remove_peer(peer)
-        self._agent.deregister_memory(self._region)
+        self._agent.deregisterMem(self._region, [])
         self._agent = self._region = None
 
+    def _update(self, read: _Read, ask: Callable[[], Any]) -> None:
+        """A peer's death is told as an error status by some ways through UCX, raised by others."""
+        try:
+            read.state = self._states.get(ask(), ReadState.FAILED)
+        except Exception:
+            read.state = ReadState.FAILED
+
     def _descriptor(self, ring: RingDescription, slot: int, num_bytes: int) -> Any:
+        kind = self._nixl.VRAM_SEG if ring.memory_kind == "VRAM" else self._nixl.DRAM_SEG
         address = ring.base_address + slot * ring.slot_bytes
-        return self._agent.get_xfer_descs([(address, num_bytes, ring.device_id)], ring.memory_kind)
+        return self._nixl.nixlXferDList(kind, [(address, num_bytes, ring.device_id)])
 
     def _disconnect(self, name: str) -> None:
         try:
-            self._agent.remove_remote_agent(name)
+            self._agent.invalidateRemoteMD(name)
         except Exception:
             # The peer is gone already; there is nothing left to disconnect.
             return

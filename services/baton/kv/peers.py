@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.core.errors import BatonError, HandoverFailed, Incompatible, Unavailable
-from baton.core.handover_messages import CollectorMessage, GiverMessage, Introduction, Meeting
+from baton.core.handover_messages import Introduction, Meeting
 from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.connection import Connect, GiverConnection
 from baton.kv.parcel import DIGESTS, HEADER_BYTES
 from baton.kv.reader import Reader
 from baton.kv.staging import Staging
@@ -22,34 +22,6 @@ from baton.kv.transport import TransportError
 
 MEET_S = 10.0
 MAX_PEERS = 1024
-
-
-class CollectStream(Protocol):
-    """The collector's end of one Collect stream, open from the start.
-
-    Iterating gives the giver's messages and ends, or raises Unavailable, when the stream does; it
-    may be abandoned and cancelled without ending the stream. `send` raises Unavailable when the
-    stream is broken. `close` lets what was sent arrive, bounded, then ends the stream.
-    """
-
-    def __aiter__(self) -> AsyncIterator[GiverMessage]: ...
-
-    async def send(self, message: CollectorMessage) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class GiverConnection(Protocol):
-    """How one giver is spoken to. Implemented by `baton.rpc.handover.GrpcGiverConnection`."""
-
-    async def meet(self, introduction: Introduction) -> Meeting:
-        """Raises Incompatible, Unavailable."""
-
-    def collect(self) -> CollectStream:
-        """Opens a Collect stream; what goes wrong shows when it is used."""
-
-
-Connect = Callable[[WorkerIdentity], GiverConnection]
 
 
 @dataclass(slots=True)
@@ -97,9 +69,13 @@ class Peers:
         return peer
 
     @asynccontextmanager
-    async def use(self, giver: WorkerIdentity) -> AsyncIterator[Peer]:
-        """A met peer that stays until the block is left."""
-        peer = await self.meet(giver)
+    async def use(self, giver: WorkerIdentity, timeout_s: float) -> AsyncIterator[Peer]:
+        """A met peer that stays until the block is left. timeout_s: for meeting it."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                peer = await self.meet(giver)
+        except TimeoutError:
+            raise Unavailable("the giver did not answer in time") from None
         peer.users += 1
         try:
             yield peer

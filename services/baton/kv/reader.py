@@ -48,15 +48,15 @@ class Reader:
         self._in_flight: list[_InFlight] = []
         self._leaving: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="kv-reader", daemon=True)
-        self._closing = False
+        self._built: KvTransport | None = None
+        self._closing = self._stopped = False
 
     async def start(self) -> None:
         """Builds the transport. Raises TransportError."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         try:
-            self._transport = await self._call(self._make)
-            self.metadata = await self._call(self._transport.metadata)
+            self.metadata = await self._call(self._build)
         except BaseException:
             self._commands.put(self._stop)
             raise
@@ -119,6 +119,15 @@ class Reader:
         """No read is in flight or in limbo."""
         return not self._in_flight
 
+    @property
+    def _transport(self) -> KvTransport:
+        assert self._built is not None, "the reader was not started"
+        return self._built
+
+    def _build(self) -> bytes:
+        self._built = self._make()
+        return self._built.metadata()
+
     async def _call(self, work: Callable[[], T]) -> T:
         result: asyncio.Future[T] = self._loop.create_future()
 
@@ -135,7 +144,6 @@ class Reader:
 
     def _run(self) -> None:
         nap = SHORTEST_NAP_S
-        self._stopped = False
         while not self._stopped:
             try:
                 self._commands.get(timeout=self._nap(nap))()
@@ -195,8 +203,8 @@ class Reader:
 
     def _stop(self) -> None:
         self._stopped = True
-        if hasattr(self, "_transport") and not self._in_flight:
-            self._transport.close()
+        if self._built is not None and not self._in_flight:
+            self._built.close()
 
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
         # The loop may be closed already when a read in limbo ends late.

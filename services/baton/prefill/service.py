@@ -1,39 +1,65 @@
 """Runs attempts on the engine and offers their KV; knows neither gRPC nor tensors.
 
 A job lives from `run` until token 0 is answered *and*, when its KV is to be handed over, until the
-hand-over has ended. Whatever ends first, the blocks are released in exactly one place: `_finish`.
+hand-over has ended. What ends it early goes through `_finish`, the one place that gives its blocks
+back. What the engine tells about a job that ended here meanwhile is dropped.
+
+Prefill answers for tokens, decode for the hand-over: one that fails is told by decode, and a prompt
+that is still being computed then goes on, because its tokens and its cached blocks are of use.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.core.attempt import Attempt, AttemptKey
-from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    Overloaded,
+    Unavailable,
+)
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.load import WorkerState
+from baton.core.loop import EngineLoop
 from baton.core.prefill_scheduler import PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.kv.giver import Giver, Offer
+from baton.prefill.collectors import LiveCollectors
+from baton.rpc import metrics
+
+PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
+CACHED = metrics.counter(metrics.CACHED_TOKENS)
+STAGE_TIME = metrics.histogram(metrics.STAGE_TIME)
 
 DEFAULT_DEADLINE_S = 600.0
+MAX_ATTEMPTS = 4096
 
 
 @dataclass(slots=True)
 class Job:
-    """One attempt here. first: resolves with token 0. offer: None when nothing is given."""
+    """One attempt here. first: resolves with token 0. offer: None when nothing is given (any more).
+
+    counted: positions that are in the metrics.
+    """
 
     attempt: Attempt
     first: asyncio.Future[FirstTokens]
     offer: Offer | None = None
-    watcher: asyncio.Task[None] | None = None
+    counted: int = 0
 
 
 class PrefillService:
-    """Prefill's business between the wire and the engine thread. Lives on the event loop."""
+    """Prefill's business between the wire and the engine thread. Lives on the event loop.
+
+    handover_timeout_s: for a whole hand-over, the prompt's queueing and computing included.
+    """
 
     def __init__(
         self,
@@ -45,7 +71,9 @@ class PrefillService:
         self._engine = engine
         self._giver = giver
         self._handover_timeout_s = handover_timeout_s
+        self._collectors = LiveCollectors()
         self._jobs: dict[AttemptKey, Job] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
         self._draining = False
         self._empty = asyncio.Event()
 
@@ -66,24 +94,21 @@ class PrefillService:
         """Computes the input's KV and token 0 of every choice.
 
         With a handover_id the KV then stays until it is collected or its deadline passes. Raises
-        Unavailable when draining, Overloaded, ContextLengthExceeded, DeadlineExceeded, Cancelled.
+        Unavailable when draining, InvalidArgument, Overloaded, DeadlineExceeded, Cancelled.
         """
         if self._draining:
             raise Unavailable("this prefill worker is draining")
         if attempt.key in self._jobs:
             raise InvalidArgument("this attempt already runs here", field="attempt")
+        if len(self._jobs) >= MAX_ATTEMPTS:
+            raise Overloaded("too many attempts are on this prefill worker", retry_after_s=1.0)
         job = Job(attempt, asyncio.get_running_loop().create_future())
         self._jobs[attempt.key] = job
         try:
-            if handover_id:
-                job.offer = self._offer(job, handover_id, decode_incarnation)
-            now = time.monotonic()
-            await self._engine.call(
-                lambda loop: loop.scheduler.add(
-                    attempt, now, keep=bool(handover_id), collector=decode_incarnation
-                )
-            )
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
+                if handover_id:
+                    self._offer(job, handover_id, decode_incarnation)
+                await self._queue(attempt, bool(handover_id), decode_incarnation)
                 first = await asyncio.shield(job.first)
         except TimeoutError:
             error = DeadlineExceeded("the request ran out of time in prefill")
@@ -96,7 +121,7 @@ class PrefillService:
             self._finish(job, Cancelled("the router left"))
             raise
         if job.offer is None:
-            self._finish(job, None)
+            self._forget(job)
         return first
 
     def cancel(self, key: AttemptKey) -> None:
@@ -107,24 +132,16 @@ class PrefillService:
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Takes what one step made. Called on the event loop by the engine thread."""
+        # If token 0 ends every choice, nothing is moved: the rest of the KV stays here until the
+        # router, told by our answer, calls both legs off.
+        firsts = [event for event in events if isinstance(event, FirstTokens)]
+        over = {first.key for first in firsts if _is_last(first)}
         for event in events:
             match event:
-                case Planned(key) if (offer := self._offer_of(key)) is not None:
-                    offer.announce()
-                case Computed(key, num_positions) if (offer := self._offer_of(key)) is not None:
-                    offer.advance(num_positions)
-                case FirstTokens(key, tokens):
-                    job = self._jobs.get(key)
-                    if job is None:
-                        continue
-                    if not job.first.done():
-                        job.first.set_result(event)
-                    if job.offer is not None:
-                        job.offer.tokens(tokens)
-                case Failed(key, _, error):
+                case Planned(key) | Computed(key) | FirstTokens(key) | Failed(key):
                     job = self._jobs.get(key)
                     if job is not None:
-                        self._finish(job, error)
+                        self._take(job, event, may_give=key not in over)
                 case _:
                     pass
 
@@ -135,10 +152,56 @@ class PrefillService:
         await self._empty.wait()
 
     async def close(self) -> None:
+        """Ends everything that is left and returns when no task of ours runs."""
+        self._draining = True
         for job in list(self._jobs.values()):
             self._finish(job, Unavailable("this prefill worker is leaving"))
+        await self._giver.close()
+        watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
 
-    def _offer(self, job: Job, handover_id: bytes, decode_incarnation: str) -> Offer:
+    def _take(self, job: Job, event: Event, *, may_give: bool) -> None:
+        offer = job.offer
+        match event:
+            case Planned() if offer is not None:
+                offer.announce()
+            case Computed(_, num_positions, cached):
+                self._count(job, num_positions, cached)
+                if offer is not None and may_give:
+                    offer.advance(num_positions)
+            case FirstTokens(_, tokens, _, queue_s, prefill_s):
+                STAGE_TIME.labels("prefill_queue").observe(queue_s)
+                STAGE_TIME.labels("prefill").observe(prefill_s)
+                if not job.first.done():
+                    job.first.set_result(event)
+                if offer is not None and may_give:
+                    offer.tokens(tokens)
+            case Failed(_, _, error):
+                self._finish(job, error)
+            case _:
+                pass
+
+    def _count(self, job: Job, num_positions: int, cached: int) -> None:
+        if not job.counted:
+            CACHED.inc(cached)
+            job.counted = cached
+        PREFILLED.inc(num_positions - job.counted)
+        job.counted = num_positions
+
+    async def _queue(self, attempt: Attempt, keep: bool, collector: str) -> None:
+        now = time.monotonic()
+        live = self._collectors.saw(collector, now) if keep else None
+
+        def add(loop: EngineLoop[PrefillScheduler]) -> None:
+            if live is not None:
+                loop.scheduler.live_collectors = live
+            loop.scheduler.add(attempt, now, keep=keep, collector=collector)
+
+        await self._engine.call(add)
+
+    def _offer(self, job: Job, handover_id: bytes, decode_incarnation: str) -> None:
         key = job.attempt.key
 
         async def pack(first_position: int, count: int, out: memoryview) -> None:
@@ -155,34 +218,57 @@ class PrefillService:
             pack=pack,
             deadline_s=min(job.attempt.remaining_s or DEFAULT_DEADLINE_S, self._handover_timeout_s),
         )
-        offer.on_granted = lambda: self._engine.post(lambda loop: loop.scheduler.grant(key))
-        job.watcher = asyncio.create_task(self._watch(job, offer))
-        return offer
+        offer.on_granted = lambda: self._post(lambda loop: loop.scheduler.grant(key))
+        job.offer = offer
+        watcher = asyncio.create_task(self._watch(job, offer))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, job: Job, offer: Offer) -> None:
-        outcome = await offer.wait()
-        self._finish(job, outcome.error or Cancelled("the KV was collected before token 0"))
+        """The KV is needed until the hand-over ends, however it ends."""
+        await offer.wait()
+        job.offer = None
+        if job.first.done():
+            self._forget(job)
+        key = job.attempt.key
+
+        def unpin(loop: EngineLoop[PrefillScheduler]) -> None:
+            # One that waits for its collector's share of the pool does not count against it now.
+            loop.scheduler.grant(key)
+            loop.scheduler.release(key)
+
+        self._post(unpin)
+
+    def _finish(self, job: Job, error: BatonError) -> None:
+        """Ends a job early, wherever it stands. Without effect when it has ended."""
+        if not self._forget(job):
+            return
+        if job.offer is not None:
+            job.offer.fail(error)
+        if not job.first.done():
+            job.first.set_exception(error)
+            job.first.exception()
+        # Packing that is queued now comes before this, and later packing finds nothing to pack.
+        self._post(lambda loop: loop.scheduler.cancel(job.attempt.key))
+
+    def _forget(self, job: Job) -> bool:
+        """Whether the job was still here."""
+        if self._jobs.get(job.attempt.key) is not job:
+            return False
+        del self._jobs[job.attempt.key]
+        self._note_empty()
+        return True
 
     def _note_empty(self) -> None:
         if self._draining and not self._jobs:
             self._empty.set()
 
-    def _offer_of(self, key: AttemptKey) -> Offer | None:
-        job = self._jobs.get(key)
-        return None if job is None else job.offer
+    def _post(self, function: Callable[[EngineLoop[PrefillScheduler]], object]) -> None:
+        # An engine that has stopped has nothing left to free.
+        with suppress(Unavailable):
+            self._engine.post(function)
 
-    def _finish(self, job: Job, error: BatonError | None) -> None:
-        """The one place where a job ends. Idempotent."""
-        if self._jobs.pop(job.attempt.key, None) is None:
-            return
-        self._note_empty()
-        key, computing = job.attempt.key, not job.first.done()
-        if job.offer is not None and error is not None:
-            job.offer.fail(error)
-        if computing and error is not None:
-            job.first.set_exception(error)
-            job.first.exception()
-        if computing:
-            self._engine.post(lambda loop: loop.scheduler.cancel(key))
-        elif job.offer is not None:
-            self._engine.post(lambda loop: loop.scheduler.release(key))
+
+def _is_last(first: FirstTokens) -> bool:
+    """Whether no choice goes on after its first token."""
+    return all(tokens.finish_reason is not None for tokens in first.tokens)

@@ -7,6 +7,7 @@ something for it. Knows nothing of text or of the request's other attempts.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack
@@ -19,8 +20,10 @@ from baton.core.journey import AttemptRun, AttemptState, Journey, Leg
 from baton.router.decode_session import KvComplete
 from baton.router.metrics import RouterMetrics
 from baton.router.placement import Place, Placement
-from baton.router.pools import Worker
 from baton.router.prefill_client import PrefillClient
+from baton.router.worker_link import Worker
+
+log = logging.getLogger(__name__)
 
 HANDOVER_ID_BYTES = 16
 
@@ -85,6 +88,7 @@ class AttemptRunner:
                     placed.enter_context(worker.placed(len(attempt.choices), tokens))
             self._owner.journey.placed(self._number, place.legs)
             self._owner.metrics.placed(place.legs)
+            self._log(logging.DEBUG, f"attempt {self._number}: {place.decision.reason}")
             try:
                 self._start(place, attempt)
                 await self._over.wait()
@@ -185,6 +189,9 @@ class AttemptRunner:
         placement, place, state = self._owner.placement, self._place, self._run.state
         if place is None:
             return
+        self._log(
+            logging.INFO, f"attempt {self._number}: {leg.name.lower()} failed: {error.message}"
+        )
         if leg is Leg.PREFILL and place.prefill is not None:
             placement.blame_prefill(place.prefill.identity, error)
         if leg is Leg.DECODE and place.decode is not None:
@@ -194,6 +201,9 @@ class AttemptRunner:
                 placement.blame_prefill(place.prefill.identity, error)
             if error.reason is not Reason.HANDOVER_FAILED:
                 placement.blame_decode(place.decode.identity, error)
+
+    def _log(self, level: int, text: str) -> None:
+        log.log(level, text, extra={"request_id": self._owner.journey.request_id})
 
     async def _free(self, place: Place, attempt: Attempt) -> None:
         """Everyone who holds something is told, whether anyone listens or not."""

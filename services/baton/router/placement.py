@@ -16,8 +16,8 @@ from baton.core.model import WorkerIdentity
 from baton.core.routing import Decision, Demand, Fate, decide
 from baton.router.decode_session import DecodeSession
 from baton.router.fleet import Fleet
-from baton.router.pools import Worker
 from baton.router.prefill_client import PrefillClient
+from baton.router.worker_link import Worker
 
 BUSY_S = 0.1
 """A worker that refused as overloaded is passed over for this long, or for as long as it says."""

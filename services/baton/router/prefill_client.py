@@ -49,7 +49,8 @@ class PrefillClient(UnaryClient):
                 decode_incarnation=decode_incarnation,
                 prefill_incarnation=self._worker.incarnation,
             ),
-            attempt.remaining_s,
+            request_id=attempt.request_id,
+            timeout_s=attempt.remaining_s,
         )
         keys = attempt.keys()
         tokens = [choice_tokens_from_proto(entry) for entry in answer.choices]
@@ -66,6 +67,11 @@ class PrefillClient(UnaryClient):
         """
         request = CancelRequest(request_id=key.request_id, attempt=key.attempt)
         try:
-            await self.call(self._stub.Cancel, request, CANCEL_TIMEOUT_S)
+            await self.call(
+                self._stub.Cancel,
+                request,
+                request_id=key.request_id,
+                timeout_s=CANCEL_TIMEOUT_S,
+            )
         except BatonError:
             return

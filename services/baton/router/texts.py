@@ -14,7 +14,8 @@ from baton.core.token_log import TokenLog
 from baton.router.choice_text import ChoiceText, TextOptions
 from baton.router.detokenizer_session import DetokenizerSession
 from baton.router.notice import Notice
-from baton.router.pools import Pool, Worker
+from baton.router.pools import Pool
+from baton.router.worker_link import Worker
 
 PAUSE_S = 0.05
 """Before a lost text is opened again: a worker that fails at once must not be asked in a loop."""

@@ -10,8 +10,9 @@ from baton.core.journey import VERDICTS, Verdict
 from baton.core.model import ModelDescription
 from baton.core.request import Request
 from baton.router.notice import Notice
-from baton.router.pools import Pool, Worker
+from baton.router.pools import Pool
 from baton.router.tokenizer_client import TokenizerClient
+from baton.router.worker_link import Worker
 
 PAUSE_S = 0.1
 
@@ -33,7 +34,7 @@ async def encode(
         worker = await _pick(pool, changed, request_id, model, passed_over, wait_timeout_s)
         try:
             with worker.placed(1, 1):
-                return await worker.client.encode(request.prompt, request.cache_salt)
+                return await worker.client.encode(request.prompt, request.cache_salt, request_id)
         except BatonError as error:
             verdict = VERDICTS[error.reason]
             failures += verdict is Verdict.ELSEWHERE

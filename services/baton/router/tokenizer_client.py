@@ -22,10 +22,12 @@ class TokenizerClient(UnaryClient):
         super().__init__()
         self._stub = TokenizerStub(channel)
 
-    async def encode(self, prompt: Prompt, cache_salt: bytes) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, cache_salt: bytes, request_id: str) -> tuple[int, ...]:
         """The prompt's token ids. Raises BatonError, naming the field if the prompt is at fault."""
         request = EncodeRequest(inputs=[_input(prompt, cache_salt)])
-        answer = await self.call(self._stub.Encode, request, ENCODE_TIMEOUT_S)
+        answer = await self.call(
+            self._stub.Encode, request, request_id=request_id, timeout_s=ENCODE_TIMEOUT_S
+        )
         if len(answer.outputs) != 1:
             raise Internal("The tokenizer answered something else.")
         output = answer.outputs[0]

@@ -15,6 +15,7 @@ import grpc
 from baton.core.errors import Unavailable
 from baton.router.cancellation import cancelled_here
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.interceptors import REQUEST_ID_KEY
 
 
 class UnaryClient:
@@ -33,9 +34,16 @@ class UnaryClient:
             for call in list(self._running):
                 call.cancel()
 
-    async def call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        """The answer, or a BatonError."""
-        call = method(request, timeout=timeout_s)
+    async def call(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        *,
+        request_id: str,
+        timeout_s: float | None,
+    ) -> Any:
+        """The answer, or a BatonError. The worker's log names the request."""
+        call = method(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request_id),))
         self._running.add(call)
         try:
             return await call

@@ -110,7 +110,7 @@ class HandoverServicer(handover_pb2_grpc.HandoverServicer):
 
 
 class GrpcGiverConnection:
-    """Speaks to one giver, over a channel of others; fills `baton.kv.peers.GiverConnection`."""
+    """Speaks to one giver over a borrowed channel, as `baton.kv.connection.GiverConnection`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = handover_pb2_grpc.HandoverStub(channel)
@@ -133,7 +133,7 @@ class GrpcGiverConnection:
 
 
 class GrpcCollectStream:
-    """The collector's end of one stream; the port is `baton.kv.peers.CollectStream`.
+    """The collector's end of one stream; the port is `baton.kv.connection.CollectStream`.
 
     A task reads ahead into a bounded inbox, because gRPC cancels a call whose reader is cancelled.
     """

@@ -61,6 +61,9 @@ DECODE_TOKENS = Spec("baton_decode_tokens_total", "Output tokens sampled.")
 PREEMPTIONS = Spec("baton_preemptions_total", "Sequences that gave up their blocks and wait again.")
 HANDOVERS = Spec("baton_handovers_total", "Hand-overs that ended.", ("side", "outcome"))
 HANDOVER_BYTES = Spec("baton_handover_bytes_total", "KV bytes moved by hand-overs.", ("side",))
+KV_SOURCE = Spec(
+    "baton_kv_source_total", "Attempts by where their KV really came from.", ("source",)
+)
 PARCELS_REFUSED = Spec("baton_parcels_refused_total", "Parcels whose seal was broken.")
 TEXT_BYTES = Spec("baton_text_bytes_total", "UTF-8 bytes of text made from tokens.")
 

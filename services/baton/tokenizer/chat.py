@@ -61,8 +61,7 @@ class ChatTemplate:
                 field="continue_final_message",
             )
         before, _, after = text.rpartition(mark)
-        # A template that trims messages has trimmed the mark's space too, so the message's own end
-        # may be gone: then no space stays, as if it had been trimmed without the mark.
+        # A template that trimmed the mark's space trims messages: this one's own end too.
         return before if after.startswith(" ") else before.rstrip()
 
     def _render(self, chat: ChatPrompt, final_content: str) -> str:

@@ -34,7 +34,10 @@ class WorkerOptions:
     slots: int = option(16, "slots of the ring that parcels pass through", minimum=2, maximum=4096)
     slot_mib: int = option(1, "size of a slot", unit="MiB", minimum=1, maximum=16)
     handover_timeout_s: float = option(
-        30.0, "longest time a hand-over may take", unit="s", minimum=1.0
+        300.0,
+        "longest hand-over, the prompt's waiting and computing included",
+        unit="s",
+        minimum=1.0,
     )
     reflection: bool = option(True, "serve gRPC reflection")
     drain_timeout_s: float = option(

@@ -11,11 +11,13 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from baton.core.block_pool import BlockPool
+from baton.core.errors import InvalidArgument
 from baton.core.events import Event
 from baton.core.load import WorkerState
 from baton.core.loop import EngineLoop
@@ -25,6 +27,7 @@ from baton.core.scheduling import Scheduler
 from baton.engine.thread import EngineThread
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
+from baton.rpc import metrics
 from baton.rpc.address import join, split
 from baton.rpc.channels import Channels
 from baton.rpc.lifecycle import new_incarnation, run_until_stopped
@@ -79,6 +82,7 @@ async def run_worker(
 ) -> int:
     """Runs the worker until it is told to stop. Returns the exit code."""
     options = replace(options, listen=_settled(options.listen))
+    address = _advertised(options)
     incarnation = new_incarnation()
     setup(role, options.log_level, options.log_json, incarnation=incarnation)
     service: WorkerService | None = None
@@ -95,12 +99,15 @@ async def run_worker(
         if service is not None:
             service.deliver(events)
 
-    channels = Channels()
-    engine: EngineThread[Scheduler] = EngineThread(make_loop, deliver)
-    ends: list[Callable[[], Awaitable[None]]] = [channels.close]
-    try:
+    async with AsyncExitStack() as ends:
+        channels = Channels()
+        ends.push_async_callback(channels.close)
+        step_time = metrics.histogram(metrics.STEP_TIME)
+        engine: EngineThread[Scheduler] = EngineThread(
+            make_loop, deliver, on_step=step_time.observe
+        )
         await engine.start()
-        ends.append(engine.stop)
+        ends.push_async_callback(engine.stop)
         runner = made[0]
         staging = await Staging.open(
             incarnation,
@@ -108,11 +115,11 @@ async def run_worker(
             num_slots=options.slots,
             slot_bytes=check_slot(options.slot_mib, runner.layout.bytes_per_position),
         )
-        ends.append(staging.close)
-        identity = WorkerIdentity(role, incarnation, options.advertise or options.listen)
+        ends.push_async_callback(staging.close)
+        identity = WorkerIdentity(role, incarnation, address)
         stats = HandoverStats()
         service, services = make_service(Parts(engine, runner, identity, staging, stats, channels))
-        ends.append(service.close)
+        ends.push_async_callback(service.close)
         report = Report(
             engine, staging, stats, side, runner.num_blocks,
             state=lambda: service.state, num_attempts=lambda: service.num_attempts,
@@ -125,23 +132,20 @@ async def run_worker(
             reflection=options.reflection,
             metrics_listen=options.metrics_listen,
         )
-        address = await server.start()
+        listening = await server.start()
         server.set_serving(True)
         log.info(
             "%s serves %s at %s: %d blocks of %d positions, KV over %s",
-            role, runner.model.name, address, runner.num_blocks, runner.block_size,
+            role, runner.model.name, listening, runner.num_blocks, runner.block_size,
             " or ".join(staging.names),
         )  # fmt: skip
-        print(json.dumps({"role": role, "listen": address}), flush=True)
+        print(json.dumps({"role": role, "listen": listening}), flush=True)
         return await run_until_stopped(
             server,
             service.drain,
             drain_timeout_s=options.drain_timeout_s,
             fatal=_fatal(engine),
         )
-    finally:
-        for end in reversed(ends):
-            await end()
 
 
 def _settled(listen: str) -> str:
@@ -151,6 +155,16 @@ def _settled(listen: str) -> str:
         return listen
     with socket.create_server((host, 0), family=_family(host)) as held:
         return join(host, held.getsockname()[1])
+
+
+def _advertised(options: WorkerOptions) -> str:
+    """Where peers find this worker. Raises InvalidArgument when that cannot be known."""
+    host, _ = split(options.listen, "listen")
+    if not options.advertise and host in ("0.0.0.0", "::"):
+        raise InvalidArgument(
+            f"must be set, because peers cannot connect to {host}", field="advertise"
+        )
+    return options.advertise or options.listen
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -106,6 +106,20 @@ def test_each_tokens_own_bytes_make_the_text() -> None:
         assert own.decode() == "".join(stream(family, ids, skip=False, tail=(tail,)))
 
 
+@pytest.mark.parametrize("first", [0x20, 0x41])
+def test_a_text_may_begin_with_a_byte_token(first: int) -> None:
+    tokenizer = made("byte_fallback")
+    ids = [id_of(tokenizer, f"<0x{first:02X}>"), *encoded(tokenizer, "fox")]
+    assert "".join(stream("byte_fallback", ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback", "unigram"])
+@pytest.mark.parametrize("unit", ["a", " ", "\0", "e\u0301\u0302\u0303", "👩‍👩‍👧", "\n", "<|", "�"])
+def test_monotonous_text(family: str, unit: str) -> None:
+    ids = encoded(made(family), unit * (65536 // len(unit.encode())))
+    assert "".join(stream(family, ids)) == made(family).decode(ids)
+
+
 def test_a_decoder_that_looks_ahead_is_refused() -> None:
     vocab = {"a</w>": 0, "b</w>": 1, "c": 2}
     tokenizer = Tokenizer(models.BPE(vocab, []))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton.detokenizer.stops import MAX_STOP_STRINGS, StopMatcher, compile_stops
+from baton.detokenizer.stops import MAX_STOP_STRINGS, StopMatcher
 
 LETTERS = st.text(alphabet="abé😀", max_size=24)
 STOPS = st.lists(st.text(alphabet="abé😀", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -31,7 +31,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 @given(text=LETTERS, stops=STOPS, places=st.lists(st.integers(0, 100), max_size=8))
 def test_finds_the_first_completed_one(text: str, stops: list[str], places: list[int]) -> None:
-    matcher = StopMatcher(compile_stops(tuple(stops)))
+    matcher = StopMatcher(stops)
     found, before = None, 0
     for piece in cut(text, places):
         match = matcher.feed(piece)
@@ -44,7 +44,7 @@ def test_finds_the_first_completed_one(text: str, stops: list[str], places: list
 
 @given(text=LETTERS, stops=STOPS)
 def test_holds_back_exactly_what_may_begin_a_stop_string(text: str, stops: list[str]) -> None:
-    matcher = StopMatcher(compile_stops(tuple(stops)))
+    matcher = StopMatcher(stops)
     for index, character in enumerate(text):
         if matcher.feed(character):
             return
@@ -54,8 +54,9 @@ def test_holds_back_exactly_what_may_begin_a_stop_string(text: str, stops: list[
 
 
 def test_unarmed_matches_pass() -> None:
-    matcher = StopMatcher(compile_stops(("ab",)))
+    matcher = StopMatcher(("ab",))
     assert matcher.feed("xab", armed=False) is None
+    assert matcher.held == 0
     match = matcher.feed("yab")
     assert match and (match.stop_string, match.end) == ("ab", 3)
 
@@ -63,5 +64,5 @@ def test_unarmed_matches_pass() -> None:
 @pytest.mark.parametrize("stops", [("a",) * (MAX_STOP_STRINGS + 1), ("a", ""), ("ab" * 5000,)])
 def test_refuses_what_it_cannot_bound(stops: tuple[str, ...]) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        compile_stops(stops)
+        StopMatcher(stops)
     assert raised.value.field == "stop_strings"

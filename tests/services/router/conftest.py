@@ -8,14 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.services.router.workers import (
-    FakeDecode,
-    FakeDetokenizer,
-    FakePrefill,
-    FakeTokenizer,
-    FakeWorker,
-    KvNetwork,
-)
+from tests.services.router.decode_worker import FakeDecode
+from tests.services.router.detokenizer_worker import FakeDetokenizer
+from tests.services.router.workers import FakePrefill, FakeTokenizer, FakeWorker, KvNetwork
 
 from baton.core.model import WorkerIdentity
 from baton.core.request import Accepted, Delta, Finished, FinishReason, Request
@@ -92,6 +87,7 @@ class World:
     fleet: Fleet | None = None
     channels: Channels | None = None
     router: Pipeline | None = None
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -135,7 +131,7 @@ class World:
         self.fleet = Fleet(
             StaticDiscovery(self.addresses), self.channels, WorkerIdentity("router", "r" * 32, "")
         )
-        self.router = Pipeline(self.fleet, self.config, RouterMetrics(CollectorRegistry()))
+        self.router = Pipeline(self.fleet, self.config, RouterMetrics(self.registry))
         self.fleet.start()
         await until(lambda: self.met() == {role: len(found) for role, found in groups.items()})
         return self.router
@@ -150,6 +146,10 @@ class World:
             self.fleet.detokenizers,
         )
         return {pool.role: len(pool.snapshots()) for pool in pools}
+
+    def counted(self, name: str, **labels: str) -> float:
+        """The value of one of the router's metrics."""
+        return self.registry.get_sample_value(name, labels) or 0.0
 
     async def ask(self, request: Request) -> Answer:
         return await read(await self.pipeline.open(request))

@@ -1,0 +1,117 @@
+"""Brings one attempt's input to the scheduler, with KV collected or to be computed here.
+
+Knows neither routers nor what becomes of the attempt. Whatever it has reserved when it ends early,
+the caller frees, with the scheduler's `cancel` after this has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+
+from baton.core.attempt import Attempt, SequenceKey
+from baton.core.decode_scheduler import DecodeScheduler
+from baton.core.errors import HandoverFailed
+from baton.decode.sessions import RouterSession
+from baton.engine.thread import EngineThread
+from baton.kv.collector import Collected, Collector, Ticket
+
+DEFAULT_DEADLINE_S = 600.0
+
+
+@dataclass(slots=True)
+class Running:
+    """One attempt on this worker. choices: those that have not ended. began: monotonic clock.
+
+    ticket: where its KV comes from, None when it is computed here. received_bytes: KV that the
+    hand-over brought. confirmed: positions that were confirmed before it ran. beginning: the task
+    that owns it until the scheduler does.
+    """
+
+    attempt: Attempt
+    session: RouterSession
+    ticket: Ticket | None
+    max_unconfirmed: int
+    choices: set[int]
+    began: float
+    received_bytes: int = 0
+    confirmed: dict[SequenceKey, int] = field(default_factory=dict)
+    beginning: asyncio.Task[None] | None = None
+
+    def wanted(self) -> Attempt:
+        """The attempt with the choices that were not cancelled meanwhile."""
+        choices = tuple(c for c in self.attempt.choices if c in self.choices)
+        return replace(self.attempt, choices=choices)
+
+
+class Beginner:
+    """Begins attempts on one engine. handover_timeout_s: for a whole hand-over, the prompt's
+    queueing and computing included.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread[DecodeScheduler],
+        collector: Collector,
+        *,
+        handover_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._collector = collector
+        self._handover_timeout_s = handover_timeout_s
+
+    async def begin(self, running: Running) -> None:
+        """Returns when the scheduler has the attempt for good. Raises BatonError."""
+        key = running.attempt.key
+        if running.ticket is None:
+            await self._add(running)
+            return
+        collected = await self._collect(running, running.ticket)
+        running.received_bytes = collected.received_bytes
+        await self._engine.call(
+            lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
+        )
+
+    async def _add(self, running: Running) -> None:
+        attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
+        await self._engine.call(
+            lambda loop: loop.scheduler.add(
+                attempt, time.monotonic(), max_unconfirmed=max_unconfirmed
+            )
+        )
+
+    async def _collect(self, running: Running, ticket: Ticket) -> Collected:
+        """Raises HandoverFailed when it takes too long, and what `Collector.collect` raises."""
+        key = running.attempt.key
+
+        async def reserve() -> int | None:
+            # A choice that is cancelled later reaches the scheduler after this.
+            attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
+            return await self._engine.call(
+                lambda loop: loop.scheduler.reserve(
+                    attempt, time.monotonic(), max_unconfirmed=max_unconfirmed
+                )
+            )
+
+        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
+            await self._engine.call_to_end(
+                lambda loop: loop.runner.unpack(
+                    loop.scheduler.extents(key), first_position, count, payload
+                )
+            )
+
+        remaining_s = running.attempt.remaining_s or DEFAULT_DEADLINE_S
+        timeout_s = min(remaining_s, self._handover_timeout_s)
+        try:
+            # The ticket's own deadline does not cover meeting the giver.
+            async with asyncio.timeout(timeout_s):
+                return await self._collector.collect(
+                    replace(ticket, deadline_s=timeout_s), reserve, unpack
+                )
+        except TimeoutError:
+            raise HandoverFailed("the hand-over took too long") from None
+
+    async def close(self) -> None:
+        """Parts from all givers. What begins was ended before."""
+        await self._collector.close()

@@ -1,0 +1,55 @@
+"""What is to be collected, what came of it, and what the collecting engine has to offer.
+
+Values and call signatures only; knows nothing of how a hand-over goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from baton.core.attempt import ChoiceTokens
+from baton.core.handover import Limit, State
+from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.line import Liveness
+from baton.kv.slots import SlotRing
+from baton.kv.stats import HandoverStats
+
+Reserve = Callable[[], Awaitable[int | None]]
+"""reserve(): holds blocks for the whole input and answers from which position KV is needed, or None
+when there is no room. May be cancelled; whatever it holds then is the caller's to free."""
+
+Unpack = Callable[[int, int, memoryview], Awaitable[None]]
+"""unpack(first_position, count, payload): copies verified KV into the reserved blocks. It is never
+cancelled; when it returns or raises, it reads `payload` no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was collected. tokens: token 0 of every choice. cached_positions: KV we had already."""
+
+    tokens: tuple[ChoiceTokens, ...]
+    received_bytes: int
+    cached_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Names one hand-over to collect. num_positions: of the input. deadline_s: for all of it."""
+
+    handover_id: bytes
+    giver: WorkerIdentity
+    num_positions: int
+    deadline_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all hand-overs of one collector share."""
+
+    identity: WorkerIdentity
+    layout: KvLayout
+    ring: SlotRing
+    liveness: Liveness
+    limits: Mapping[State, Limit]
+    stats: HandoverStats

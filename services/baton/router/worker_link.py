@@ -1,0 +1,184 @@
+"""Follows the worker at one address and keeps a client for its present incarnation.
+
+Another incarnation at the same address is another worker: the old one's client is closed, which
+tells everyone who used it. Knows nothing of requests or of other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from baton.core.errors import BatonError
+from baton.core.load import WorkerDescription, WorkerLoad
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.routing import WorkerSnapshot, is_stalled
+from baton.router.cancellation import cancelled_here
+from baton.router.grace import SILENCE_S, Grace
+from baton.router.notice import Notice
+from baton.router.shared_stream import BROKEN, WorkerStalled
+from baton.rpc.convert import identity_to_proto
+from baton.rpc.worker import description_from_proto, load_from_proto
+from baton.v1.worker_pb2 import WatchRequest
+from baton.v1.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+_NO_MODEL = ModelDescription("", "", 0, 0, ())
+
+
+class Client(Protocol):
+    """What a pool keeps per worker."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether new work may be given to it."""
+
+    async def run(self) -> None:
+        """Runs while the incarnation lives; cancelled when it is gone, it tells its users so."""
+
+
+C = TypeVar("C", bound=Client)
+
+MakeClient = Callable[[grpc.aio.Channel, WorkerIdentity], C]
+
+
+@dataclass(slots=True)
+class Worker(Generic[C]):
+    """One incarnation. placed_*: what this router gave it and has not taken back."""
+
+    description: WorkerDescription
+    client: C
+    running: asyncio.Task[None]
+    load: WorkerLoad | None = None
+    placed_sequences: int = 0
+    placed_tokens: int = 0
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        return self.description.identity
+
+    @property
+    def model(self) -> ModelDescription:
+        return self.description.model or _NO_MODEL
+
+    @contextmanager
+    def placed(self, sequences: int, tokens: int) -> Iterator[None]:
+        """Work that is on the worker while the context is open."""
+        self.placed_sequences += sequences
+        self.placed_tokens += tokens
+        try:
+            yield
+        finally:
+            self.placed_sequences -= sequences
+            self.placed_tokens -= tokens
+
+    def snapshot(self, load: WorkerLoad) -> WorkerSnapshot:
+        return WorkerSnapshot(
+            identity=self.identity,
+            model=self.model,
+            load=load,
+            layout=self.description.layout,
+            block_size=max(1, self.description.block_size),
+            placed_sequences=self.placed_sequences,
+            placed_tokens=self.placed_tokens,
+        )
+
+
+class WorkerLink(Generic[C]):
+    """Follows one address. `worker` is None while nobody lives there; `settled` is False while its
+    Watch is broken and it is not known yet whether it lives: it then gets no new work.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        router: WorkerIdentity,
+        make_client: MakeClient[C],
+        changed: Notice,
+    ) -> None:
+        self.worker: Worker[C] | None = None
+        self.settled = False
+        self._channel = channel
+        self._router = router
+        self._make_client = make_client
+        self._changed = changed
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        grace = Grace()
+        try:
+            while True:
+                try:
+                    await self._watch(grace)
+                except asyncio.CancelledError:
+                    if cancelled_here():
+                        raise
+                except WorkerStalled:
+                    grace.give_up()
+                except BROKEN as error:
+                    log.debug("watch broke: %r", error)
+                except (BatonError, ValueError):
+                    log.exception("a worker describes itself in a way that cannot be")
+                grace.failed()
+                self.settled = False
+                if grace.spent:
+                    await self._leave()
+                await asyncio.sleep(grace.pause_s)
+        finally:
+            await self._leave()
+
+    async def _watch(self, grace: Grace) -> None:
+        """Returns when the worker ends the stream."""
+        call = WorkerStub(self._channel).Watch(
+            WatchRequest(watcher=identity_to_proto(self._router))
+        )
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    answer: Any = await call.read()
+                if answer is grpc.aio.EOF:
+                    return
+                match answer.WhichOneof("message"):
+                    case "description":
+                        await self._meet(description_from_proto(answer.description))
+                    case "load":
+                        self._take_load(load_from_proto(answer.load))
+                    case _:
+                        pass
+                grace.alive()
+        finally:
+            call.cancel()
+
+    async def _meet(self, description: WorkerDescription) -> None:
+        identity = description.identity
+        if self.worker is not None and self.worker.identity.incarnation == identity.incarnation:
+            return
+        await self._leave()
+        client = self._make_client(self._channel, identity)
+        self.worker = Worker(description, client, asyncio.create_task(client.run()))
+        log.info("met %s %s at %s", identity.role, identity.incarnation[:8], identity.address)
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        if self.worker is None:
+            raise ValueError("load before description")
+        if is_stalled(load.step_age_us, load.step_predicted_us):
+            raise WorkerStalled
+        self.worker.load = load
+        self.settled = True
+        self._changed.set()
+
+    async def _leave(self) -> None:
+        worker, self.worker = self.worker, None
+        self.settled = False
+        if worker is not None:
+            log.info("lost %s %s", worker.identity.role, worker.identity.incarnation[:8])
+            worker.running.cancel()
+            await asyncio.gather(worker.running, return_exceptions=True)
+            self._changed.set()

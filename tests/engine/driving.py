@@ -1,0 +1,80 @@
+"""Runs sequences on a runner in chosen chunks and blocks, as a scheduler would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.core.ports import ModelRunner
+from baton.core.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 1) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(4, vocab) for _ in range(length)] for length in lengths]
+
+
+def together(sequences: int, blocks: int) -> list[Extents]:
+    """One extent per sequence, one behind the other."""
+    return [((i * blocks, blocks),) for i in range(sequences)]
+
+
+def scattered(sequences: int, blocks: int) -> list[Extents]:
+    """Every block of a sequence apart from its neighbours, in falling order."""
+    return [
+        tuple((j * sequences + i, 1) for j in reversed(range(blocks))) for i in range(sequences)
+    ]
+
+
+def generate(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    tables: Sequence[Extents],
+    new_tokens: int,
+    *,
+    chunk: int = 10_000,
+    start: int = 0,
+    params: SamplingParams = GREEDY,
+) -> list[list[int]]:
+    """All sequences at once, each advancing by at most `chunk` positions a step.
+
+    start: how many positions already have their KV, at most a prompt's length less one.
+    """
+    texts = [list(prompt) for prompt in prompts]
+    done = [min(start, len(prompt) - 1) for prompt in prompts]
+    ends = [len(prompt) + new_tokens for prompt in prompts]
+    step = 0
+    while any(len(text) < end for text, end in zip(texts, ends, strict=True)):
+        chunks = []
+        for i, text in enumerate(texts):
+            if len(text) == ends[i]:
+                continue
+            new = text[done[i] : done[i] + chunk]
+            position = len(text) - len(prompts[i])
+            row = SampleRow(i, 0, position, params, (), tuple(text), len(prompts[i]))
+            last = done[i] + len(new) == len(text)
+            chunks.append(Chunk(i, new, done[i], tables[i], (row,) if last else ()))
+            done[i] += len(new)
+        runner.submit(StepPlan(step, tuple(chunks)))
+        result = runner.collect()
+        assert result.step == step
+        assert not result.failed
+        for token in result.tokens:
+            texts[token.sequence_id].append(token.token_id)
+        step += 1
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def fill(runner: ModelRunner, tokens: Sequence[int], table: Extents, first: int = 0) -> None:
+    """Computes KV of tokens without sampling."""
+    runner.submit(StepPlan(0, (Chunk(0, list(tokens), first, table),)))
+    runner.collect()
+
+
+def packed(runner: ModelRunner, table: Extents, first: int, count: int) -> bytearray:
+    payload = bytearray(count * runner.layout.bytes_per_position)
+    runner.pack(table, first, count, memoryview(payload))
+    return payload

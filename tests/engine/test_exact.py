@@ -1,0 +1,111 @@
+"""Exact mode: a row's logits are the same bits, whatever is around it, however computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.engine.config import EngineConfig
+from baton.engine.runner import TorchRunner
+from tests.engine.driving import GREEDY, fill, packed, random_prompts
+from tests.engine.tiny_models import ARCHS, VOCAB, save_tiny_model
+
+LENGTH = 90
+BLOCKS = 6
+OURS: Extents = ((0, BLOCKS),)
+APART: Extents = tuple((block, 1) for block in (11, 9, 7, 13, 6, 8))
+SOME = ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+TEXT = random_prompts([LENGTH], VOCAB)[0]
+
+
+def load(folder: Path, **options: bool) -> TorchRunner:
+    runner = TorchRunner.load(EngineConfig(str(folder), num_blocks=500, **options))
+    assert runner.exact, runner.not_exact_because
+    return runner
+
+
+def logits(
+    runner: TorchRunner,
+    cuts: Sequence[int],
+    table: Extents = OURS,
+    *,
+    start: int = 0,
+    neighbours: int = 0,
+    first: bool = True,
+) -> dict[int, torch.Tensor]:
+    """Logits of TEXT at the last position of every chunk, chunks ending at `cuts`.
+
+    neighbours: how many other sequences, each at a position of its own, run a token in every step,
+    after ours or before it.
+    """
+    found = {}
+    others = random_prompts([1] * neighbours, VOCAB, seed=9)
+    for end in cuts:
+        row = SampleRow(0, 0, 0, GREEDY)
+        ours = Chunk(0, TEXT[start:end], start, table, (row,))
+        around = [
+            Chunk(1 + i, text, i % 37, ((20 + 3 * i, 3),), (row,)) for i, text in enumerate(others)
+        ]
+        chunks = [ours, *around] if first else [*around, ours]
+        rows = runner.forward(StepPlan(0, tuple(chunks)))
+        found[end] = rows[0 if first else -1].clone()
+        start = end
+    return found
+
+
+def assert_bits(got: dict[int, torch.Tensor], wanted: dict[int, torch.Tensor]) -> None:
+    for position, row in got.items():
+        assert torch.equal(row, wanted[position]), f"logits at position {position} differ"
+
+
+def check(runner: TorchRunner) -> None:
+    wanted = logits(runner, range(1, LENGTH + 1))
+    for size in (2, 5, 7, 16, 23, 64, LENGTH):
+        cuts = [*range(size, LENGTH, size), LENGTH]
+        assert_bits(logits(runner, cuts), wanted)
+        assert_bits(logits(runner, cuts, APART), wanted)
+    for count in (1, 2, 7, 15, 32, 63):
+        assert_bits(logits(runner, [50, 51, 52, LENGTH], neighbours=count), wanted)
+        assert_bits(logits(runner, [33, 34, LENGTH], APART, neighbours=count, first=False), wanted)
+    # A prefix that came over the wire, and one computed again after the sequence was lost.
+    fill(runner, TEXT[:40], OURS)
+    runner.unpack(APART, 0, 40, memoryview(packed(runner, OURS, 0, 40)))
+    assert_bits(logits(runner, [41, 42, LENGTH], APART, start=40), wanted)
+    assert_bits(logits(runner, [77, 78, 79]), wanted)
+
+
+@pytest.mark.parametrize("arch", SOME)
+def test_logits_are_bit_equal(arch: str, saved: Callable[[str], Path]) -> None:
+    check(load(saved(arch)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", sorted(set(ARCHS) - set(SOME)))
+def test_logits_of_every_architecture_are_bit_equal(
+    arch: str, saved: Callable[[str], Path]
+) -> None:
+    check(load(saved(arch)))
+
+
+def test_the_plain_kernel_is_exact_too(saved: Callable[[str], Path]) -> None:
+    config = EngineConfig(str(saved("llama")), num_blocks=500, attention="reference")
+    runner = TorchRunner.load(config)
+    assert runner.exact
+    check(runner)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_sizes_that_fit_no_vector_and_uneven_threads(threads: int, tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "odd", intermediate_size=1003, hidden_size=72)
+    torch.set_num_threads(threads)
+    check(load(folder))
+
+
+def test_without_exact_mode_bits_are_not_promised(saved: Callable[[str], Path]) -> None:
+    runner = TorchRunner.load(EngineConfig(str(saved("llama")), num_blocks=64, exact=False))
+    assert not runner.exact
+    assert "off" in runner.not_exact_because

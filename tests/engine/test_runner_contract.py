@@ -1,0 +1,254 @@
+"""What every ModelRunner does, over the one without torch and the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
+from torch import nn
+
+from baton.core.errors import Internal
+from baton.core.plan import BlockCopy, Chunk, SampledToken, SampleRow, StepPlan
+from baton.core.ports import ModelRunner
+from baton.engine.config import EngineConfig
+from baton.engine.fake import FakeRunner
+from baton.engine.runner import TorchRunner
+
+BLOCKS = 64
+POISON = 999
+LENGTHS = (1, 16, 21, 40)
+MakeRunner = Callable[[], ModelRunner]
+
+
+def poisoned(folder: Path) -> TorchRunner:
+    """A runner whose logits are not numbers after one token."""
+    runner = TorchRunner.load(EngineConfig(str(folder), num_blocks=BLOCKS))
+    embedding = cast(nn.Embedding, runner._network.get_input_embeddings())  # type: ignore[operator]
+    with torch.inference_mode():
+        embedding.weight[POISON] = torch.nan
+    return runner
+
+
+@pytest.fixture(params=["fake", "late", "torch"])
+def make(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> MakeRunner:
+    """Makes runners of one model: without torch, the same with late completion, and with torch."""
+    if request.param == "torch":
+        return lambda: poisoned(saved("llama"))
+    delay = 3 if request.param == "late" else 0
+    return lambda: FakeRunner(
+        BLOCKS, vocab_size=1000, poison_token_id=POISON, delay_steps=delay, eos_every=5
+    )
+
+
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS, POISON)
+
+
+def draw(runner: ModelRunner, chunk: Chunk, row: SampleRow) -> SampledToken:
+    runner.submit(StepPlan(7, (replace(chunk, samples=(row,)),)))
+    return runner.collect().tokens[0]
+
+
+def test_tokens_do_not_depend_on_blocks_or_chunks(make: MakeRunner) -> None:
+    runner = make()
+    wanted = generate(runner, prompts(), together(4, 4), 8)
+    assert len({tuple(text) for text in wanted}) == 4
+    assert generate(runner, prompts(), scattered(4, 4), 8) == wanted
+    assert generate(runner, prompts(), scattered(4, 4), 8, chunk=3) == wanted
+    alone = [generate(runner, [prompt], [((9, 4),)], 8)[0] for prompt in prompts()]
+    assert alone == wanted
+
+
+def test_kv_moves_to_other_blocks_of_another_runner(make: MakeRunner) -> None:
+    giver, taker = make(), make()
+    assert giver.layout.difference(taker.layout) == ""
+    prompt = prompts()[3]
+    wanted = generate(giver, [prompt], [((0, 4),)], 8)
+    here, there = ((0, 4),), ((30, 1), (7, 2), (50, 1))
+    for first, count in ((0, 5), (5, 16), (21, 18)):
+        taker.unpack(there, first, count, memoryview(packed(giver, here, first, count)))
+    assert packed(taker, there, 0, 39) == packed(giver, here, 0, 39)
+    assert generate(taker, [prompt], [there], 8, start=39) == wanted
+
+
+def test_a_read_only_payload_can_be_unpacked(make: MakeRunner) -> None:
+    giver, taker = make(), make()
+    fill(giver, prompts()[3], ((0, 3),))
+    payload = bytes(packed(giver, ((0, 3),), 0, 40))
+    taker.unpack(((4, 3),), 0, 40, memoryview(payload))
+    assert packed(taker, ((4, 3),), 0, 40) == payload
+
+
+def test_other_kv_gives_other_tokens(make: MakeRunner) -> None:
+    runner = make()
+    prompt = prompts()[3]
+    wanted = generate(runner, [prompt], [((0, 4),)], 8)
+    payload = packed(runner, ((0, 4),), 0, 39)
+    fill(runner, prompt[::-1], ((10, 4),))
+    stale = packed(runner, ((0, 1), (11, 1), (2, 1)), 0, 39)
+    assert stale != payload
+    runner.unpack(((0, 4),), 0, 39, memoryview(stale))
+    assert generate(runner, [prompt], [((0, 4),)], 8, start=39) != wanted
+
+
+def test_a_copied_block_continues_by_itself(make: MakeRunner) -> None:
+    runner = make()
+    prompt = prompts()[2]
+    fill(runner, prompt, ((0, 2),))
+    chunk = Chunk(1, [5], 21, ((0, 1), (9, 1)))
+    runner.submit(StepPlan(1, (), (BlockCopy(1, 9, 5),)))
+    runner.collect()
+    fill(runner, [6], ((0, 2),), 21)
+    forked = draw(runner, chunk, SampleRow(1, 0, 0, GREEDY))
+    wanted = generate(runner, [[*prompt, 5]], [((20, 2),)], 1)
+    assert forked.token_id == wanted[0][0]
+
+
+def test_a_copy_comes_before_what_the_same_plan_computes(make: MakeRunner) -> None:
+    runner = make()
+    prompt = prompts()[2]
+    fill(runner, prompt, ((0, 2),))
+    both = (Chunk(1, [5], 21, ((0, 1), (9, 1))), Chunk(2, [6], 21, ((0, 2),)))
+    rows = [SampleRow(c.sequence_id, 0, 0, GREEDY) for c in both]
+    chunks = tuple(replace(c, samples=(row,)) for c, row in zip(both, rows, strict=True))
+    runner.submit(StepPlan(1, chunks, (BlockCopy(1, 9, 5),)))
+    got = [token.token_id for token in runner.collect().tokens]
+    wanted = generate(runner, [[*prompt, 5], [*prompt, 6]], [((20, 2),), ((30, 2),)], 1)
+    assert [[token] for token in got] == wanted
+
+
+def test_results_come_in_the_order_submitted(make: MakeRunner) -> None:
+    runner = make()
+    for step, prompt in enumerate(prompts()):
+        row = SampleRow(step, 0, 0, GREEDY)
+        runner.submit(StepPlan(step, (Chunk(step, prompt, 0, ((step * 4, 4),), (row,)),)))
+    results = [runner.collect() for _ in prompts()]
+    assert [result.step for result in results] == [0, 1, 2, 3]
+    wanted = generate(runner, prompts(), together(4, 4), 1)
+    assert [[result.tokens[0].token_id] for result in results] == wanted
+
+
+def test_choices_of_one_prompt_are_drawn_apart(make: MakeRunner) -> None:
+    runner = make()
+    params = GREEDY.__class__(temperature=1.0, seed=3)
+    rows = tuple(SampleRow(choice, choice, 0, params) for choice in range(8))
+    plan = StepPlan(0, (Chunk(0, prompts()[2], 0, ((0, 2),), rows),))
+    runner.submit(plan)
+    tokens = runner.collect().tokens
+    assert [(t.sequence_id, t.choice) for t in tokens] == [(i, i) for i in range(8)]
+    assert len({token.token_id for token in tokens}) > 1
+    runner.submit(plan)
+    assert runner.collect().tokens == tokens
+
+
+def test_seed_choice_and_position_key_the_draw(make: MakeRunner) -> None:
+    runner = make()
+    chunk = Chunk(0, prompts()[2], 0, ((0, 2),))
+    params = GREEDY.__class__(temperature=5.0, seed=1)
+    first = SampleRow(0, 0, 0, params)
+    others = [
+        replace(first, params=replace(params, seed=2)),
+        replace(first, choice=1),
+        replace(first, position=1),
+    ]
+    drawn = [draw(runner, chunk, row).token_id for row in (first, *others)]
+    assert len(set(drawn)) > 1
+    assert draw(runner, chunk, first).token_id == drawn[0]
+
+
+def test_banned_tokens_are_not_drawn(make: MakeRunner) -> None:
+    runner = make()
+    chunk = Chunk(0, prompts()[2], 0, ((0, 2),))
+    banned: tuple[int, ...] = ()
+    for _ in range(5):
+        token = draw(runner, chunk, SampleRow(0, 0, 0, GREEDY, banned)).token_id
+        assert token not in banned
+        banned += (token,)
+
+
+def test_logprobs_are_given_when_asked(make: MakeRunner) -> None:
+    runner = make()
+    chunk = Chunk(0, prompts()[2], 0, ((0, 2),))
+    assert draw(runner, chunk, SampleRow(0, 0, 0, GREEDY)).logprobs is None
+    for wanted in (0, 4):
+        params = replace(GREEDY, top_logprobs=wanted)
+        token = draw(runner, chunk, SampleRow(0, 0, 0, params))
+        assert token.logprobs is not None
+        assert len(token.logprobs.top) == wanted
+        assert token.logprobs.logprob < 0
+        values = [value for _, value in token.logprobs.top]
+        assert values == sorted(values, reverse=True)
+        if wanted:
+            assert token.logprobs.top[0] == (token.token_id, token.logprobs.logprob)
+
+
+def test_one_poisoned_sequence_fails_alone_and_leaves_nothing_behind(make: MakeRunner) -> None:
+    runner = make()
+    texts = prompts()
+    wanted = generate(runner, texts, together(4, 4), 1)
+    texts.insert(1, [8, 9, POISON])
+    chunks = tuple(
+        Chunk(i, text, 0, ((i * 4, 4),), (SampleRow(i, 0, 0, GREEDY),))
+        for i, text in enumerate(texts)
+    )
+    runner.submit(StepPlan(0, chunks))
+    result = runner.collect()
+    assert [sequence for sequence, _ in result.failed] == [1]
+    assert "number" in result.failed[0][1]
+    assert [[token.token_id] for token in result.tokens] == wanted
+    # The next owner of the blocks sees none of it.
+    for prompt, text in zip(prompts(), wanted, strict=True):
+        assert generate(runner, [prompt], [((4, 4),)], 1) == [text]
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(0, [], 0, ((0, 1),)),
+        Chunk(0, [5], 0, ()),
+        Chunk(0, [5] * 17, 0, ((0, 1),)),
+        Chunk(0, [5], 0, ((BLOCKS, 1),)),
+        Chunk(0, [5], 0, ((-1, 1),)),
+        Chunk(0, [1000], 0, ((0, 1),)),
+        Chunk(0, [-1], 0, ((0, 1),)),
+        Chunk(0, [5], -1, ((0, 1),)),
+        Chunk(0, [5], 1 << 20, ((0, 1),)),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(make: MakeRunner, chunk: Chunk) -> None:
+    with pytest.raises(Internal):
+        make().submit(StepPlan(0, (chunk,)))
+
+
+def test_two_writers_of_a_block_and_bad_copies_are_refused(make: MakeRunner) -> None:
+    runner = make()
+    writers = (Chunk(0, [5], 0, ((3, 1),)), Chunk(1, [6], 0, ((3, 1),)))
+    plans = [StepPlan(0, writers)]
+    for copy in (BlockCopy(BLOCKS, 0, 1), BlockCopy(0, -1, 1), BlockCopy(0, 1, 17)):
+        plans.append(StepPlan(0, (), (copy,)))
+    for plan in plans:
+        with pytest.raises(Internal):
+            runner.submit(plan)
+
+
+def test_payloads_of_a_wrong_size_are_refused(make: MakeRunner) -> None:
+    runner = make()
+    payload = memoryview(bytearray(3 * runner.layout.bytes_per_position))
+    for table, count in ((((0, 1),), 4), (((0, 1),), 2), ((), 3)):
+        with pytest.raises(Internal):
+            runner.pack(table, 0, count, payload)
+        with pytest.raises(Internal):
+            runner.unpack(table, 0, count, payload)
+
+
+def test_nothing_to_collect_is_an_error_and_close_is_idempotent(make: MakeRunner) -> None:
+    runner = make()
+    with pytest.raises(Internal):
+        runner.collect()
+    runner.close()
+    runner.close()

@@ -1,0 +1,85 @@
+"""Reads from a process that is frozen, over UCX's TCP transport: a program for test_peer_death.
+
+Argument: what becomes of the frozen process, "continues" or "dies". Prints JSON of what was seen.
+It is a process of its own because UCX reads UCX_TLS once, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+
+from baton.kv.reader import Reader
+from baton.kv.slots import SlotRing
+from baton.kv.transport import TransportError
+from tests.kv.neighbours import neighbour
+from tests.kv.ring_process import make
+
+NUM_SLOTS, SLOT_BYTES = 4, 4 << 20
+CANARY = 0xEE
+
+
+async def main(fate: str) -> dict[str, object]:
+    ring = SlotRing(NUM_SLOTS, SLOT_BYTES)
+    reader = Reader(lambda: make("nixl", ring, secrets.token_hex(16)))
+    await reader.start()
+    with neighbour("nixl", NUM_SLOTS, SLOT_BYTES) as peer:
+        await reader.add_peer(peer.incarnation, peer.metadata, peer.ring)
+        warm = ring.take("peer")
+        assert warm is not None
+        await reader.read(peer.incarnation, 0, warm, SLOT_BYTES, 20)
+        warm.release()
+        for index in range(NUM_SLOTS):
+            ring.view(index)[:] = bytes([CANARY]) * SLOT_BYTES
+
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        slot = ring.take("peer")
+        assert slot is not None
+        began = time.monotonic()
+        try:
+            await reader.read(peer.incarnation, 1, slot, SLOT_BYTES, 0.5)
+            in_time = True
+        except TransportError:
+            in_time = False
+        waited = time.monotonic() - began
+        slot.release()
+        in_limbo = ring.num_limbo
+        # The others go on being used, and what is in them must stay.
+        others = [ring.take("other"), ring.take("other")]
+        for other in others:
+            assert other is not None and other.index != slot.index
+            other.view[:] = bytes([CANARY]) * SLOT_BYTES
+
+        os.kill(peer.process.pid, signal.SIGCONT if fate == "continues" else signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while ring.num_limbo:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        landed = ring.view(slot.index).tobytes()
+        canaries = all(
+            ring.view(index).tobytes() == bytes([CANARY]) * SLOT_BYTES
+            for index in range(NUM_SLOTS)
+            if index != slot.index
+        )
+        for other in others:
+            if other is not None:
+                other.release()
+        alive = peer.process.poll() is None
+        await reader.close()
+    return {
+        "in_time": in_time,
+        "waited": waited,
+        "in_limbo": in_limbo,
+        "landed_late": landed == bytes([2]) * SLOT_BYTES,
+        "canaries": canaries,
+        "free": ring.num_free,
+        "peer_alive": alive,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(sys.argv[1]))))

@@ -1,0 +1,164 @@
+"""Givers that are killed or frozen, as real processes: no wrong KV, no hanging, no lost slot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.core.errors import HandoverFailed
+from baton.core.model import WorkerIdentity
+from baton.kv.collector import Collector, Ticket
+from baton.kv.line import Liveness
+from baton.kv.staging import Staging
+from baton.rpc.handover import GrpcGiverConnection
+from tests.kv.rig import LAYOUT, SLOT_BYTES, TOKENS, Pool, expected, identity, until
+
+NUM_SLOTS = 4
+
+
+class World:
+    """A collector here, a giver in a process of its own."""
+
+    def __init__(self, collector: Collector, me: WorkerIdentity, staging: Staging) -> None:
+        self.collector, self.me, self.staging = collector, me, staging
+
+    async def start(self, transport: str) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "tests.kv.giver_process", transport),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        told = await self.answer()
+        self.giver = WorkerIdentity("prefill", told["incarnation"], told["address"])
+
+    async def answer(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = await self.process.stdout.readline()
+        assert line, "the giver ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def ask(self, **command: object) -> dict[str, Any]:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        return await self.answer()
+
+    async def offer(self, num_positions: int, finished: int) -> Ticket:
+        handover_id = secrets.token_bytes(16)
+        await self.ask(
+            offer=handover_id.hex(),
+            collector=self.me.incarnation,
+            num_positions=num_positions,
+            finished=finished,
+            tokens=finished == num_positions,
+        )
+        return Ticket(handover_id, self.giver, num_positions, 60)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    async def stop(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.communicate()
+
+
+@asynccontextmanager
+async def world(transport: str) -> AsyncIterator[World]:
+    me = identity("decode")
+    staging = await Staging.open(
+        me.incarnation, transport=transport, num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES
+    )
+    channels: list[grpc.aio.Channel] = []
+
+    def connect(peer: WorkerIdentity) -> GrpcGiverConnection:
+        channels.append(grpc.aio.insecure_channel(peer.address))
+        return GrpcGiverConnection(channels[-1])
+
+    collector = Collector(
+        me, LAYOUT, staging, connect, liveness=Liveness(heartbeat_s=0.1, missed=10)
+    )
+    here = World(collector, me, staging)
+    await here.start(transport)
+    try:
+        yield here
+    finally:
+        await here.stop()
+        await collector.close()
+        for channel in channels:
+            await channel.close()
+        await staging.close()
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+async def test_a_killed_giver_fails_the_hand_over_and_its_successor_serves(transport: str) -> None:
+    async with world(transport) as here:
+        ticket, pool = await here.offer(100, finished=60), Pool()
+        collecting = asyncio.create_task(here.collector.collect(ticket, pool.reserve, pool.unpack))
+        await until(lambda: len(pool.kv) == 60)
+        here.signal(signal.SIGKILL)
+        with pytest.raises(HandoverFailed):
+            await collecting
+        assert pool.kv == expected(ticket.handover_id, 60)
+        assert here.staging.ring.num_free == NUM_SLOTS
+
+        await here.stop()
+        await here.start(transport)
+        ticket, pool = await here.offer(100, finished=100), Pool()
+        collected = await here.collector.collect(ticket, pool.reserve, pool.unpack)
+        assert pool.kv == expected(ticket.handover_id, 100)
+        assert collected.tokens == TOKENS
+
+
+async def test_a_frozen_giver_fails_the_hand_over_and_both_sides_recover() -> None:
+    async with world("loopback") as here:
+        ticket, pool = await here.offer(100, finished=60), Pool()
+        collecting = asyncio.create_task(here.collector.collect(ticket, pool.reserve, pool.unpack))
+        await until(lambda: len(pool.kv) == 60)
+        here.signal(signal.SIGSTOP)
+        with pytest.raises(HandoverFailed, match="silent"):
+            await collecting
+        assert here.staging.ring.num_free == NUM_SLOTS
+        here.signal(signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while await here.ask(state=True) != {"free": NUM_SLOTS, "offers": 0}:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+        ticket, pool = await here.offer(30, finished=30), Pool()
+        await here.collector.collect(ticket, pool.reserve, pool.unpack)
+        assert pool.kv == expected(ticket.handover_id, 30)
+
+
+@pytest.mark.parametrize("fate", ["continues", "dies"])
+async def test_a_read_from_a_frozen_process_waits_in_limbo(fate: str) -> None:
+    """Over TCP, where a frozen process answers no read. Its late bytes hit its own slot only."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.kv.frozen_giver", fate),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "UCX_TLS": "tcp,self"},
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0
+    seen = json.loads(output)
+    assert not seen["in_time"] and seen["waited"] < 10
+    assert seen["in_limbo"] == 1
+    assert seen["canaries"], "bytes landed outside the slot"
+    assert seen["free"] == NUM_SLOTS
+    assert seen["peer_alive"] == seen["landed_late"] == (fate == "continues")

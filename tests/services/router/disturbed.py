@@ -1,0 +1,51 @@
+"""The request that disturbed tests send, its one right answer, and how to stop midway."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.services.router import language
+from tests.services.router.conftest import PATIENCE_S, Answer, World
+from tests.services.router.decode_worker import FakeDecode
+
+from baton.core.request import Delta, Request, TextPrompt
+from baton.router.event_stream import EventStream
+
+PROMPT = "the cat sat on the mat"
+IDS = tuple(PROMPT.encode())
+REQUEST = Request(TextPrompt(PROMPT), seed=3, max_tokens=120, ignore_eos=True)
+EXPECTED, _ = language.answer(IDS, 3, 0, 120, ignore_eos=True)
+TEXT = language.text_of(EXPECTED)
+
+
+def check(answer: Answer, n: int = 1) -> None:
+    for choice in range(n):
+        expected, reason = language.answer(IDS, 3, choice, 120, ignore_eos=True)
+        assert tuple(answer.token_ids[choice]) == expected
+        assert answer.texts[choice] == language.text_of(expected)
+        assert answer.reason(choice) is reason
+
+
+async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[EventStream, Answer]:
+    """A stream of which so many tokens are read, and what they are."""
+    stream = await world.pipeline.open(request)
+    async with asyncio.timeout(PATIENCE_S):
+        answer = Answer(await anext(stream))  # type: ignore[arg-type]
+        while sum(map(len, answer.token_ids.values())) < num_tokens:
+            delta = await anext(stream)
+            assert isinstance(delta, Delta)
+            answer.add(delta)
+    return stream, answer
+
+
+async def finish(stream: EventStream, answer: Answer) -> Answer:
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in stream:
+            if isinstance(event, Delta):
+                answer.add(event)
+    await stream.aclose()
+    return answer
+
+
+def busy(world: World) -> FakeDecode:
+    return next(decode for decode in world.decodes if decode.holds())

@@ -1,0 +1,228 @@
+"""The shared streams' outboxes and the patience with them, without any worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
+from baton.core.errors import BatonError, Unavailable
+from baton.core.model import WorkerIdentity
+from baton.core.request import SamplingParams, StopParams
+from baton.router.decode_session import DecodeSession, KvComplete
+from baton.router.detokenizer_session import (
+    DetokenizerSession,
+    TextNews,
+    TextOpening,
+    TextTokens,
+)
+from baton.router.grace import MAX_REFUSALS, SILENCE_S, Grace
+from baton.router.notice import Notice
+from baton.rpc.convert import choice_tokens_to_proto, error_to_proto
+from baton.v1 import decode_pb2, detokenizer_pb2
+
+ROUTER = WorkerIdentity("router", "r", "")
+DECODE = WorkerIdentity("decode", "d", "")
+PREFILL = WorkerIdentity("prefill", "p", "")
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    """Nobody listens there, and nothing here calls."""
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as made:
+        yield made
+
+
+@dataclass
+class Sink:
+    """An attempt that only listens."""
+
+    positions: dict[SequenceKey, int] = field(default_factory=dict)
+    tokens: list[ChoiceTokens] = field(default_factory=list)
+    failures: list[tuple[BatonError, tuple[int, ...]]] = field(default_factory=list)
+
+    def on_tokens(self, tokens: ChoiceTokens) -> None:
+        self.tokens.append(tokens)
+
+    def on_kv_complete(self, kv: KvComplete) -> None:
+        pass
+
+    def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
+        self.failures.append((error, tuple(choices)))
+
+    def next_positions(self) -> dict[SequenceKey, int]:
+        return self.positions
+
+
+def attempt(number: int = 0) -> Attempt:
+    return Attempt("r", number, (0, 1), (1, 2), 2, SamplingParams(), StopParams(8))
+
+
+def kinds(messages: Collection[decode_pb2.SessionRequest]) -> list[str | None]:
+    return [message.WhichOneof("message") for message in messages]
+
+
+async def test_a_start_is_sent_once_with_its_source(channel: grpc.aio.Channel) -> None:
+    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session.start(attempt(), Sink(), handover_id=b"h" * 16, giver=PREFILL, max_unconfirmed=8)
+    (message,) = session.outgoing()
+    assert message.start.source.handover_id == b"h" * 16
+    assert message.start.source.giver.incarnation == "p"
+    assert message.start.max_unconfirmed == 8
+    assert session.outgoing() == []
+
+
+async def test_what_was_never_sent_needs_no_cancel(channel: grpc.aio.Channel) -> None:
+    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session.start(attempt(), Sink())
+    session.release(attempt().key, cancel=True)
+    assert session.outgoing() == []
+
+
+async def test_a_choice_is_cancelled_after_its_start(channel: grpc.aio.Channel) -> None:
+    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session.start(attempt(), Sink())
+    session.cancel(attempt().key, 1)
+    assert kinds(session.outgoing()) == ["start", "cancel"]
+    session.release(attempt().key, cancel=True)
+    (message,) = session.outgoing()
+    assert list(message.cancel.choices) == []
+    session.release(attempt().key, cancel=True)
+    assert session.outgoing() == [], "it is forgotten already"
+
+
+async def test_only_the_newest_confirmation_is_sent(channel: grpc.aio.Channel) -> None:
+    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    for position in (1, 5, 9):
+        session.confirm(SequenceKey("r", 0, 0), position)
+    (message,) = session.outgoing()
+    assert [entry.position for entry in message.confirm.sequences] == [9]
+
+
+async def test_a_hello_resumes_what_the_worker_knows(channel: grpc.aio.Channel) -> None:
+    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session.start(attempt(0), Sink({SequenceKey("r", 0, 0): 7}))
+    session.outgoing()
+    session.start(attempt(1), Sink({SequenceKey("r", 1, 1): 0}))
+    (message,) = session.greeting()
+    assert message.hello.decode_incarnation == "d"
+    assert [(e.attempt, e.choice, e.position) for e in message.hello.resume] == [(0, 0, 7)]
+    assert kinds(session.outgoing()) == ["start"], "the other one is still to be started"
+
+
+async def test_frames_go_to_their_attempt_and_nowhere_else(channel: grpc.aio.Channel) -> None:
+    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    sinks = [Sink(), Sink()]
+    for number, sink in enumerate(sinks):
+        session.start(attempt(number), sink)
+    entries = [ChoiceTokens(SequenceKey("r", 0, number), 0, (5,)) for number in (0, 1, 7)]
+    frame = decode_pb2.StepFrame(
+        tokens=[choice_tokens_to_proto(entry) for entry in entries],
+        failures=[
+            decode_pb2.SequenceFailure(
+                request_id="r", attempt=1, choices=[1], error=error_to_proto(Unavailable("x"))
+            )
+        ],
+    )
+    session.incoming(decode_pb2.SessionResponse(frame=frame))
+    assert [sink.tokens for sink in sinks] == [[entries[0]], [entries[1]]]
+    assert [choices for _, choices in sinks[1].failures] == [(1,)]
+    session.lose(Unavailable("gone"))
+    assert [choices for _, choices in sinks[0].failures] == [()]
+    session.incoming(decode_pb2.SessionResponse(frame=frame))
+    assert len(sinks[0].tokens) == 1
+
+
+@dataclass
+class Source:
+    """A text that always has one more token."""
+
+    opened: int = 0
+    lost: list[BatonError] = field(default_factory=list)
+    news: list[TextNews] = field(default_factory=list)
+
+    def opening(self) -> TextOpening:
+        self.opened += 1
+        return TextOpening((), 0, (), False, True, (), 0)
+
+    def take_tokens(self) -> TextTokens | None:
+        return TextTokens(0, (1,), (), False, False)
+
+    def on_news(self, news: TextNews) -> None:
+        self.news.append(news)
+
+    def on_lost(self, error: BatonError) -> None:
+        self.lost.append(error)
+
+
+def operations(session: DetokenizerSession) -> list[tuple[int, str | None]]:
+    return [
+        (operation.text_id, operation.WhichOneof("operation"))
+        for message in session.outgoing()
+        for operation in message.operations
+    ]
+
+
+@pytest.mark.parametrize("ending", ["error", "end", "close"])
+async def test_a_text_that_is_over_is_not_asked_for_more(
+    channel: grpc.aio.Channel, ending: str
+) -> None:
+    """It may still be marked as having more tokens: that must not end the stream for all others."""
+    session, source = DetokenizerSession(channel, Notice()), Source()
+    text_id = session.open(source)
+    assert operations(session) == [(text_id, "open"), (text_id, "append")]
+    session.touch(text_id)
+    delta = detokenizer_pb2.TextDelta(text_id=text_id)
+    if ending == "error":
+        delta.error.CopyFrom(error_to_proto(Unavailable("x")))
+    delta.end = ending == "end"
+    session.incoming(detokenizer_pb2.DetokenizerSessionResponse(deltas=[delta]))
+    if ending == "close":
+        session.close(text_id)
+    session.touch(text_id)
+    assert operations(session) == ([(text_id, "close")] if ending == "close" else [])
+    assert session.num_texts == 0
+    assert len(source.lost) == (ending == "error")
+
+
+async def test_many_texts_share_messages_of_bounded_size(channel: grpc.aio.Channel) -> None:
+    session = DetokenizerSession(channel, Notice())
+    for _ in range(200):
+        session.open(Source())
+    messages = session.outgoing()
+    assert [len(message.operations) for message in messages] == [256, 144]
+
+
+def test_grace_ends_with_silence_or_refusals() -> None:
+    now = [0.0]
+    grace = Grace(lambda: now[0])
+    for _ in range(MAX_REFUSALS):
+        grace.failed()
+        assert not grace.spent
+    grace.failed()
+    assert grace.spent
+    grace.alive()
+    assert not grace.spent
+    now[0] += SILENCE_S
+    assert grace.spent
+    grace.alive()
+    grace.give_up()
+    assert grace.spent
+
+
+async def test_a_notice_wakes_all_who_wait_and_nobody_later() -> None:
+    notice = Notice()
+    waiting = [asyncio.create_task(notice.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    notice.set()
+    await asyncio.gather(*waiting)
+    late = asyncio.create_task(notice.wait())
+    await asyncio.sleep(0.01)
+    assert not late.done()
+    notice.set()
+    await late
+    await notice.wait(timeout_s=0.001)

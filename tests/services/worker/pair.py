@@ -1,0 +1,363 @@
+"""A prefill and a decode worker in one process, each behind a real gRPC server, with real engine
+threads and real KV transport; only the model is replaced, by the runner whose tokens show wrong KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton.core.attempt import Attempt, SequenceKey
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.events import Event, Tokens
+from baton.core.loop import EngineLoop
+from baton.core.model import WorkerIdentity
+from baton.core.plan import StepPlan
+from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
+from baton.core.request import SamplingParams, StopParams
+from baton.decode.begin import Beginner
+from baton.decode.service import DecodeService
+from baton.decode.servicer import DecodeServicer
+from baton.engine.fake import FakeRunner
+from baton.engine.thread import EngineThread
+from baton.kv.collector import Collector
+from baton.kv.giver import Giver
+from baton.kv.staging import Staging
+from baton.kv.stats import HandoverStats
+from baton.prefill.service import PrefillService
+from baton.prefill.servicer import PrefillServicer
+from baton.rpc.channels import Channels
+from baton.rpc.convert import attempt_to_proto
+from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
+from baton.rpc.server import ProcessServer, Service
+from baton.v1 import decode_pb2_grpc, handover_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+PATIENCE_S = 30
+SLOT_BYTES = 4096
+POSITIONS_PER_SLOT = 240
+"""About; the fake runner's positions take 16 bytes."""
+
+NUM_BLOCKS = 128
+CHUNK = 128
+EOS = 3
+POISON = 7
+
+
+class GatedRunner(FakeRunner):
+    """Can be held before a step: `allow` lets that many steps through, `open` all."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(
+            NUM_BLOCKS, block_size, eos_token_ids=(EOS,), poison_token_id=POISON
+        )
+        self._steps = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._open.set()
+        self.num_begun = 0
+        self.num_done = 0
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def allow(self, steps: int) -> None:
+        self._steps.release(steps)
+
+    def open(self) -> None:
+        self._open.set()
+        self._steps.release(1000)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.num_begun += 1
+        if not self._open.is_set():
+            assert self._steps.acquire(timeout=PATIENCE_S)
+        super().submit(plan)
+        self.num_done += 1
+
+
+@dataclass
+class Worker:
+    """What both workers have. pool and runner belong to the engine's thread."""
+
+    identity: WorkerIdentity
+    runner: GatedRunner
+    pool: BlockPool
+    engine: EngineThread[Any]
+    staging: Staging
+    stats: HandoverStats
+    server: ProcessServer
+    channel: grpc.aio.Channel
+
+    async def is_idle(self) -> bool:
+        """Nothing is left of any attempt: no block, no table, no slot."""
+
+        def look(loop: EngineLoop[Any]) -> bool:
+            loop.scheduler.check()
+            all_free = self.pool.num_free == self.pool.num_blocks
+            return all_free and not self.pool.num_tables and not loop.scheduler.has_work
+
+        ring = self.staging.ring
+        return ring.num_free == ring.num_slots and await self.engine.call(look)
+
+
+@dataclass
+class Pair:
+    """Both workers, their services, and Prefill's stub. `decode_stub` opens sessions."""
+
+    prefill: Worker
+    decode: Worker
+    prefilling: PrefillService
+    decoding: DecodeService
+    giver: Giver
+    collector: Collector
+    prefill_stub: prefill_pb2_grpc.PrefillStub
+    decode_stub: decode_pb2_grpc.DecodeStub
+    tasks_before: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def run(self, attempt: Attempt, handover_id: bytes = b"") -> Any:
+        """Prefill.Run as a call that can be awaited or cancelled."""
+        return self.prefill_stub.Run(
+            prefill_pb2.RunRequest(
+                attempt=attempt_to_proto(attempt),
+                handover_id=handover_id,
+                decode_incarnation=self.decode.identity.incarnation if handover_id else "",
+                prefill_incarnation=self.prefill.identity.incarnation,
+            )
+        )
+
+    async def cancel_prefill(self, attempt: Attempt) -> None:
+        await self.prefill_stub.Cancel(
+            prefill_pb2.CancelRequest(request_id=attempt.request_id, attempt=attempt.attempt)
+        )
+
+    async def settle(self) -> None:
+        """Waits until nothing of any attempt is left on either worker, and fails when it stays."""
+        for worker in (self.prefill, self.decode):
+            worker.runner.open()
+        async with asyncio.timeout(PATIENCE_S):
+            while not (
+                self.prefilling.num_attempts == self.decoding.num_attempts == 0
+                and self.giver.num_offers == 0
+                and self.collector.idle
+                and await self.prefill.is_idle()
+                and await self.decode.is_idle()
+            ):
+                await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that must come true, and fails when it does not."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  # what is watched knows nothing of events
+            await asyncio.sleep(0.005)
+
+
+def attempt(
+    request_id: str = "r",
+    *,
+    size: int = 600,
+    n: int = 1,
+    max_tokens: int = 12,
+    seed: int = 1,
+    number: int = 0,
+    greedy: bool = False,
+    accepted: tuple[int, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    remaining_s: float | None = None,
+    last_token: int | None = None,
+) -> Attempt:
+    """Prompts of one seed are prefixes of one another."""
+    prompt = tuple(10 + (seed * 131 + i * 7) % 2000 for i in range(size))
+    if last_token is not None:
+        prompt = (*prompt[:-1], last_token)
+    return Attempt(
+        request_id,
+        number,
+        tuple(range(n)),
+        prompt + accepted,
+        size,
+        SamplingParams(temperature=0.0 if greedy else 1.0, seed=seed),
+        StopParams(max_tokens, stop_token_ids=stop_token_ids),
+        remaining_s=remaining_s,
+    )
+
+
+def reference(attempt: Attempt) -> dict[int, list[int]]:
+    """Each choice's tokens from one undisturbed engine, all by itself."""
+    runner = FakeRunner(256, 8, eos_token_ids=(EOS,))
+    loop = EngineLoop(
+        runner, DecodeScheduler(BlockPool(256, 8), DecodePolicy(), **_model(runner))
+    )
+    loop.scheduler.add(attempt, 0.0)
+    made: dict[int, list[int]] = {choice: [] for choice in attempt.choices}
+    while loop.scheduler.has_work:
+        for event in loop.step(0.0):
+            if isinstance(event, Tokens):
+                for tokens in event.tokens:
+                    made[tokens.key.choice] += tokens.token_ids
+    return made
+
+
+def keys_of(attempt: Attempt) -> list[SequenceKey]:
+    return list(attempt.keys())
+
+
+def new_id() -> bytes:
+    return secrets.token_bytes(16)
+
+
+@asynccontextmanager
+async def pair(
+    transport: str = "loopback",
+    *,
+    block_sizes: tuple[int, int] = (16, 16),
+    resume_window_s: float = 2.0,
+    handover_timeout_s: float = 60.0,
+    max_sequences: int = 64,
+) -> AsyncIterator[Pair]:
+    """Everything running; checked on leaving: nothing held, no task left."""
+    before = asyncio.all_tasks()
+    async with AsyncExitStack() as ends:
+        prefill_runner, decode_runner = (GatedRunner(size) for size in block_sizes)
+
+        def prefill_scheduler(pool: BlockPool) -> PrefillScheduler:
+            policy = PrefillPolicy(token_budget=CHUNK, batch_window_s=0.0)
+            return PrefillScheduler(pool, policy, **_model(prefill_runner))
+
+        def decode_scheduler(pool: BlockPool) -> DecodeScheduler:
+            policy = DecodePolicy(
+                max_sequences=max_sequences,
+                token_budget=max_sequences + CHUNK,
+                prefill_budget=CHUNK,
+            )
+            return DecodeScheduler(pool, policy, **_model(decode_runner))
+
+        channels = Channels()
+        ends.push_async_callback(channels.close)
+        services: dict[str, PrefillService | DecodeService] = {}
+
+        def deliver_to(role: str) -> Callable[[list[Event]], None]:
+            return lambda events: services[role].deliver(events)
+
+        prefill_parts = await _parts(
+            ends, "prefill", prefill_runner, prefill_scheduler, deliver_to("prefill"), transport
+        )
+        decode_parts = await _parts(
+            ends, "decode", decode_runner, decode_scheduler, deliver_to("decode"), transport
+        )
+        pool, engine, staging, identity = prefill_parts
+        given, taken = HandoverStats(), HandoverStats()
+        giver = Giver(identity, prefill_runner.layout, staging, stats=given)
+        prefilling = PrefillService(engine, giver, handover_timeout_s=handover_timeout_s)
+        services["prefill"] = prefilling
+        ends.push_async_callback(prefilling.close)
+        servicer, handover = (
+            PrefillServicer(prefilling, identity.incarnation),
+            HandoverServicer(giver),
+        )
+        server, channel = await _serve(
+            ends,
+            identity,
+            lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, s),
+            lambda s: handover_pb2_grpc.add_HandoverServicer_to_server(handover, s),
+        )
+        prefill = Worker(
+            identity, prefill_runner, pool, engine, staging, given, server, channel
+        )
+
+        pool, engine, staging, identity = decode_parts
+        collector = Collector(
+            identity,
+            decode_runner.layout,
+            staging,
+            lambda peer: GrpcGiverConnection(channels.get(peer.address)),
+            stats=taken,
+        )
+        decoding = DecodeService(
+            engine,
+            Beginner(engine, collector, handover_timeout_s=handover_timeout_s),
+            resume_window_s=resume_window_s,
+        )
+        services["decode"] = decoding
+        ends.push_async_callback(decoding.close)
+        sessions = DecodeServicer(decoding, engine, identity)
+        server, channel = await _serve(
+            ends, identity, lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(sessions, s)
+        )
+        decode = Worker(identity, decode_runner, pool, engine, staging, taken, server, channel)
+        world = Pair(
+            prefill,
+            decode,
+            prefilling,
+            decoding,
+            giver,
+            collector,
+            prefill_pb2_grpc.PrefillStub(prefill.channel),
+            decode_pb2_grpc.DecodeStub(decode.channel),
+        )
+        try:
+            yield world
+            await world.settle()
+        finally:
+            prefill_runner.open()
+            decode_runner.open()
+    async with asyncio.timeout(PATIENCE_S):
+        while left := {task for task in asyncio.all_tasks() - before if not task.done()}:
+            await asyncio.wait(left, timeout=0.1)
+
+
+async def _parts(
+    ends: AsyncExitStack,
+    role: str,
+    runner: GatedRunner,
+    make_scheduler: Callable[[BlockPool], Any],
+    deliver: Callable[[list[Event]], None],
+    transport: str,
+) -> tuple[BlockPool, EngineThread[Any], Staging, WorkerIdentity]:
+    pool = BlockPool(runner.num_blocks, runner.block_size)
+    engine: EngineThread[Any] = EngineThread(
+        lambda: EngineLoop(runner, make_scheduler(pool)), deliver
+    )
+    await engine.start()
+    ends.push_async_callback(engine.stop)
+    identity = WorkerIdentity(role, secrets.token_hex(16), _free_address())
+    staging = await Staging.open(
+        identity.incarnation, transport=transport, num_slots=8, slot_bytes=SLOT_BYTES
+    )
+    ends.push_async_callback(staging.close)
+    return pool, engine, staging, identity
+
+
+async def _serve(
+    ends: AsyncExitStack, identity: WorkerIdentity, *register: Callable[[Any], None]
+) -> tuple[ProcessServer, grpc.aio.Channel]:
+    services = [Service(f"test.{i}", function) for i, function in enumerate(register)]
+    server = ProcessServer(listen=identity.address, services=services, reflection=False)
+    await server.start()
+    ends.push_async_callback(server.stop, 0.2)
+    channel = grpc.aio.insecure_channel(identity.address)
+    ends.push_async_callback(channel.close)
+    return server, channel
+
+
+def _model(runner: FakeRunner) -> dict[str, Any]:
+    model = runner.model
+    return {
+        "eos_token_ids": model.eos_token_ids,
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "model_digest": model.digest,
+    }
+
+
+def _free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return f"127.0.0.1:{held.getsockname()[1]}"

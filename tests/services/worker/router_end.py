@@ -1,0 +1,153 @@
+"""A router's end of one decode session, as small as a test needs it; fences as the router does."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from tests.services.worker.pair import Pair, until
+
+from baton.core.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.errors import BatonError
+from baton.core.model import WorkerIdentity
+from baton.core.request import FinishReason
+from baton.rpc.convert import (
+    attempt_to_proto,
+    choice_tokens_from_proto,
+    error_from_proto,
+    identity_to_proto,
+)
+from baton.v1 import decode_pb2 as pb
+
+
+class RouterEnd:
+    """Tokens by sequence, from the first position on. `gaps` must stay empty.
+
+    firsts: position of the first token that each stream brought, newest stream last.
+    """
+
+    def __init__(self, world: Pair, incarnation: str = "") -> None:
+        self._world = world
+        self.identity = WorkerIdentity("router", incarnation or secrets.token_hex(16), "")
+        self.tokens: dict[SequenceKey, list[int]] = {}
+        self.positions: dict[SequenceKey, int] = {}
+        self.ends: dict[SequenceKey, FinishReason] = {}
+        self.failures: list[tuple[AttemptKey, tuple[int, ...], BatonError]] = []
+        self.started: dict[AttemptKey, pb.SequenceStarted] = {}
+        self.lost: list[SequenceKey] = []
+        self.gaps: list[tuple[SequenceKey, int]] = []
+        self.num_heartbeats = 0
+        self.firsts: dict[SequenceKey, int] = {}
+        self.call: Any = None
+        self.reading: asyncio.Task[None] | None = None
+
+    async def connect(self, resume: Mapping[SequenceKey, int] | None = None) -> None:
+        """Opens a stream, next to any that is open, and waits for the welcome."""
+        self.call = self._world.decode_stub.Session()
+        self.firsts = {}
+        await self.say(
+            hello=pb.SessionHello(
+                router=identity_to_proto(self.identity),
+                decode_incarnation=self._world.decode.identity.incarnation,
+                resume=[position(key, at) for key, at in (resume or {}).items()],
+            )
+        )
+        welcome = (await self.call.read()).welcome
+        self.lost = [SequenceKey(e.request_id, e.choice, e.attempt) for e in welcome.lost]
+        self.reading = asyncio.create_task(self._read(self.call))
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(pb.SessionRequest(**message))
+
+    async def start(
+        self, attempt: Attempt, handover_id: bytes = b"", max_unconfirmed: int = 0
+    ) -> None:
+        for key in attempt.keys():
+            self.positions.setdefault(key, attempt.position)
+            self.tokens.setdefault(key, [])
+        start = pb.StartSequence(
+            attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed
+        )
+        if handover_id:
+            start.source.handover_id = handover_id
+            start.source.giver.CopyFrom(identity_to_proto(self._world.prefill.identity))
+        await self.say(start=start)
+
+    async def cancel(self, attempt: Attempt, *choices: int) -> None:
+        cancel = pb.CancelSequence(
+            request_id=attempt.request_id, attempt=attempt.attempt, choices=choices
+        )
+        await self.say(cancel=cancel)
+
+    async def confirm(self, key: SequenceKey, at: int) -> None:
+        await self.say(confirm=pb.ConfirmPositions(sequences=[position(key, at)]))
+
+    def next_positions(self) -> dict[SequenceKey, int]:
+        return {key: self.positions[key] + len(ids) for key, ids in self.tokens.items()}
+
+    async def ended(self, attempt: Attempt) -> dict[int, list[int]]:
+        """Waits until every choice has ended; their tokens."""
+        await until(
+            lambda: bool(self.failures or self.gaps) or all(k in self.ends for k in attempt.keys())
+        )
+        assert not self.failures, self.failures[0][2].message
+        assert not self.gaps
+        return {key.choice: self.tokens[key] for key in attempt.keys()}
+
+    async def failed(self, attempt: Attempt) -> BatonError:
+        """Waits until the attempt, or a choice of it, fails."""
+        await until(lambda: any(key == attempt.key for key, _, _ in self.failures))
+        return next(error for key, _, error in self.failures if key == attempt.key)
+
+    async def break_off(self) -> None:
+        """The connection is gone, as when the router died."""
+        self.call.cancel()
+        if self.reading is not None:
+            await asyncio.gather(self.reading, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                self._take(response)
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            return
+
+    def _take(self, response: pb.SessionResponse) -> None:
+        self.num_heartbeats += response.HasField("heartbeat")
+        for started in response.frame.started:
+            self.started[AttemptKey(started.request_id, started.attempt)] = started
+        for entry in response.frame.tokens:
+            made = choice_tokens_from_proto(entry)
+            ids = self.tokens.setdefault(made.key, [])
+            self.firsts.setdefault(made.key, made.position)
+            have = self.positions.setdefault(made.key, made.position) + len(ids)
+            if made.position > have:
+                self.gaps.append((made.key, made.position))
+                continue
+            ids += made.token_ids[have - made.position :]
+            if made.finish_reason is not None:
+                self.ends[made.key] = made.finish_reason
+        for failure in response.frame.failures:
+            key = AttemptKey(failure.request_id, failure.attempt)
+            self.failures.append((key, tuple(failure.choices), error_from_proto(failure.error)))
+
+
+def position(key: SequenceKey, at: int) -> pb.SequencePosition:
+    return pb.SequencePosition(
+        request_id=key.request_id, choice=key.choice, attempt=key.attempt, position=at
+    )
+
+
+@asynccontextmanager
+async def router(world: Pair, incarnation: str = "") -> AsyncIterator[RouterEnd]:
+    """A connected router."""
+    end = RouterEnd(world, incarnation)
+    await end.connect()
+    try:
+        yield end
+    finally:
+        await end.break_off()
