@@ -141,6 +141,7 @@ def train(out: Path, steps: int, seed: int, compiled: bool, start: Path | None) 
     peak = PEAK_LEARNING_RATE
     if start:
         model, package = load(start)
+        package.padding_side = "right"  # `load` turns it round for generation
         tokenizer = package.backend_tokenizer
         peak *= CONTINUED
     else:

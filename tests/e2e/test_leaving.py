@@ -46,7 +46,8 @@ def test_an_http_client_that_leaves_frees_everything(relay: Relay) -> None:
     }
     with httpx.stream("POST", f"{relay.http}/v1/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         assert used(relay) > 0
     eventually(lambda: used(relay) == 0, 2, "everything freed")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.engine.driving import GREEDY, fill, packed, random_prompts
+from tests.engine.tiny_models import ARCHS, VOCAB, save_tiny_model
 
 from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
-from tests.engine.driving import GREEDY, fill, packed, random_prompts
-from tests.engine.tiny_models import ARCHS, VOCAB, save_tiny_model
 
 LENGTH = 90
 BLOCKS = 6
@@ -22,8 +22,8 @@ SOME = ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_
 TEXT = random_prompts([LENGTH], VOCAB)[0]
 
 
-def load(folder: Path, **options: bool) -> TorchRunner:
-    runner = TorchRunner.load(EngineConfig(str(folder), num_blocks=500, **options))
+def load(folder: Path) -> TorchRunner:
+    runner = TorchRunner.load(EngineConfig(str(folder), num_blocks=500))
     assert runner.exact, runner.not_exact_because
     return runner
 
@@ -102,7 +102,11 @@ def test_the_plain_kernel_is_exact_too(saved: Callable[[str], Path]) -> None:
 def test_sizes_that_fit_no_vector_and_uneven_threads(threads: int, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "odd", intermediate_size=1003, hidden_size=72)
     torch.set_num_threads(threads)
-    check(load(folder))
+    runner = load(folder)
+    wanted = logits(runner, range(60, LENGTH + 1))
+    for cuts in ([LENGTH], [60, 61, LENGTH], range(65, LENGTH + 1, 5)):
+        assert_bits(logits(runner, cuts), wanted)
+        assert_bits(logits(runner, cuts, APART, neighbours=33), wanted)
 
 
 def test_without_exact_mode_bits_are_not_promised(saved: Callable[[str], Path]) -> None:

@@ -95,7 +95,7 @@ def test_presence_and_frequency_count_output_tokens_only() -> None:
 def test_bias_and_bans_do_not_change_the_callers_logits() -> None:
     scores = logits()
     before = scores.clone()
-    params = SamplingParams(temperature=0.0, logit_bias=((17, 100.0), (18, 99.0)))
+    params = SamplingParams(temperature=0.0, logit_bias=((17, 100.0), (18, 50.0)))
     assert sample(scores, row(params)).token_id == 17
     assert sample(scores, row(params, banned=(17,))).token_id == 18
     assert torch.equal(scores, before)

@@ -12,7 +12,7 @@ from baton.router.config import RouterConfig
 from baton.router.discovery import StaticDiscovery
 from baton.router.fleet import Fleet
 from baton.router.http.app import HttpApp
-from baton.router.http.server import serve_http
+from baton.router.http.server import HttpLimits, serve_http
 from baton.router.metrics import RouterMetrics
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
@@ -60,10 +60,12 @@ async def serve(config: RouterConfig) -> int:
         ],
         reflection=config.reflection,
         public=True,
+        field="grpc_listen",
     )
     unwatch = metrics.watch(fleet, lambda: pipeline.num_requests)
     try:
-        http = await serve_http(HttpApp(pipeline, REGISTRY), config.http_listen)
+        limits = HttpLimits(stall_timeout_s=config.stall_timeout_s)
+        http = await serve_http(HttpApp(pipeline, REGISTRY), config.http_listen, limits=limits)
         try:
             grpc_address = await server.start()
             fleet.start()

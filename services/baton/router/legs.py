@@ -87,7 +87,6 @@ class AttemptRunner:
                     tokens = len(attempt.token_ids)
                     placed.enter_context(worker.placed(len(attempt.choices), tokens))
             self._owner.journey.placed(self._number, place.legs)
-            self._owner.metrics.placed(place.legs)
             self._log(logging.DEBUG, f"attempt {self._number}: {place.decision.reason}")
             try:
                 self._start(place, attempt)
@@ -144,6 +143,8 @@ class AttemptRunner:
             for tokens in answer.tokens:
                 self._accept(Leg.PREFILL, tokens)
             journey.prefill_answered(self._number)
+            if self._place is not None and self._place.decode is None:
+                self._owner.metrics.prefilled(remotely=True)
         self._owner.turn()
 
     def on_tokens(self, tokens: ChoiceTokens) -> None:
@@ -155,6 +156,8 @@ class AttemptRunner:
         if self._place is not None and self._place.prefill is None:
             self._owner.kv_complete(self._run, kv.cached_tokens)
         self._owner.metrics.kv_bytes.inc(kv.received_bytes)
+        remotely = self._place is not None and self._place.prefill is not None
+        self._owner.metrics.prefilled(remotely=remotely)
         self._owner.journey.kv_complete(self._number)
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:

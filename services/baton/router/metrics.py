@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import BatonError
-from baton.core.journey import Leg
 from baton.router.fleet import Fleet
 from baton.rpc.metrics import (
     LOCAL_PREFILL,
@@ -62,9 +61,9 @@ class RouterMetrics:
             gauge(WORKERS, workers, self._registry),
         ]
 
-    def placed(self, legs: Collection[Leg]) -> None:
-        """An attempt starts on these legs."""
-        (self._remote if Leg.PREFILL in legs else self._local).inc()
+    def prefilled(self, *, remotely: bool) -> None:
+        """An attempt's KV is complete: handed over by a prefill worker, or computed on decode."""
+        (self._remote if remotely else self._local).inc()
 
     def retried(self, position: int) -> None:
         """A request starts another attempt at this output position."""

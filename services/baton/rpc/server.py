@@ -44,9 +44,14 @@ class ProcessServer:
         reflection: bool = True,
         metrics_listen: str = "",
         public: bool = False,
+        field: str = "listen",
     ) -> None:
-        """public: others than Baton's own may call, so messages and streams are limited."""
+        """public: others than Baton's own may call, so messages and streams are limited.
+
+        field: the option that `listen` came from, for errors to name.
+        """
         self._listen = listen
+        self._field = field
         self._services = tuple(services)
         self._reflection = reflection
         self._metrics_listen = metrics_listen
@@ -63,15 +68,14 @@ class ProcessServer:
     async def start(self) -> str:
         """Binds and serves; not ready yet. Returns the actual "host:port".
 
-        Raises PortInUse or InvalidArgument naming `listen` or `metrics_listen`; nothing stays
-        bound.
+        Raises PortInUse or InvalidArgument naming the option; nothing stays bound.
         """
         # The pure-Python parser recurses without a bound on hostile input.
         if api_implementation.Type() != "upb":
             raise Internal("protobuf runs without its C parser (upb); install a binary wheel")
-        host, _ = split(self._listen, "listen")
+        host, _ = split(self._listen, self._field)
         # Asked first, because gRPC does not say why a port cannot be had.
-        check(self._listen, "listen")
+        check(self._listen, self._field)
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor()],
             options=options.PUBLIC_SERVER if self._public else options.INTERNAL_SERVER,
@@ -117,4 +121,4 @@ class ProcessServer:
         try:
             return server.add_insecure_port(self._listen)
         except RuntimeError:
-            raise PortInUse(f"cannot listen on {self._listen}", field="listen") from None
+            raise PortInUse(f"cannot listen on {self._listen}", field=self._field) from None

@@ -1,0 +1,158 @@
+"""Places, tiles and payloads: arithmetic of blocks against the simplest thing that is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.model import KvLayout
+from baton.core.plan import BlockCopy, Chunk, Extents, StepPlan
+from baton.engine.inputs import build_inputs
+from baton.engine.kernels import flash_cpu, merge, reference
+from baton.engine.kv_cache import KvCache
+from baton.engine.masks import MaskBank
+from baton.engine.spans import spans
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Extents:
+    """Extents over a pool of 40 blocks, no block twice."""
+    blocks = draw(st.permutations(range(40)))[: draw(st.integers(1, 12))]
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        if found and sum(found[-1]) == block:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((block, 1))
+    return tuple(found)
+
+
+def place_of(table: Extents, position: int, block_size: int = 16) -> int:
+    blocks = [block for first, count in table for block in range(first, first + count)]
+    return blocks[position // block_size] * block_size + position % block_size
+
+
+@given(table=tables(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_spans_are_the_places_of_positions(table: Extents, data: st.DataObject) -> None:
+    covered = 16 * sum(count for _, count in table)
+    first = data.draw(st.integers(0, covered - 1))
+    count = data.draw(st.integers(1, covered - first))
+    runs = list(spans(table, first, count, 16))
+    places = [place for start, length in runs for place in range(start, start + length)]
+    assert places == [place_of(table, position) for position in range(first, first + count)]
+    assert all(sum(a) != b[0] for a, b in zip(runs, runs[1:], strict=False))
+
+
+@given(table=tables(), data=st.data(), lone_rows=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_every_row_is_in_one_tile_of_its_own_position(
+    table: Extents, data: st.DataObject, lone_rows: bool
+) -> None:
+    covered = 16 * sum(count for _, count in table)
+    first = data.draw(st.integers(0, covered - 1))
+    count = data.draw(st.integers(1, covered - first))
+    plan = StepPlan(0, (Chunk(0, [5], 3, ((50, 1),)), Chunk(1, [7] * count, first, table)))
+    inputs = build_inputs(plan, 16, CPU, lone_rows=lone_rows)
+    assert inputs.positions[0].tolist() == [3, *range(first, first + count)]
+    assert inputs.places[1:].tolist() == [place_of(table, p) for p in range(first, first + count)]
+    targets = sorted(row for group in inputs.groups for row in group.targets.tolist())
+    assert targets == list(range(count + 1))
+    for group in inputs.groups:
+        rows = group.rows.view(len(group.tiles), group.width).tolist()
+        kept = group.rows if group.kept is None else group.rows[group.kept]
+        assert kept.tolist() == group.targets.tolist()
+        for tile, own in zip(group.tiles, rows, strict=True):
+            assert tile.end - 16 <= tile.first_position < tile.first_position + tile.count
+            assert tile.first_position + tile.count <= tile.end
+            if group.width == 16:
+                offset = tile.first_position % 16
+                assert own[offset] == tile.first_row
+    end = first + count
+    fresh = end % 16 != 0 and end // 16 * 16 >= first
+    ahead = [place_of(table, p) for p in range(end, -(-end // 16) * 16)] if fresh else []
+    assert inputs.stale.tolist() == ahead
+
+
+def layout(key_size: int, value_size: int, dtype: str = "float32") -> KvLayout:
+    return KvLayout("d", dtype, 2, 3, key_size, value_size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("key_size", "value_size"), [(8, 8), (6, 4), (4, 6)])
+def test_the_payload_is_layer_kind_position_head_element(
+    key_size: int, value_size: int, dtype: str
+) -> None:
+    shape = layout(key_size, value_size, dtype)
+    cache = KvCache(shape, 10, 16, CPU, even=key_size > value_size)
+    cache.keys.copy_(torch.randn(cache.keys.shape))
+    cache.values.copy_(torch.randn(cache.values.shape))
+    table = ((7, 1), (2, 2))
+    payload = bytearray(30 * shape.bytes_per_position)
+    cache.pack(table, 5, 30, memoryview(payload))
+    places = [place_of(table, position) for position in range(5, 35)]
+    expected = b""
+    for layer in range(2):
+        for memory, size in ((cache.keys, key_size), (cache.values, value_size)):
+            found = memory[layer][:, places, :size].transpose(0, 1).contiguous()
+            expected += found.view(torch.uint8).numpy().tobytes()
+    assert bytes(payload) == expected
+
+
+def test_unpacking_clears_what_lies_ahead_in_the_tile() -> None:
+    shape = layout(4, 4)
+    cache = KvCache(shape, 4, 16, CPU)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    payload = torch.ones(20 * shape.bytes_per_position // 4)
+    cache.unpack(((1, 2),), 0, 20, memoryview(payload.numpy()).cast("B"))
+    for memory in (cache.keys, cache.values):
+        assert bool((memory[:, :, 16:36] == 1).all())
+        assert bool((memory[:, :, 36:48] == 0).all())
+        assert bool(memory[:, :, 48:].isnan().all())
+
+
+def test_copying_clears_what_lies_ahead_in_the_tile() -> None:
+    cache = KvCache(layout(4, 4), 4, 32, CPU)
+    cache.keys.fill_(torch.inf)
+    cache.keys[:, :, :5] = 2
+    cache.copy(BlockCopy(0, 3, 5))
+    assert bool((cache.keys[:, :, 96:101] == 2).all())
+    assert bool((cache.keys[:, :, 101:112] == 0).all())
+
+
+@pytest.mark.parametrize("window", [None, 5, 16, 40])
+def test_masks_show_each_position_its_past(window: int | None) -> None:
+    bank = MaskBank(torch.float32, CPU)
+    for end, length in ((16, 16), (64, 64), (1600, 1600), (64, 48)):
+        mask = bank.take(window, 2, length)
+        for row in range(32):
+            position = end - 16 + row // 2
+            keys = torch.arange(end - length, end)
+            seen = keys <= position
+            if window is not None:
+                seen &= keys > position - window
+            assert torch.equal(mask[row] == 0, seen)
+
+
+@pytest.mark.parametrize("size", [16, 24, 64])
+def test_kernels_agree_and_parts_merge(size: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, count, size) for count in (32, 640, 640))
+    mask = MaskBank(torch.float32, CPU).take(100, 2, 640)
+    whole, whole_lse = reference(query, key, value, mask, 0.3, None)
+    fast, fast_lse = flash_cpu(query, key, value, mask, 0.3, None)
+    torch.testing.assert_close(fast, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast_lse, whole_lse, rtol=1e-4, atol=1e-5)
+    cuts = [16, 512, 112]
+    masks = torch.split(mask, cuts, 1)
+    for kernel in (reference, flash_cpu):
+        pieces = zip(torch.split(key, cuts, 1), torch.split(value, cuts, 1), masks, strict=True)
+        parts = [kernel(query, k, v, seen, 0.3, None) for k, v, seen in pieces]
+        merged, lse = merge(parts, masks)
+        torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-5)
