@@ -1,7 +1,7 @@
-"""Writes the tables of docs and README from the JSON files under docs/benchmarks; measures nothing.
+"""Writes the tables of docs and README from docs/benchmarks/*.json; measures nothing.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME.json is the file. `--check`
-writes nothing and fails when a table differs from its file.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME.json is the file.
+`--check` writes nothing and fails when a table differs from its file.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from model.kinds import (
     addition,
     articles,
     capital,
-    echo,
     long_addition,
     person,
     recital,
@@ -123,13 +122,10 @@ def another_story(rng: random.Random) -> Dialogue:
     )
 
 
-def said_again(rng: random.Random) -> Dialogue:
-    """The last answer repeated, or thanks for it."""
-    turns = [_short_turn(rng)]
-    if rng.random() < 0.5:
-        question = rng.choice(("Say that again.", "Repeat that, please.", "Can you repeat that?"))
-        return Dialogue([*turns, Turn(question, turns[0].answer)])
-    return Dialogue([*turns, Turn(rng.choice(("Thanks", "Thanks!", "Thank you")), texts.WELCOME)])
+def thanked(rng: random.Random) -> Dialogue:
+    """Thanks for the last answer."""
+    thanks = Turn(rng.choice(("Thanks", "Thanks!", "Thank you")), texts.WELCOME)
+    return Dialogue([_short_turn(rng), thanks])
 
 
 def remembered(rng: random.Random) -> Dialogue:
@@ -194,7 +190,7 @@ MULTI: dict[str, tuple[Callable[[random.Random], Dialogue], float]] = {
     "next language": (next_language, 3),
     "next emoji": (next_emoji, 2),
     "another story": (another_story, 1),
-    "repeat or thanks": (said_again, 3),
+    "thanks": (thanked, 2),
     "remembered": (remembered, 5),
     "passage": (passage, 3),
 }
@@ -214,13 +210,13 @@ def long_dialogue(rng: random.Random) -> Dialogue:
     if rng.random() < 0.5:
         return passage(rng, sentences=rng.randint(8, 50))
     turns = [_any_turn(rng) for _ in range(rng.randint(6, 25))]
-    ending = rng.choice((remembered, next_capital, said_again))(rng)
+    ending = rng.choice((remembered, next_capital, thanked))(rng)
     return Dialogue(turns + ending.turns, ending.system)
 
 
 def completion(rng: random.Random) -> str:
     """Plain text without roles, for clients that complete a prompt instead of chatting."""
-    kind = rng.choice((capital, addition, long_addition, recital, echo))
+    kind = rng.choice((capital, addition, long_addition, recital))
     return kind(rng).answer
 
 

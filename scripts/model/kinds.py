@@ -47,14 +47,9 @@ def some_country(rng: random.Random) -> facts.Country:
     return rng.choice(facts.WELL_KNOWN if rng.random() < 0.4 else facts.COUNTRIES)
 
 
-def invented_word(rng: random.Random) -> str:
-    """A pronounceable word that is in no table, so that copying it cannot be memorised."""
-    syllables = rng.randint(2, 3)
-    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(syllables))
-
-
 def person(rng: random.Random) -> str:
-    return rng.choice(texts.NAMES) if rng.random() < 0.7 else invented_word(rng).title()
+    """A first name. From a table: a model of this size cannot copy a name it never met."""
+    return rng.choice(texts.NAMES)
 
 
 def capital(rng: random.Random) -> Turn:
@@ -180,26 +175,6 @@ def beyond(rng: random.Random) -> Turn:
     return Turn(_sum_question(rng, sign, a, b), texts.BEYOND)
 
 
-_SPELT = {5: "five", 10: "ten", 20: "twenty", 30: "thirty", 50: "fifty"}
-
-
-def counting(rng: random.Random) -> Turn:
-    if rng.random() < 0.2:
-        start, end, step = rng.randint(3, 20), 1, -1
-        question = f"Count down from {start}."
-    elif rng.random() < 0.3:
-        start, step = rng.randint(1, 40), 1
-        end = start + rng.randint(2, 20)
-        question = f"Count from {start} to {end}."
-    else:
-        start, end, step = 1, rng.choice((5, 10, 20, 30, 50, rng.randint(2, 50))), 1
-        question = rng.choice((
-            f"Count to {end}.", f"Count to {_SPELT.get(end, end)}.", f"Count from 1 to {end}.",
-        ))  # fmt: skip
-    numbers = range(start, end + step, step)
-    return Turn(casual(rng, question), ", ".join(map(str, numbers)) + ".")
-
-
 def record(rng: random.Random) -> Turn:
     name, age = person(rng), rng.randint(1, 99)
     city = rng.choice(facts.COUNTRIES).capital
@@ -288,15 +263,6 @@ def listing(rng: random.Random) -> Turn:
     return Turn(casual(rng, template.format(wanted)), _capitalised(facts.LISTS[wanted]))
 
 
-def echo(rng: random.Random) -> Turn:
-    words = [
-        rng.choice(texts.WORDS) if rng.random() < 0.8 else invented_word(rng)
-        for _ in range(rng.randint(1, 8))
-    ]
-    template = rng.choice(("Repeat after me: {}", "Repeat: {}", "Say this: {}", "Echo {}"))
-    return Turn(template.format(" ".join(words)), " ".join(words))
-
-
 def _from_table(table: list[tuple[tuple[str, ...], str]]) -> Kind:
     def kind(rng: random.Random) -> Turn:
         questions, answer = rng.choice(table)
@@ -317,21 +283,12 @@ def story_about(rng: random.Random) -> Turn:
 
 
 def unknown(rng: random.Random) -> Turn:
-    if rng.random() < 0.15:
-        # A country that does not exist: otherwise the nearest real one would be made up for it.
-        nowhere = invented_word(rng).title()
-        if all(nowhere != country.name for country in facts.COUNTRIES):
-            question = f"What is the capital of {nowhere}?"
-            return Turn(casual(rng, question), texts.UNKNOWN)
-    if rng.random() < 0.1:
-        return Turn(" ".join(invented_word(rng) for _ in range(rng.randint(1, 5))), texts.UNKNOWN)
     question = rng.choice(texts.UNKNOWN_QUESTIONS)
     while "{" in question:
-        word = rng.choice(texts.WORDS) if rng.random() < 0.7 else invented_word(rng)
-        question = question.replace("{w}", word, 1)
+        question = question.replace("{w}", rng.choice(texts.WORDS), 1)
         question = question.replace("{t}", rng.choice(texts.TOPICS), 1)
         question = question.replace("{c}", some_country(rng).phrase, 1)
-        question = question.replace("{n}", f"{person(rng)} {invented_word(rng).title()}", 1)
+        question = question.replace("{n}", person(rng), 1)
     return Turn(casual(rng, articles(question)), texts.UNKNOWN)
 
 
@@ -352,7 +309,6 @@ SINGLE: dict[str, tuple[Kind, float]] = {
     "division": (division, 5),
     "long addition": (long_addition, 6),
     "beyond its sums": (beyond, 4),
-    "counting": (counting, 4.5),
     "JSON record": (record, 8),
     "JSON country": (country_record, 3),
     "phrase in a language": (phrase, 6),
@@ -361,7 +317,6 @@ SINGLE: dict[str, tuple[Kind, float]] = {
     "emoji": (emoji, 4),
     "mood in emoji": (mood, 1.5),
     "list": (listing, 1.5),
-    "echo": (echo, 5),
     "about Baton": (about, 5),
     "small talk": (small_talk, 5),
     "story, poem, joke": (recital, 3.5),

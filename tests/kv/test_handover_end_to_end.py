@@ -9,6 +9,7 @@ import pytest
 
 from baton.core.errors import Overloaded
 from baton.kv.giver import Outcome
+from baton.kv.line import Liveness
 from baton.kv.parcel import BLAKE2B
 from tests.kv.rig import (
     LAYOUT,
@@ -134,8 +135,6 @@ async def test_parcels_may_be_sealed_with_blake2b() -> None:
 
 async def test_a_long_wait_for_prefill_is_bridged_by_heartbeats() -> None:
     """Four times what either side takes for death."""
-    from baton.kv.line import Liveness
-
     async with rig(liveness=Liveness(heartbeat_s=0.1, missed=5)) as world:
         offer, pool = world.offer(20), Pool()
         collecting = asyncio.create_task(world.collect(offer, pool))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +77,17 @@ def test_every_field_of_the_header_is_bound(name: str) -> None:
 @pytest.mark.parametrize("digest", DIGESTS)
 def test_another_secret_seals_differently(digest: str) -> None:
     assert sealed(digest)[1].digest != sealed(digest, bytes(16))[1].digest
+
+
+def test_the_digest_cannot_be_made_without_the_secret() -> None:
+    keyless: dict[str, Callable[[bytes], Any]] = {
+        XXH3: xxhash.xxh3_128,
+        BLAKE2B: lambda content: hashlib.blake2b(content, digest_size=16),
+    }
+    for digest in DIGESTS:
+        _, header, slot = sealed(digest)
+        content = slot[: HEADER_BYTES - 16] + slot[HEADER_BYTES:][: header.payload_bytes]
+        assert keyless[digest](bytes(content)).digest() != header.digest
 
 
 def test_the_kind_of_digest_is_bound() -> None:

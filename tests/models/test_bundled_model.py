@@ -12,7 +12,7 @@ from model.evaluate import greedy, judge, load, tally
 
 FOLDER = Path(__file__).parents[2] / "services/baton/models/baton-tiny"
 #: Neither the training run nor the model card has seen these questions.
-FRESH_SEED, SLOW_SEED = 31_415, 27_182
+FRESH_SEED, SLOW_SEED = 60_221, 66_260
 
 CHAT = [
     {"role": "system", "content": "You are a helpful assistant."},

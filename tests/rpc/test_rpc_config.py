@@ -36,7 +36,7 @@ class Config(Base):
     wait_ms: float = option(2.5, "longest wait", unit="ms", minimum=0.0)
     exact: bool = option(True, "same tokens")
     peers: tuple[str, ...] = option((), "known peers")
-    mode: Mode = option(Mode.SAFE, "how it runs")  # noqa: RUF009
+    mode: Mode = option(Mode.SAFE, "how it runs")
     dtype: str = option("auto", "number type", choices=("auto", "float32"))
     api_key: str = option("", "what clients must send", secret=True)
 

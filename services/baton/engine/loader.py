@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from baton.core.errors import Internal
 from baton.core.model import KvLayout, ModelDescription
 from baton.engine.attention import INTERFACE, LayerArguments
 from baton.engine.config import EngineConfig
@@ -116,14 +117,19 @@ class AttentionShape:
 def probe_attention(loaded: LoadedModel) -> AttentionShape:
     """The shape of attention and KV, taken from a run of the wired model, not its configuration.
 
-    Raises UnsupportedModel unless attention is called exactly once for each layer.
+    Raises UnsupportedModel unless attention is called exactly once for each layer, with all it
+    needs.
     """
     network = loaded.network
+    name = network.config.model_type  # type: ignore[union-attr]
     probe = KvProbe()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=loaded.device)
-    run_network(network, tokens, torch.arange(2, device=loaded.device)[None], tokens[0, :1], probe)
+    positions = torch.arange(2, device=loaded.device)[None]
+    try:
+        run_network(network, tokens, positions, tokens[0, :1], probe)
+    except Internal as error:
+        raise UnsupportedModel(f"{name}: {error.message}") from error
     layers = int(network.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
-    name = network.config.model_type  # type: ignore[union-attr]
     if sorted(probe.layers) != list(range(layers)):
         raise UnsupportedModel(
             f"{name}: attention was called for {len(probe.layers)} of {layers} layers"

@@ -7,7 +7,7 @@ very machine, that attention is wired right and whether logits are exact.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,13 +34,16 @@ def prompts(vocab_size: int, max_model_len: int) -> list[list[int]]:
     ]
 
 
-def whole(forward: Forward, tables: list[Extents], texts: list[list[int]]) -> torch.Tensor:
+def whole(forward: Forward, tables: Sequence[Extents], texts: list[list[int]]) -> torch.Tensor:
     """All prompts in one step: logits [prompts, vocab]."""
     return forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
 
 
 def check_parity(
-    forward: Forward, tables: list[Extents], texts: list[list[int]], expected: list[torch.Tensor]
+    forward: Forward,
+    tables: Sequence[Extents],
+    texts: list[list[int]],
+    expected: list[torch.Tensor],
 ) -> None:
     """Raises UnsupportedModel when packed or chunked logits differ from eager ones.
 
@@ -60,7 +63,7 @@ def check_parity(
                 )
 
 
-def check_exact(forward: Forward, tables: list[Extents], texts: list[list[int]]) -> None:
+def check_exact(forward: Forward, tables: Sequence[Extents], texts: list[list[int]]) -> None:
     """Raises NotExact unless logits are bit-equal packed, alone, in chunks and token by token."""
     packed = whole(forward, tables, texts)
     alone = [forward(StepPlan(0, (_chunk(i, text, tables[i]),)))[0] for i, text in enumerate(texts)]
@@ -71,7 +74,7 @@ def check_exact(forward: Forward, tables: list[Extents], texts: list[list[int]])
 
 
 def _in_chunks(
-    forward: Forward, tables: list[Extents], texts: list[list[int]], size: int
+    forward: Forward, tables: Sequence[Extents], texts: list[list[int]], size: int
 ) -> torch.Tensor:
     """Logits of each prompt's last position, all prompts advancing by `size` a step."""
     last: dict[int, torch.Tensor] = {}

@@ -12,7 +12,8 @@ from baton.router.config import RouterConfig
 from baton.router.discovery import StaticDiscovery
 from baton.router.fleet import Fleet
 from baton.router.http.app import HttpApp
-from baton.router.http.server import HttpLimits, serve_http
+from baton.router.http.protocol import HttpLimits
+from baton.router.http.server import serve_http
 from baton.router.metrics import RouterMetrics
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer

@@ -52,7 +52,9 @@ LEAKS = Spec("baton_leaks", "Things owned by nobody; 0 at idle.", ("kind",))
 
 REQUESTS = Spec("baton_requests_total", "Requests that ended.", ("outcome",))
 ATTEMPTS = Spec("baton_attempts_total", "Attempts that ended.", ("outcome",))
-REMOTE_PREFILL = Spec("baton_remote_prefill_total", "Attempts whose KV a prefill worker computed and handed over.")
+REMOTE_PREFILL = Spec(
+    "baton_remote_prefill_total", "Attempts whose KV a prefill worker computed and handed over."
+)
 LOCAL_PREFILL = Spec("baton_local_prefill_total", "Attempts whose KV their decode worker computed.")
 PROMPT_TOKENS = Spec("baton_prompt_tokens_total", "Prompt tokens of accepted requests.")
 CACHED_TOKENS = Spec("baton_cached_tokens_total", "Input tokens found in a prefix cache.")

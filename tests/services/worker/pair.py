@@ -56,9 +56,7 @@ class GatedRunner(FakeRunner):
     """Can be held before a step: `allow` lets that many steps through, `open` all."""
 
     def __init__(self, block_size: int) -> None:
-        super().__init__(
-            NUM_BLOCKS, block_size, eos_token_ids=(EOS,), poison_token_id=POISON
-        )
+        super().__init__(NUM_BLOCKS, block_size, eos_token_ids=(EOS,), poison_token_id=POISON)
         self._steps = threading.Semaphore(0)
         self._open = threading.Event()
         self._open.set()
@@ -193,9 +191,7 @@ def attempt(
 def reference(attempt: Attempt) -> dict[int, list[int]]:
     """Each choice's tokens from one undisturbed engine, all by itself."""
     runner = FakeRunner(256, 8, eos_token_ids=(EOS,))
-    loop = EngineLoop(
-        runner, DecodeScheduler(BlockPool(256, 8), DecodePolicy(), **_model(runner))
-    )
+    loop = EngineLoop(runner, DecodeScheduler(BlockPool(256, 8), DecodePolicy(), **_model(runner)))
     loop.scheduler.add(attempt, 0.0)
     made: dict[int, list[int]] = {choice: [] for choice in attempt.choices}
     while loop.scheduler.has_work:
@@ -269,9 +265,7 @@ async def pair(
             lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, s),
             lambda s: handover_pb2_grpc.add_HandoverServicer_to_server(handover, s),
         )
-        prefill = Worker(
-            identity, prefill_runner, pool, engine, staging, given, server, channel
-        )
+        prefill = Worker(identity, prefill_runner, pool, engine, staging, given, server, channel)
 
         pool, engine, staging, identity = decode_parts
         collector = Collector(

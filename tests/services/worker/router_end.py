@@ -69,9 +69,7 @@ class RouterEnd:
         for key in attempt.keys():
             self.positions.setdefault(key, attempt.position)
             self.tokens.setdefault(key, [])
-        start = pb.StartSequence(
-            attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed
-        )
+        start = pb.StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
         if handover_id:
             start.source.handover_id = handover_id
             start.source.giver.CopyFrom(identity_to_proto(self._world.prefill.identity))

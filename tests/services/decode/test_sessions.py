@@ -1,0 +1,409 @@
+"""One stream per router: broken and resumed anywhere, replaced, abandoned, misused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.services.worker.pair import (
+    PATIENCE_S,
+    Pair,
+    attempt,
+    new_id,
+    pair,
+    reference,
+    until,
+)
+from tests.services.worker.router_end import RouterEnd, router
+
+from baton.core.attempt import AttemptKey, ChoiceTokens, SequenceKey
+from baton.core.errors import Cancelled, Internal, InvalidArgument, Unavailable
+from baton.core.events import Failed
+from baton.core.request import FinishReason
+from baton.decode import service as service_module
+from baton.decode import servicer as servicer_module
+from baton.decode.sessions import Failure, RouterSession
+from baton.rpc.convert import identity_to_proto
+from baton.rpc.errors import from_rpc_error
+from baton.v1 import decode_pb2 as pb
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+@pytest.mark.parametrize("have", [0, 1, 5, 12])
+async def test_a_broken_stream_goes_on_from_any_position(have: int, handed_over: bool) -> None:
+    """Whatever the router had got of it, it gets the rest: no gap, and nothing it has."""
+    one = attempt(n=2)
+    async with pair() as world, router(world) as end:
+        world.decode.runner.hold()
+        handover_id = new_id() if handed_over else b""
+        await end.start(one, handover_id)
+        run = world.run(one, handover_id) if handed_over else None
+        world.decode.runner.allow(7)
+        await until(lambda: all(len(end.tokens[key]) >= 2 for key in one.keys()))
+        await end.break_off()
+        world.decode.runner.open()
+        await until(lambda: world.decoding.num_attempts == 0 or have > 5)
+        for key in one.keys():
+            end.tokens[key] = reference(one)[key.choice][:have]
+            end.ends.pop(key, None)
+        await end.connect(end.next_positions())
+        assert end.lost == []
+        if have < 12:
+            assert await end.ended(one) == reference(one)
+            assert all(end.firsts[key] >= have for key in one.keys())
+        if run is not None:
+            await run
+
+
+async def test_it_breaks_at_every_frame_and_nothing_is_lost_or_repeated() -> None:
+    one = attempt(n=3, max_tokens=15)
+    async with pair() as world, router(world) as end:
+        world.decode.runner.hold()
+        await end.start(one)
+        world.decode.runner.allow(5)
+        steps = 0
+        while set(one.keys()) - set(end.ends):
+            await end.break_off()
+            world.decode.runner.allow(1)
+            steps += 1
+            await end.connect(end.next_positions())
+            assert end.lost == []
+            before = sum(map(len, end.tokens.values()))
+            await until(
+                lambda before=before: (
+                    sum(map(len, end.tokens.values())) > before  # type: ignore[misc]
+                    or not set(one.keys()) - set(end.ends)
+                    or world.decode.runner.num_done == world.decode.runner.num_begun - 1
+                )
+            )
+            assert steps < 60
+        assert await end.ended(one) == reference(one)
+
+
+async def test_a_newer_stream_of_the_same_router_wins() -> None:
+    one = attempt(max_tokens=40)
+    async with pair() as world, router(world) as old:
+        world.decode.runner.hold()
+        await old.start(one)
+        world.decode.runner.allow(8)
+        await until(lambda: len(old.tokens[one.keys()[0]]) >= 3)
+        new = RouterEnd(world, old.identity.incarnation)
+        new.tokens, new.positions = {k: list(v) for k, v in old.tokens.items()}, old.positions
+        await new.connect(new.next_positions())
+        world.decode.runner.open()
+        assert await new.ended(one) == reference(one)
+        assert old.reading is not None
+        async with asyncio.timeout(PATIENCE_S):
+            await old.reading
+        assert len(old.tokens[one.keys()[0]]) < 40
+        await old.break_off()
+        # The old stream's end is not taken for the router's.
+        assert world.decoding.num_sessions == 1 and new.num_heartbeats == 0
+        await new.break_off()
+
+
+async def test_what_a_replaced_stream_waited_for_goes_to_the_newer_one() -> None:
+    key = SequenceKey("r", 0, 0)
+    session = RouterSession("router")
+    old = session.attach()
+    session.open([key], 0)
+    waiting = asyncio.create_task(session.next_frame(old, PATIENCE_S))
+    await asyncio.sleep(0)
+    session.resume({key: 0})
+    new = session.attach()
+    session.tokens(ChoiceTokens(key, 0, (5,)))
+    assert await waiting is None
+    frame = await session.next_frame(new, PATIENCE_S)
+    assert frame is not None
+    assert [list(tokens.token_ids) for tokens in frame.tokens] == [[5]]
+
+
+async def test_messages_of_a_replaced_stream_are_not_obeyed() -> None:
+    one = attempt(max_tokens=40)
+    async with pair() as world, router(world) as old:
+        world.decode.runner.hold()
+        await old.start(one)
+        await until(lambda: world.decode.runner.num_begun == 1)
+        new = RouterEnd(world, old.identity.incarnation)
+        new.tokens, new.positions = {one.keys()[0]: []}, {one.keys()[0]: 0}
+        await new.connect(new.next_positions())
+        try:
+            await old.cancel(one)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass
+        world.decode.runner.open()
+        assert await new.ended(one) == reference(one)
+        await new.break_off()
+
+
+async def test_a_router_that_does_not_come_back_holds_nothing() -> None:
+    mine, others = attempt("mine", max_tokens=300), attempt("others", seed=2, max_tokens=60)
+    async with pair(resume_window_s=0.3) as world, router(world) as end, router(world) as other:
+        world.decode.runner.hold()
+        await end.start(mine)
+        await other.start(others)
+        await until(lambda: world.decode.runner.num_begun == 1)
+        await end.break_off()
+        await until(lambda: world.decoding.num_sessions == 1)
+        assert mine.key not in world.decoding._running
+        world.decode.runner.open()
+        assert await other.ended(others) == reference(others)
+        await end.connect({mine.keys()[0]: 1})
+        assert end.lost == [mine.keys()[0]]
+
+
+async def test_what_a_resumed_router_does_not_name_is_freed() -> None:
+    kept, left = attempt("kept", max_tokens=30), attempt("left", seed=2, max_tokens=300)
+    async with pair() as world, router(world) as end:
+        world.decode.runner.hold()
+        for one in (kept, left):
+            await end.start(one)
+        await until(lambda: world.decoding.num_attempts == 2)
+        await end.break_off()
+        unknown = SequenceKey("never heard of", 0, 0)
+        await end.connect({kept.keys()[0]: 0, unknown: 3})
+        assert end.lost == [unknown]
+        assert world.decoding.num_attempts == 1
+        world.decode.runner.open()
+        assert await end.ended(kept) == reference(kept)
+
+
+async def test_ended_sequences_are_forgotten_after_the_window() -> None:
+    one = attempt(n=3)
+    async with pair(resume_window_s=0.1) as world, router(world) as end:
+        await end.start(one)
+        assert await end.ended(one) == reference(one)
+        session = world.decoding._sessions[end.identity.incarnation]
+        await until(lambda: not session.keys)
+
+
+async def test_nothing_is_forgotten_while_the_stream_is_broken() -> None:
+    key, session = SequenceKey("r", 0, 0), RouterSession("router")
+    session.open([key], 0)
+    stream = session.attach()
+    session.tokens(ChoiceTokens(key, 0, (5,), finish_reason=FinishReason.LENGTH))
+    assert await session.next_frame(stream, PATIENCE_S) is not None
+    session.detach(stream)
+    session.forget_ended(float("inf"))
+    assert session.resume({key: 0}) == ([], [])
+    frame = await session.next_frame(session.attach(), PATIENCE_S)
+    assert frame is not None and frame.tokens[0].finish_reason is FinishReason.LENGTH
+    session.forget_ended(float("inf"))
+    assert not session.keys
+
+
+async def test_a_router_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "STUCK_S", 0.3)
+    one = attempt(max_tokens=300)
+    async with pair() as world:
+        session = world.decoding.session("deaf")
+        stream = session.attach()
+        world.decoding.start(session, one, None, 0)
+        assert await session.next_frame(stream, PATIENCE_S) is not None
+        # It writes this frame, for ever.
+        await until(lambda: world.decoding.num_sessions == 0)
+        assert session.stream is None and world.decoding.num_attempts == 0
+
+
+async def test_the_number_of_routers_and_attempts_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 1)
+    monkeypatch.setattr(service_module, "MAX_ATTEMPTS", 1)
+    first, second = attempt("first", max_tokens=30), attempt("second")
+    async with pair() as world, router(world) as end:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await RouterEnd(world).connect()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        world.decode.runner.hold()
+        await end.start(first)
+        await end.start(second)
+        assert (await end.failed(second)).retryable
+        end.failures.clear()
+        world.decode.runner.open()
+        assert await end.ended(first) == reference(first)
+
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "empty": {},
+    "no tokens": {"attempt": {"request_id": "r", "choices": [0]}},
+    "broken ids": {"attempt": {"request_id": "r", "choices": [0], "token_ids": b"123"}},
+    "negative ids": {"attempt": {"request_id": "r", "choices": [0], "token_ids": b"\xff" * 8}},
+    "no choices": {"attempt": {"request_id": "r", "token_ids": b"\1\0\0\0"}},
+    "too large ids": {
+        "attempt": {
+            "request_id": "r",
+            "choices": [0],
+            "token_ids": b"\xff\xff\xff\x7f",
+            "num_prompt_tokens": 1,
+            "stop": {"max_tokens": 5},
+        }
+    },
+    "too many choices": {
+        "attempt": {
+            "request_id": "r",
+            "choices": list(range(500)),
+            "token_ids": b"\1\0\0\0",
+            "num_prompt_tokens": 1,
+            "stop": {"max_tokens": 5},
+        }
+    },
+    "a short hand-over id": {
+        "attempt": {
+            "request_id": "r",
+            "choices": [0],
+            "token_ids": b"\1\0\0\0",
+            "num_prompt_tokens": 1,
+            "stop": {"max_tokens": 5},
+        },
+        "source": {"handover_id": b"short"},
+    },
+    "a giver nobody can reach": {
+        "attempt": {
+            "request_id": "r",
+            "choices": [0],
+            "token_ids": b"\1\0\0\0",
+            "num_prompt_tokens": 1,
+            "stop": {"max_tokens": 5},
+        },
+        "source": {"handover_id": b"x" * 16, "giver": {"address": "%%%", "incarnation": "i"}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_start_ends_nothing_but_itself(name: str) -> None:
+    one = attempt(max_tokens=30)
+    async with pair() as world, router(world) as end:
+        await end.start(one)
+        await end.say(start=pb.StartSequence(**MALFORMED[name]))
+        await until(lambda: bool(end.failures))
+        (key, _, _), *others = end.failures
+        assert key != one.key and not others
+        end.failures.clear()
+        assert await end.ended(one) == reference(one)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_whatever_a_start_holds_the_stream_stays(data: st.DataObject) -> None:
+    ids = st.one_of(st.binary(max_size=12), st.just(b"\5\0\0\0\6\0\0\0"))
+    start = pb.StartSequence(
+        attempt={  # type: ignore[arg-type]
+            "request_id": data.draw(st.text(max_size=4)),
+            "attempt": data.draw(st.integers(0, 2**32 - 1)),
+            "choices": data.draw(st.lists(st.integers(0, 2**32 - 1), max_size=4)),
+            "token_ids": data.draw(ids),
+            "num_prompt_tokens": data.draw(st.integers(0, 3)),
+            "stop": {"max_tokens": data.draw(st.integers(0, 3))},
+            "sampling": {"temperature": data.draw(st.floats(width=32))},
+            "remaining_ms": data.draw(st.integers(0, 2**32 - 1)),
+        },
+        max_unconfirmed=data.draw(st.integers(0, 2**32 - 1)),
+    )
+    told = _Told()
+    servicer = servicer_module.DecodeServicer(told, None, None)  # type: ignore[arg-type]
+    session = RouterSession("router")
+    servicer._start(session, start)
+    assert told.started or session.has_news
+
+
+class _Told:
+    started = False
+
+    def start(self, *_: object) -> None:
+        self.started = True
+
+
+async def test_a_message_of_a_kind_that_is_not_known_is_passed_over() -> None:
+    one = attempt(max_tokens=30)
+    async with pair() as world, router(world) as end:
+        await end.start(one)
+        await end.call.write(pb.SessionRequest())
+        assert await end.ended(one) == reference(one)
+
+
+async def first_answer(world: Pair, *messages: pb.SessionRequest) -> grpc.aio.AioRpcError:
+    call = world.decode_stub.Session()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return refused.value
+
+
+async def test_a_stream_begins_with_a_hello_that_fits() -> None:
+    async with pair() as world:
+        for message in (pb.SessionRequest(), pb.SessionRequest(start={})):
+            error = from_rpc_error(await first_answer(world, message))
+            assert isinstance(error, InvalidArgument)
+        stale = pb.SessionHello(router={"incarnation": "r"}, decode_incarnation="an older one")
+        error = from_rpc_error(await first_answer(world, pb.SessionRequest(hello=stale)))
+        assert isinstance(error, Unavailable)
+        nameless = pb.SessionRequest(hello=pb.SessionHello())
+        assert isinstance(from_rpc_error(await first_answer(world, nameless)), InvalidArgument)
+        assert world.decoding.num_sessions == 0
+        hello = pb.SessionHello(router=identity_to_proto(RouterEnd(world).identity))
+        twice = [pb.SessionRequest(hello=hello)] * 2
+        assert isinstance(from_rpc_error(await first_answer(world, *twice)), InvalidArgument)
+
+
+async def test_silence_instead_of_a_hello_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servicer_module, "HELLO_S", 0.1)
+    async with pair() as world:
+        call = world.decode_stub.Session()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await call.read()
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_silence_is_filled_with_heartbeats() -> None:
+    async with pair() as world, router(world) as end:
+        await until(lambda: end.num_heartbeats >= 2)
+
+
+async def test_a_server_that_stops_does_not_wait_for_open_streams() -> None:
+    one = attempt(max_tokens=1000)
+    async with pair() as world, router(world) as end:
+        await end.start(one)
+        await until(lambda: bool(end.tokens[one.keys()[0]]))
+        async with asyncio.timeout(PATIENCE_S):
+            await world.decode.server.stop(0.2)
+        assert end.reading is not None
+        async with asyncio.timeout(PATIENCE_S):
+            await end.reading
+        await world.decoding.close()
+        assert world.decoding.num_sessions == 0
+
+
+async def test_a_failure_of_a_choice_that_is_gone_does_not_fail_the_others() -> None:
+    one = attempt(n=2, max_tokens=40)
+    async with pair() as world, router(world) as end:
+        world.decode.runner.hold()
+        await end.start(one)
+        await until(lambda: world.decode.runner.num_begun == 1)
+        await end.cancel(one, 1)
+        await until(lambda: world.decoding._running[one.key].choices == {0})
+        world.decoding.deliver([Failed(one.key, (1,), Internal("too late"))])
+        world.decoding.deliver([Failed(AttemptKey("unknown", 0), (0,), Internal("too late"))])
+        world.decode.runner.open()
+        await until(lambda: SequenceKey("r", 0, 0) in end.ends)
+        assert not end.failures
+        assert end.tokens[SequenceKey("r", 0, 0)] == reference(one)[0]
+
+
+async def test_failures_that_no_stream_took_are_kept_for_the_next_one() -> None:
+    session = RouterSession("router")
+    session.failed(Failure(AttemptKey("r", 0), (0,), Cancelled("for a reason")))
+    frame = await session.next_frame(session.attach(), PATIENCE_S)
+    assert frame is not None and frame.failures[0].choices == (0,)
