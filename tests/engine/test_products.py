@@ -48,6 +48,21 @@ def test_a_product_that_depends_on_its_neighbours_is_not_exact() -> None:
         prove(lambda x: x - x.mean(0), 8, torch.float32, CPU)
 
 
+@pytest.mark.parametrize("inputs", [33, 768, 2048])
+@torch.inference_mode()
+def test_packed_layers_give_the_same_bits_for_any_rows(inputs: int) -> None:
+    torch.manual_seed(0)
+    own = nn.Linear(inputs, 70)
+    network = nn.Sequential(own)
+    swap(network, exact=True)
+    assert network[0] is not own
+    x = torch.randn(300, inputs)
+    whole = network(x)
+    torch.testing.assert_close(whole, own(x), rtol=1e-4, atol=1e-4)
+    for start, count in ((0, 0), (0, 1), (3, 5), (40, 33), (100, 200)):
+        assert torch.equal(network(x[start : start + count]), whole[start : start + count])
+
+
 class Gated(nn.Module):
     """Bare parameters, a function with tails, and a linear layer, as experts and gates have."""
 

@@ -102,7 +102,7 @@ async def test_a_newer_stream_of_the_same_router_wins() -> None:
         assert len(old.tokens[one.keys()[0]]) < 40
         await old.break_off()
         # The old stream's end is not taken for the router's.
-        assert world.decoding.num_sessions == 1 and new.num_heartbeats == 0
+        assert world.decoding.num_sessions == 1
         await new.break_off()
 
 
@@ -230,13 +230,13 @@ async def test_the_number_of_routers_and_attempts_is_bounded(
 
 MALFORMED: dict[str, dict[str, Any]] = {
     "empty": {},
-    "no tokens": {"attempt": {"request_id": "r", "choices": [0]}},
-    "broken ids": {"attempt": {"request_id": "r", "choices": [0], "token_ids": b"123"}},
-    "negative ids": {"attempt": {"request_id": "r", "choices": [0], "token_ids": b"\xff" * 8}},
-    "no choices": {"attempt": {"request_id": "r", "token_ids": b"\1\0\0\0"}},
+    "no tokens": {"attempt": {"request_id": "bad", "choices": [0]}},
+    "broken ids": {"attempt": {"request_id": "bad", "choices": [0], "token_ids": b"123"}},
+    "negative ids": {"attempt": {"request_id": "bad", "choices": [0], "token_ids": b"\xff" * 8}},
+    "no choices": {"attempt": {"request_id": "bad", "token_ids": b"\1\0\0\0"}},
     "too large ids": {
         "attempt": {
-            "request_id": "r",
+            "request_id": "bad",
             "choices": [0],
             "token_ids": b"\xff\xff\xff\x7f",
             "num_prompt_tokens": 1,
@@ -245,7 +245,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
     },
     "too many choices": {
         "attempt": {
-            "request_id": "r",
+            "request_id": "bad",
             "choices": list(range(500)),
             "token_ids": b"\1\0\0\0",
             "num_prompt_tokens": 1,
@@ -254,7 +254,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
     },
     "a short hand-over id": {
         "attempt": {
-            "request_id": "r",
+            "request_id": "bad",
             "choices": [0],
             "token_ids": b"\1\0\0\0",
             "num_prompt_tokens": 1,
@@ -264,7 +264,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
     },
     "a giver nobody can reach": {
         "attempt": {
-            "request_id": "r",
+            "request_id": "bad",
             "choices": [0],
             "token_ids": b"\1\0\0\0",
             "num_prompt_tokens": 1,
