@@ -190,7 +190,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Train the bundled model on this machine's CPU.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="continue from this saved model")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.services.router_http.scripted import Scripted, whole_answer
 
 from baton.cli import chat, state
 from baton.core.errors import (
@@ -34,6 +33,7 @@ from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
 from baton.rpc.server import ProcessServer, Service
 from baton.v1 import inference_pb2_grpc
+from tests.services.router_http.scripted import Scripted, whole_answer
 
 PATIENCE_S = 60.0
 ANSWER = whole_answer("<user>hello", 0)

@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from tests.cli.test_chat import serving
-from tests.services.router_http.scripted import Scripted
 
 from baton.cli import checks, doctor, state
 from baton.cli.checks import Finding, Status
+from tests.cli.test_chat import serving
+from tests.services.router_http.scripted import Scripted
 
 BUNDLED = Path(str(files("baton"))) / "models" / "baton-tiny"
 

@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
+from baton.core.attempt import Attempt, AttemptKey
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.errors import (
+    InvalidArgument,
+    NotFound,
+)
+from baton.core.events import Tokens
+from baton.core.loop import EngineLoop
 from tests.core.attempts import (
     VOCAB_SIZE,
     Outputs,
@@ -16,15 +25,6 @@ from tests.core.attempts import (
     run_out,
     started,
 )
-
-from baton.core.attempt import Attempt, AttemptKey
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.errors import (
-    InvalidArgument,
-    NotFound,
-)
-from baton.core.events import Tokens
-from baton.core.loop import EngineLoop
 
 
 def hand_over(

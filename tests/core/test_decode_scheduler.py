@@ -5,14 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.core.attempts import (
-    EOS,
-    Outputs,
-    attempt,
-    decode_loop,
-    expected,
-    run_out,
-)
 
 from baton.core.attempt import SequenceKey
 from baton.core.decode_scheduler import DecodePolicy
@@ -26,6 +18,14 @@ from baton.core.errors import (
 from baton.core.events import Failed, Tokens
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.scheduling import QueueLimit
+from tests.core.attempts import (
+    EOS,
+    Outputs,
+    attempt,
+    decode_loop,
+    expected,
+    run_out,
+)
 
 
 def test_choices_can_be_cancelled_one_by_one_at_any_step() -> None:

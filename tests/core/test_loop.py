@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.attempts import attempt, decode_loop, prefill_loop
 
 from baton.core.block_pool import InvariantBroken
 from baton.core.events import Computed, FirstTokens, Planned
+from tests.core.attempts import attempt, decode_loop, prefill_loop
 
 
 def test_a_step_without_work_is_no_step() -> None:

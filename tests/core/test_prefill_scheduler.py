@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run_out
 
 from baton.core.attempt import AttemptKey
 from baton.core.errors import (
@@ -21,6 +20,7 @@ from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.scheduling import QueueLimit, first_come
+from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run_out
 
 
 def planned(plan: StepPlan | None) -> list[tuple[int, int]]:

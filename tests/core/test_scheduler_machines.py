@@ -13,6 +13,14 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.core.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.loop import EngineLoop
+from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
+from baton.core.scheduling import Scheduler, first_come, shortest_remaining
 from tests.core.attempts import (
     BLOCK_SIZE,
     EOS,
@@ -25,14 +33,6 @@ from tests.core.attempts import (
     handed_over,
     runner,
 )
-
-from baton.core.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
-from baton.core.loop import EngineLoop
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.scheduling import Scheduler, first_come, shortest_remaining
 
 EOS_EVERY = 12
 NUM_BLOCKS = 24

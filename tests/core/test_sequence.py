@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.core.attempts import EOS, MAX_MODEL_LEN, attempt
 
 from baton.core.attempt import Logprobs
 from baton.core.errors import Internal
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.sequence import TERMINAL, TRANSITIONS, Sequence, SequenceEvent, SequenceState
 from baton.core.stops import StopRule
+from tests.core.attempts import EOS, MAX_MODEL_LEN, attempt
 
 S, E = SequenceState, SequenceEvent
 

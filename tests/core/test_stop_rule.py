@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.core.attempts import attempt
 
 from baton.core.request import FinishReason, StopParams
 from baton.core.stops import StopRule
+from tests.core.attempts import attempt
 
 EOS = (2, 3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from typing import Any
 
 import openai
 import pytest
@@ -29,11 +30,11 @@ def test_openai_and_grpc_give_the_same_text(
     relay: Relay, client: openai.OpenAI, prompt: str
 ) -> None:
     over_grpc = relay.chat(prompt, options(max_tokens=64, ignore_eos=False)).text[0]
-    messages = [{"role": "user", "content": prompt}]
+    messages: Any = [{"role": "user", "content": prompt}]
     whole = client.chat.completions.create(
         model="baton-tiny", messages=messages, temperature=0, max_tokens=64
     )
-    streamed = client.chat.completions.create(
+    streamed: Any = client.chat.completions.create(
         model="baton-tiny", messages=messages, temperature=0, max_tokens=64, stream=True
     )
     pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def prompts(vocab: int) -> list[list[int]]:
 
 
 def expected(model: Path, asked: list[list[int]]) -> list[list[int]]:
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     answers = []
     for prompt in asked:
         ids = torch.tensor([prompt])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.engine.tiny_models import save_tiny_model
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine.driving import GREEDY, fill, packed, random_prompts
-from tests.engine.tiny_models import ARCHS, VOCAB, save_tiny_model
 
 from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
+from tests.engine.driving import GREEDY, fill, packed, random_prompts
+from tests.engine.tiny_models import ARCHS, VOCAB, save_tiny_model
 
 LENGTH = 90
 BLOCKS = 6
 OURS: Extents = ((0, BLOCKS),)
 APART: Extents = tuple((block, 1) for block in (11, 9, 7, 13, 6, 8))
 SOME = ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"]
-TEXT = random_prompts([LENGTH], VOCAB)[0]
+TEXT = random_prompts([1060], VOCAB)[0]
 
 
 def load(folder: Path) -> TorchRunner:
@@ -89,6 +89,19 @@ def test_logits_of_every_architecture_are_bit_equal(
     arch: str, saved: Callable[[str], Path]
 ) -> None:
     check(load(saved(arch)))
+
+
+@pytest.mark.parametrize("window", [0, 30, 600])
+def test_long_contexts_are_bit_equal(window: int, tmp_path: Path) -> None:
+    """Around the 512 keys that torch's CPU kernel takes at once, and its multiples."""
+    folder = save_tiny_model("mistral", tmp_path / "long", sliding_window=window or None)
+    runner = load(folder)
+    near = [*range(506, 531), *range(1015, 1061)]
+    wanted = logits(runner, near, ((100, 67),))
+    scattered = tuple((block, 1) for block in range(300, 233, -1))
+    for cuts in ([512, 1024, 1060], [528, 1017, 1059], [511, 513, 527, 1023, 1060]):
+        for table in (((20, 67),), scattered):
+            assert_bits(logits(runner, cuts, table), wanted)
 
 
 def test_the_plain_kernel_is_exact_too(saved: Callable[[str], Path]) -> None:

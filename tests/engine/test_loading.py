@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.tiny_models import VOCAB, save_tiny_model
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
 from baton.engine.threads import configure
+from tests.engine.tiny_models import VOCAB, save_tiny_model
 
 
 def load(folder: Path, **options: Any) -> TorchRunner:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
-from tests.engine.tiny_models import ARCHS, VOCAB, build
 
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
+from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
+from tests.engine.tiny_models import ARCHS, VOCAB, build
 
 SHORT = (1, 2, 3, 5, 7, 15, 16, 17, 24, 31, 33, 48, 64, 65, 90, 130)
 LONG = (1, 2, 5, 16, 17, 33, 64, 90, 130, 200, 255, 256, 257, 400, 513, 600)

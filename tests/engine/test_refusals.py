@@ -11,8 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.engine.driving import together
-from tests.engine.tiny_models import REFUSED, save_tiny_model
 from torch import nn
 
 from baton.core.errors import InvalidArgument
@@ -21,6 +19,8 @@ from baton.engine import loader, selfcheck
 from baton.engine.config import EngineConfig
 from baton.engine.guards import UnsupportedModel
 from baton.engine.runner import TorchRunner
+from tests.engine.driving import together
+from tests.engine.tiny_models import REFUSED, save_tiny_model
 
 
 def refusal(folder: Path, **options: Any) -> str:

@@ -9,7 +9,6 @@ from typing import cast
 
 import pytest
 import torch
-from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
 from torch import nn
 
 from baton.core.errors import Internal
@@ -18,6 +17,7 @@ from baton.core.ports import ModelRunner
 from baton.engine.config import EngineConfig
 from baton.engine.fake import FakeRunner
 from baton.engine.runner import TorchRunner
+from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
 
 BLOCKS = 64
 POISON = 999

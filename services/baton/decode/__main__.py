@@ -13,6 +13,7 @@ from baton.decode.config import DecodeConfig
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.kv.collector import Collector
+from baton.rpc import metrics
 from baton.rpc.config import load
 from baton.rpc.handover import GrpcGiverConnection
 from baton.rpc.lifecycle import run
@@ -54,6 +55,7 @@ def main() -> int:
             Beginner(parts.engine, collector, handover_timeout_s=config.handover_timeout_s),
             resume_window_s=config.resume_window_s,
         )
+        metrics.gauge(metrics.STREAMS, lambda: {("decode",): made.num_sessions})
         servicer = DecodeServicer(made, parts.engine, parts.identity)
         return made, [
             Service(

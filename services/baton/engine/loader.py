@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
-from baton.core.errors import Internal
-from baton.core.model import KvLayout, ModelDescription
-from baton.engine.attention import INTERFACE, LayerArguments
+from baton.core.model import ModelDescription
+from baton.engine.attention import INTERFACE
 from baton.engine.config import EngineConfig
 from baton.engine.digest import model_digest
 from baton.engine.guards import UnsupportedModel, check_class, check_files, rope_limit
 from baton.engine.kv_cache import DTYPES
-
-Progress = Callable[[int, int], None]
-"""Told (bytes done, bytes in all) while weights are read."""
+from baton.engine.progress import Bar, Progress, quiet
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +48,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
     check_class(model_class, settings)
     device = _device(config.device)
     total = 2 * sum(file.stat().st_size for file in weights)
-    bar = _Bar(progress, total)
+    bar = Bar(progress, total)
     digest = model_digest(folder / "config.json", weights, bar.advance)
     network = _network(model_class, folder, settings, _dtype(config.dtype, device, settings), bar)
     return LoadedModel(
@@ -84,70 +78,6 @@ def wire(network: nn.Module) -> None:
         network.set_experts_implementation("eager")  # type: ignore[operator]
 
 
-class KvProbe:
-    """An attention context that computes nothing and notes what attention layers are given."""
-
-    def __init__(self) -> None:
-        self.layers: list[int] = []
-        self.shapes: set[tuple[int, int, int, int]] = set()
-        self.softcap = False
-
-    def attend(
-        self,
-        arguments: LayerArguments,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        self.layers.append(arguments.layer)
-        self.shapes.add((query.shape[0], key.shape[0], key.shape[-1], value.shape[-1]))
-        self.softcap |= arguments.softcap is not None
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What attention of a model looks like. per_head: query heads per KV head."""
-
-    layout: KvLayout
-    per_head: int
-    softcap: bool
-
-
-def probe_attention(loaded: LoadedModel) -> AttentionShape:
-    """The shape of attention and KV, taken from a run of the wired model, not its configuration.
-
-    Raises UnsupportedModel unless attention is called exactly once for each layer, with all it
-    needs.
-    """
-    network = loaded.network
-    name = network.config.model_type  # type: ignore[union-attr]
-    probe = KvProbe()
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=loaded.device)
-    positions = torch.arange(2, device=loaded.device)[None]
-    try:
-        run_network(network, tokens, positions, tokens[0, :1], probe)
-    except Internal as error:
-        raise UnsupportedModel(f"{name}: {error.message}") from error
-    layers = int(network.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
-    if sorted(probe.layers) != list(range(layers)):
-        raise UnsupportedModel(
-            f"{name}: attention was called for {len(probe.layers)} of {layers} layers"
-        )
-    if len(probe.shapes) != 1:
-        raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
-    ((query_heads, heads, key_size, value_size),) = probe.shapes
-    layout = KvLayout(
-        model_digest=loaded.description.digest,
-        dtype=next(k for k, v in DTYPES.items() if v == network.dtype),
-        num_layers=layers,
-        num_kv_heads=heads,
-        key_size=key_size,
-        value_size=value_size,
-    )
-    return AttentionShape(layout, query_heads // heads, probe.softcap)
-
-
 def run_network(
     network: nn.Module,
     token_ids: torch.Tensor,
@@ -171,53 +101,6 @@ def run_network(
     )
     logits: torch.Tensor = output.logits[0]
     return logits
-
-
-class _Bar:
-    """Turns steps of any size into (done, total) calls that never go backwards."""
-
-    def __init__(self, progress: Progress | None, total: int):
-        self._progress = progress
-        self._done = 0
-        self.total = total
-
-    def advance(self, count: int) -> None:
-        self._done = min(self._done + count, self.total)
-        if self._progress is not None:
-            self._progress(self._done, self.total)
-
-
-class _WeightsBar:
-    """Stands in for transformers' own progress bar, which counts tensors."""
-
-    def __init__(self, bar: _Bar, items: Any):
-        self._bar = bar
-        self._items = list(items)
-
-    def __iter__(self) -> Iterator[Any]:
-        share = self._bar.total // 2 // max(1, len(self._items))
-        for item in self._items:
-            yield item
-            self._bar.advance(share)
-        self._bar.advance(self._bar.total)
-
-
-@contextmanager
-def _quiet(bar: _Bar) -> Iterator[None]:
-    """Transformers' bar drives ours, and its advice to Python users is not printed."""
-
-    def hook(factory: Any, args: Any, kwargs: Any) -> Any:
-        items = args[0] if args else kwargs.get("iterable")
-        return factory(*args, **kwargs) if items is None else _WeightsBar(bar, items)
-
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
-    previous = transformers_logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(previous)
-        transformers_logging.set_verbosity(verbosity)
 
 
 def _folder(model: str) -> Path:
@@ -257,9 +140,9 @@ def _model_class(settings: Any) -> Any:
 
 
 def _network(
-    model_class: Any, folder: Path, settings: Any, dtype: torch.dtype, bar: _Bar
+    model_class: Any, folder: Path, settings: Any, dtype: torch.dtype, bar: Bar
 ) -> nn.Module:
-    with _quiet(bar):
+    with quiet(bar):
         network, info = model_class.from_pretrained(
             folder,
             config=settings,

@@ -41,7 +41,7 @@ def prove(
         raise NotExact(f"rows of a product with {inputs} inputs depend on their place")
     proven = {BASE}
     for size in _SIZES:
-        starts = (0, shifted, largest - size)
+        starts = (0, shifted, largest - size) if size < 64 else (shifted,)
         if all(torch.equal(product(rows[s : s + size]), expected[s : s + size]) for s in starts):
             proven.add(size)
     return frozenset(proven)

@@ -21,16 +21,10 @@ from baton.engine.inputs import build_inputs
 from baton.engine.kernels import choose_kernel, fewest_rows, flash_cpu
 from baton.engine.kv_cache import KvCache
 from baton.engine.linear import swap
-from baton.engine.loader import (
-    AttentionShape,
-    LoadedModel,
-    Progress,
-    load,
-    probe_attention,
-    run_network,
-    wire,
-)
+from baton.engine.loader import LoadedModel, load, run_network, wire
+from baton.engine.probe import AttentionShape, probe_attention
 from baton.engine.products import NotExact
+from baton.engine.progress import Progress
 from baton.engine.sampler import SamplingFailed, sample
 
 log = logging.getLogger(__name__)
@@ -179,8 +173,9 @@ class TorchRunner:
             log.warning("exact mode cannot be had: %s", error)
             swap(self._network, exact=False)
         selfcheck.check_parity(self.forward, tables, texts, expected)
-        self._cache.keys.zero_()
-        self._cache.values.zero_()
+        # Only what was used: clearing the rest would take its memory before anyone needs it.
+        used = len(texts) * blocks * self.block_size
+        self._cache.clear(torch.arange(used, device=self._cache.keys.device))
 
 
 def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from baton.core.plan import SampledToken, SampleRow
 from baton.core.request import SamplingParams
 from baton.engine.random import uniform
 
-_FIRST_CANDIDATES = 256
+_CANDIDATES = (256, 4096)
 
 
 class SamplingFailed(Exception):
@@ -101,12 +101,10 @@ def _leading(
     """The most likely tokens, as many as the filters can possibly keep, in a stable order.
 
     Sorting a whole vocabulary is what sampling costs; nearly always a few hundred tokens hold all
-    that top-p or min-p keep.
+    that top-p or min-p keep, hence the widening looks.
     """
-    for count in (_FIRST_CANDIDATES, len(probabilities)):
-        count = min(count, len(probabilities))
-        if limit < len(probabilities):
-            count = min(limit, len(probabilities))
+    for look in (*_CANDIDATES, len(probabilities)):
+        count = limit if limit < len(probabilities) else min(look, limit)
         found = torch.topk(probabilities, count)
         lowest = found.values[-1]
         enough_p = params.top_p < 1.0 and float(found.values.sum()) > params.top_p

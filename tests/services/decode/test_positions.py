@@ -9,6 +9,7 @@ from tests.services.worker.pair import (
     PATIENCE_S,
     POISON,
     attempt,
+    keys_of,
     new_id,
     pair,
     reference,
@@ -27,7 +28,7 @@ async def test_it_stays_a_few_positions_ahead_of_confirmed_ones(
     ahead: int, handed_over: bool
 ) -> None:
     one = attempt(size=40)
-    key = one.keys()[0]
+    key = keys_of(one)[0]
     async with pair() as world, router(world) as end:
         if handed_over:
             handover_id = new_id()
@@ -47,7 +48,7 @@ async def test_it_stays_a_few_positions_ahead_of_confirmed_ones(
 async def test_token_0_that_is_confirmed_before_decode_has_the_kv_is_not_waited_for() -> None:
     """Prefill's answer may be shown, and searched for stop strings, long before."""
     one = attempt(size=40)
-    key = one.keys()[0]
+    key = keys_of(one)[0]
     async with pair() as world, router(world) as end:
         world.decode.runner.hold()
         await end.start(attempt("busy", size=20, seed=9))
@@ -67,12 +68,12 @@ async def test_token_0_that_is_confirmed_before_decode_has_the_kv_is_not_waited_
 
 async def test_confirmations_of_others_are_passed_over() -> None:
     one = attempt(size=40)
-    key = one.keys()[0]
+    key = keys_of(one)[0]
     async with pair() as world, router(world) as end, router(world) as stranger:
         await end.start(one, max_unconfirmed=2)
         await until(lambda: len(end.tokens[key]) == 2)
         await stranger.confirm(key, 2)
-        await stranger.confirm(attempt("unknown").keys()[0], 5)
+        await stranger.confirm(keys_of(attempt("unknown"))[0], 5)
         await until(lambda: stranger.num_heartbeats > 0)
         await world.decode.engine.call(lambda loop: None)
         assert len(end.tokens[key]) == 2
@@ -94,8 +95,8 @@ async def test_a_stop_token_ends_its_choice_only(handed_over: bool) -> None:
         expected = reference(one)
         assert await end.ended(one) == expected
         assert expected[1][-1] == stop and len(expected[1]) < 20
-        assert end.ends[one.keys()[1]] is FinishReason.STOP
-        assert end.ends[one.keys()[0]] is FinishReason.LENGTH
+        assert end.ends[keys_of(one)[1]] is FinishReason.STOP
+        assert end.ends[keys_of(one)[0]] is FinishReason.LENGTH
 
 
 async def test_a_choice_that_ends_with_token_0_leaves_the_others_running() -> None:
@@ -107,7 +108,7 @@ async def test_a_choice_that_ends_with_token_0_leaves_the_others_running() -> No
         await end.start(one, handover_id)
         await world.run(one, handover_id)
         assert await end.ended(one) == reference(one)
-        assert end.tokens[one.keys()[1]] == [firsts[1]]
+        assert end.tokens[keys_of(one)[1]] == [firsts[1]]
 
 
 async def test_a_sequence_whose_logits_are_broken_fails_alone() -> None:
@@ -121,10 +122,10 @@ async def test_a_sequence_whose_logits_are_broken_fails_alone() -> None:
 
 
 async def test_an_attempt_that_is_out_of_time_in_the_queue_ends() -> None:
-    big, late = attempt("big", size=900, max_tokens=100), attempt("late", remaining_s=0.05)
+    big, late = attempt("big", size=900, max_tokens=100), attempt("late", seed=2, remaining_s=0.05)
     async with pair(block_sizes=(16, 8)) as world, router(world) as end:
         await end.start(big, max_unconfirmed=1)
-        await until(lambda: len(end.tokens[big.keys()[0]]) == 1)
+        await until(lambda: len(end.tokens[keys_of(big)[0]]) == 1)
         await end.start(late)
         assert isinstance(await end.failed(late), DeadlineExceeded)
         await end.cancel(big)

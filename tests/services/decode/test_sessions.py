@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from tests.services.worker.pair import (
     PATIENCE_S,
     Pair,
     attempt,
+    keys_of,
     new_id,
     pair,
     reference,
@@ -30,6 +32,7 @@ from baton.decode.sessions import Failure, RouterSession
 from baton.rpc.convert import identity_to_proto
 from baton.rpc.errors import from_rpc_error
 from baton.v1 import decode_pb2 as pb
+from baton.v1.types_pb2 import WorkerIdentity
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
@@ -43,18 +46,18 @@ async def test_a_broken_stream_goes_on_from_any_position(have: int, handed_over:
         await end.start(one, handover_id)
         run = world.run(one, handover_id) if handed_over else None
         world.decode.runner.allow(7)
-        await until(lambda: all(len(end.tokens[key]) >= 2 for key in one.keys()))
+        await until(lambda: all(len(end.tokens[key]) >= 2 for key in keys_of(one)))
         await end.break_off()
         world.decode.runner.open()
         await until(lambda: world.decoding.num_attempts == 0 or have > 5)
-        for key in one.keys():
+        for key in keys_of(one):
             end.tokens[key] = reference(one)[key.choice][:have]
             end.ends.pop(key, None)
         await end.connect(end.next_positions())
         assert end.lost == []
         if have < 12:
             assert await end.ended(one) == reference(one)
-            assert all(end.firsts[key] >= have for key in one.keys())
+            assert all(end.firsts[key] >= have for key in keys_of(one))
         if run is not None:
             await run
 
@@ -66,7 +69,7 @@ async def test_it_breaks_at_every_frame_and_nothing_is_lost_or_repeated() -> Non
         await end.start(one)
         world.decode.runner.allow(5)
         steps = 0
-        while set(one.keys()) - set(end.ends):
+        while set(keys_of(one)) - set(end.ends):
             await end.break_off()
             world.decode.runner.allow(1)
             steps += 1
@@ -76,7 +79,7 @@ async def test_it_breaks_at_every_frame_and_nothing_is_lost_or_repeated() -> Non
             await until(
                 lambda before=before: (
                     sum(map(len, end.tokens.values())) > before  # type: ignore[misc]
-                    or not set(one.keys()) - set(end.ends)
+                    or not set(keys_of(one)) - set(end.ends)
                     or world.decode.runner.num_done == world.decode.runner.num_begun - 1
                 )
             )
@@ -90,8 +93,8 @@ async def test_a_newer_stream_of_the_same_router_wins() -> None:
         world.decode.runner.hold()
         await old.start(one)
         world.decode.runner.allow(8)
-        await until(lambda: len(old.tokens[one.keys()[0]]) >= 3)
-        new = RouterEnd(world, old.identity.incarnation)
+        await until(lambda: len(old.tokens[keys_of(one)[0]]) >= 3)
+        new = RouterEnd.of(world, old.identity.incarnation)
         new.tokens, new.positions = {k: list(v) for k, v in old.tokens.items()}, old.positions
         await new.connect(new.next_positions())
         world.decode.runner.open()
@@ -99,7 +102,7 @@ async def test_a_newer_stream_of_the_same_router_wins() -> None:
         assert old.reading is not None
         async with asyncio.timeout(PATIENCE_S):
             await old.reading
-        assert len(old.tokens[one.keys()[0]]) < 40
+        assert len(old.tokens[keys_of(one)[0]]) < 40
         await old.break_off()
         # The old stream's end is not taken for the router's.
         assert world.decoding.num_sessions == 1
@@ -128,13 +131,11 @@ async def test_messages_of_a_replaced_stream_are_not_obeyed() -> None:
         world.decode.runner.hold()
         await old.start(one)
         await until(lambda: world.decode.runner.num_begun == 1)
-        new = RouterEnd(world, old.identity.incarnation)
-        new.tokens, new.positions = {one.keys()[0]: []}, {one.keys()[0]: 0}
+        new = RouterEnd.of(world, old.identity.incarnation)
+        new.tokens, new.positions = {keys_of(one)[0]: []}, {keys_of(one)[0]: 0}
         await new.connect(new.next_positions())
-        try:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await old.cancel(one)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass
         world.decode.runner.open()
         assert await new.ended(one) == reference(one)
         await new.break_off()
@@ -152,8 +153,8 @@ async def test_a_router_that_does_not_come_back_holds_nothing() -> None:
         assert mine.key not in world.decoding._running
         world.decode.runner.open()
         assert await other.ended(others) == reference(others)
-        await end.connect({mine.keys()[0]: 1})
-        assert end.lost == [mine.keys()[0]]
+        await end.connect({keys_of(mine)[0]: 1})
+        assert end.lost == [keys_of(mine)[0]]
 
 
 async def test_what_a_resumed_router_does_not_name_is_freed() -> None:
@@ -165,7 +166,7 @@ async def test_what_a_resumed_router_does_not_name_is_freed() -> None:
         await until(lambda: world.decoding.num_attempts == 2)
         await end.break_off()
         unknown = SequenceKey("never heard of", 0, 0)
-        await end.connect({kept.keys()[0]: 0, unknown: 3})
+        await end.connect({keys_of(kept)[0]: 0, unknown: 3})
         assert end.lost == [unknown]
         assert world.decoding.num_attempts == 1
         world.decode.runner.open()
@@ -217,7 +218,7 @@ async def test_the_number_of_routers_and_attempts_is_bounded(
     first, second = attempt("first", max_tokens=30), attempt("second")
     async with pair() as world, router(world) as end:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await RouterEnd(world).connect()
+            await RouterEnd.of(world).connect()
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         world.decode.runner.hold()
         await end.start(first)
@@ -342,16 +343,18 @@ async def first_answer(world: Pair, *messages: pb.SessionRequest) -> grpc.aio.Ai
 
 async def test_a_stream_begins_with_a_hello_that_fits() -> None:
     async with pair() as world:
-        for message in (pb.SessionRequest(), pb.SessionRequest(start={})):
+        for message in (pb.SessionRequest(), pb.SessionRequest(start=pb.StartSequence())):
             error = from_rpc_error(await first_answer(world, message))
             assert isinstance(error, InvalidArgument)
-        stale = pb.SessionHello(router={"incarnation": "r"}, decode_incarnation="an older one")
+        stale = pb.SessionHello(
+            router=WorkerIdentity(incarnation="r"), decode_incarnation="an older one"
+        )
         error = from_rpc_error(await first_answer(world, pb.SessionRequest(hello=stale)))
         assert isinstance(error, Unavailable)
         nameless = pb.SessionRequest(hello=pb.SessionHello())
         assert isinstance(from_rpc_error(await first_answer(world, nameless)), InvalidArgument)
         assert world.decoding.num_sessions == 0
-        hello = pb.SessionHello(router=identity_to_proto(RouterEnd(world).identity))
+        hello = pb.SessionHello(router=identity_to_proto(RouterEnd.of(world).identity))
         twice = [pb.SessionRequest(hello=hello)] * 2
         assert isinstance(from_rpc_error(await first_answer(world, *twice)), InvalidArgument)
 
@@ -376,7 +379,7 @@ async def test_a_server_that_stops_does_not_wait_for_open_streams() -> None:
     one = attempt(max_tokens=1000)
     async with pair() as world, router(world) as end:
         await end.start(one)
-        await until(lambda: bool(end.tokens[one.keys()[0]]))
+        await until(lambda: bool(end.tokens[keys_of(one)[0]]))
         async with asyncio.timeout(PATIENCE_S):
             await world.decode.server.stop(0.2)
         assert end.reading is not None

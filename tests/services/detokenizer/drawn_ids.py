@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from hypothesis import strategies as st
-from tests.services.tokenizer.made_tokenizers import BYTE_FALLBACK_FAMILIES, TEXTS, made
 from tokenizers import Tokenizer
 
 from baton.detokenizer.vocabulary import Vocabulary
+from tests.services.tokenizer.made_tokenizers import BYTE_FALLBACK_FAMILIES, TEXTS, made
 
 
 @cache

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.services.detokenizer.drawn_ids import encoded
-from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
-from tests.services.tokenizer.model_folders import write_folder
-from tests.services.tokenizer.started import Started, started
 
 from baton.rpc.convert import token_ids_to_bytes
 from baton.rpc.digest import tokenizer_digest
 from baton.v1 import detokenizer_pb2 as pb
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
+from tests.services.detokenizer.drawn_ids import encoded
+from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
+from tests.services.tokenizer.model_folders import write_folder
+from tests.services.tokenizer.started import Started, started
 
 PATIENCE_S = 30
 Call = grpc.aio.StreamStreamCall[pb.DetokenizerSessionRequest, pb.DetokenizerSessionResponse]

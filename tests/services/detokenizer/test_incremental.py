@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from baton.core.errors import InvalidArgument
+from baton.detokenizer.incremental import IncrementalText
+from baton.detokenizer.vocabulary import Vocabulary
 from tests.services.detokenizer.drawn_ids import encoded, token_ids, vocabulary
 from tests.services.tokenizer.made_tokenizers import (
     BYTE_FALLBACK_FAMILIES,
@@ -13,11 +18,6 @@ from tests.services.tokenizer.made_tokenizers import (
     id_of,
     made,
 )
-from tokenizers import Tokenizer, decoders, models
-
-from baton.core.errors import InvalidArgument
-from baton.detokenizer.incremental import IncrementalText
-from baton.detokenizer.vocabulary import Vocabulary
 
 
 def stream(family: str, ids: list[int], skip: bool = True, tail: tuple[int, ...] = ()) -> list[str]:

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.services.detokenizer.drawn_ids import encoded, token_ids, vocabulary
-from tests.services.tokenizer.made_tokenizers import FAMILIES, id_of, made
 
 from baton.core.errors import InvalidArgument
 from baton.detokenizer.text import ChoiceText, News, Stop, TextOptions
+from tests.services.detokenizer.drawn_ids import encoded, token_ids, vocabulary
+from tests.services.tokenizer.made_tokenizers import FAMILIES, id_of, made
 
 ALL = 1 << 30
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, id_of, made
-from tests.services.tokenizer.model_folders import write_folder
 from transformers import AutoTokenizer
 
 from baton.core.errors import InvalidArgument
 from baton.detokenizer.incremental import IncrementalText
 from baton.detokenizer.vocabulary import Vocabulary
+from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, id_of, made
+from tests.services.tokenizer.model_folders import write_folder
 
 
 @pytest.mark.parametrize("family", FAMILIES)

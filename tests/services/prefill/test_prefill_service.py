@@ -55,7 +55,12 @@ async def test_nothing_is_moved_when_token_0_ends_every_choice() -> None:
         await end.start(one, handover_id)
         answer = await world.run(one, handover_id)
         assert firsts(answer) == {choice: ids[:1] for choice, ids in tokens.items()}
-        # What the router does now.
+        # Decode has reserved and would take KV now if there were any.
+        await until(lambda: all(offer.granted for offer in world.giver._offers.values()))
+        silent = end.num_heartbeats
+        await until(lambda: end.num_heartbeats > silent + 1)
+        assert world.giver.num_offers == 1
+        # What the router does when it has the answer.
         await end.cancel(one)
         await world.cancel_prefill(one)
         await world.settle()

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.services.router.decode_worker import FakeDecode
-from tests.services.router.detokenizer_worker import FakeDetokenizer
-from tests.services.router.workers import FakePrefill, FakeTokenizer, FakeWorker, KvNetwork
 
 from baton.core.model import WorkerIdentity
 from baton.core.request import Accepted, Delta, Finished, FinishReason, Request
@@ -21,6 +18,9 @@ from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
 from baton.router.pipeline import Pipeline
 from baton.rpc.channels import Channels
+from tests.services.router.decode_worker import FakeDecode
+from tests.services.router.detokenizer_worker import FakeDetokenizer
+from tests.services.router.workers import FakePrefill, FakeTokenizer, FakeWorker, KvNetwork
 
 PATIENCE_S = 20.0
 """Nothing here takes so long; what does has hung."""

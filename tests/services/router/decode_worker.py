@@ -8,16 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.services.router import language
-from tests.services.router.workers import (
-    HEARTBEAT_S,
-    Context,
-    FakePrefill,
-    FakeWorker,
-    KvNetwork,
-    sample,
-)
-
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.errors import BatonError, Unavailable
 from baton.rpc.convert import (
@@ -28,6 +18,15 @@ from baton.rpc.convert import (
 )
 from baton.rpc.server import Service
 from baton.v1 import decode_pb2, decode_pb2_grpc
+from tests.services.router import language
+from tests.services.router.workers import (
+    HEARTBEAT_S,
+    Context,
+    FakePrefill,
+    FakeWorker,
+    KvNetwork,
+    sample,
+)
 
 
 @dataclass

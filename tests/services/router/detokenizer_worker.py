@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.services.router import language
-from tests.services.router.workers import HEARTBEAT_S, Context, FakeWorker
-
 from baton.core.errors import BatonError, Cancelled
 from baton.rpc.convert import error_to_proto, token_ids_from_bytes
 from baton.rpc.server import Service
 from baton.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from tests.services.router import language
+from tests.services.router.workers import HEARTBEAT_S, Context, FakeWorker
 
 
 @dataclass

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from baton.core.request import Delta, Request, TextPrompt
+from baton.router.event_stream import EventStream
 from tests.services.router import language
 from tests.services.router.conftest import PATIENCE_S, Answer, World
 from tests.services.router.decode_worker import FakeDecode
-
-from baton.core.request import Delta, Request, TextPrompt
-from baton.router.event_stream import EventStream
 
 PROMPT = "the cat sat on the mat"
 IDS = tuple(PROMPT.encode())

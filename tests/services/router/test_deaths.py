@@ -8,10 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.services.router import language
-from tests.services.router.conftest import PATIENCE_S, Answer, World, read, until
-from tests.services.router.detokenizer_worker import FakeDetokenizer
-from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
 
 from baton.core.attempt import ChoiceTokens
 from baton.core.errors import (
@@ -20,6 +16,10 @@ from baton.core.errors import (
 )
 from baton.core.request import SamplingParams
 from baton.router.config import RouterConfig
+from tests.services.router import language
+from tests.services.router.conftest import PATIENCE_S, Answer, World, read, until
+from tests.services.router.detokenizer_worker import FakeDetokenizer
+from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
 
 
 @pytest.mark.parametrize("n", [1, 4])

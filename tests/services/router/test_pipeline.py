@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.services.router import language
-from tests.services.router.conftest import PATIENCE_S, World, until
 
 from baton.core.errors import (
     BatonError,
@@ -29,6 +27,8 @@ from baton.core.request import (
     TokenPrompt,
 )
 from baton.router.config import RouterConfig
+from tests.services.router import language
+from tests.services.router.conftest import PATIENCE_S, World, until
 
 PROMPT = "once upon a time"
 IDS = tuple(PROMPT.encode())

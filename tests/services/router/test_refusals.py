@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.services.router.conftest import World, until
-from tests.services.router.decode_worker import FakeDecode
-from tests.services.router.disturbed import EXPECTED, REQUEST, begin, check, finish
-from tests.services.router.workers import FakePrefill
 
 from baton.core.errors import (
     HandoverFailed,
@@ -17,6 +13,10 @@ from baton.core.errors import (
 )
 from baton.core.load import WorkerState
 from baton.router.config import RouterConfig
+from tests.services.router.conftest import World, until
+from tests.services.router.decode_worker import FakeDecode
+from tests.services.router.disturbed import EXPECTED, REQUEST, begin, check, finish
+from tests.services.router.workers import FakePrefill
 
 
 async def test_another_tokenizer_is_asked(world: World) -> None:

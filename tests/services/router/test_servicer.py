@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import grpc
 import pytest
 from grpc_status import rpc_status
-from tests.services.router import language
-from tests.services.router.conftest import World, until
 
 from baton.core.errors import Reason
 from baton.core.request import FinishReason
@@ -18,6 +16,8 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer, Service
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
+from tests.services.router import language
+from tests.services.router.conftest import World, until
 
 PROMPT = "in the beginning"
 IDS = tuple(PROMPT.encode())

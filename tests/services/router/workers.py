@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from tests.services.router import language
 
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import BatonError, HandoverFailed, InvalidArgument, Unavailable
@@ -35,6 +34,7 @@ from baton.v1 import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
+from tests.services.router import language
 
 HEARTBEAT_S = 0.2
 Context = grpc.aio.ServicerContext[Any, Any]

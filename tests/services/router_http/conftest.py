@@ -8,10 +8,10 @@ import httpx
 import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
-from tests.services.router_http.scripted import Scripted
 
 from baton.router.http.app import HttpApp
 from baton.router.http.server import HttpServer, serve_http
+from tests.services.router_http.scripted import Scripted
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.services.router_http.scripted import MODEL, Scripted
 
 from baton.router.http.schema import REFUSED, ChatBody, CompletionBody
+from tests.services.router_http.scripted import MODEL, Scripted
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

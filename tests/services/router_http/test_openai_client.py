@@ -7,10 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
 
 from baton.core.errors import Internal, InvalidArgument, Overloaded
 from baton.core.request import ChatPrompt
+from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
 
 # openai's overloads know neither extra parameters nor extra fields; both are looked at here.
 Client = Any

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
 
 from baton.core.errors import InvalidArgument
 from baton.router.http import sse
@@ -18,6 +17,7 @@ from baton.router.http.app import HttpApp
 from baton.router.http.protocol import HttpLimits
 from baton.router.http.server import HttpServer, serve_http
 from baton.rpc.address import PortInUse
+from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

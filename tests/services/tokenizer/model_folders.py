@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.services.tokenizer.made_tokenizers import made
-
 from baton.tokenizer import files
 from baton.tokenizer.encoder import Encoder
+from tests.services.tokenizer.made_tokenizers import made
 
 CHATML = """\
 {%- for message in messages %}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.services.tokenizer.made_tokenizers import TEXTS
-from tests.services.tokenizer.model_folders import encoder_of, write_folder
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.prefix import prefix_hashes
 from baton.core.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from baton.tokenizer import files
+from tests.services.tokenizer.made_tokenizers import TEXTS
+from tests.services.tokenizer.model_folders import encoder_of, write_folder
 
 
 def chat(*contents: str, **options: bool) -> ChatPrompt:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, made
-from tests.services.tokenizer.model_folders import CHATML, encoder_of, write_folder
 from transformers import AutoTokenizer
 
 from baton.core.request import ChatPrompt, Message, TextPrompt
 from baton.tokenizer.encoder import Encoder
+from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, made
+from tests.services.tokenizer.model_folders import CHATML, encoder_of, write_folder
 
 Pair = tuple[Encoder, Any]
 

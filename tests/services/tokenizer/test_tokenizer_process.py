@@ -8,15 +8,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.services.tokenizer.made_tokenizers import TEXTS, made
-from tests.services.tokenizer.model_folders import write_folder
-from tests.services.tokenizer.started import Started, exit_of, started
 
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
 from baton.rpc.digest import tokenizer_digest
 from baton.v1 import tokenizer_pb2 as pb
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+from tests.services.tokenizer.made_tokenizers import TEXTS, made
+from tests.services.tokenizer.model_folders import write_folder
+from tests.services.tokenizer.started import Started, exit_of, started
 
 INVALID = types_pb2.ERROR_REASON_INVALID_ARGUMENT
 

@@ -10,8 +10,8 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -41,10 +41,13 @@ from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
 from baton.rpc.server import ProcessServer, Service
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
+if TYPE_CHECKING:
+    from baton.v1.decode_pb2_grpc import DecodeAsyncStub
+    from baton.v1.prefill_pb2_grpc import PrefillAsyncStub
+
 PATIENCE_S = 30
 SLOT_BYTES = 4096
-POSITIONS_PER_SLOT = 240
-"""About; the fake runner's positions take 16 bytes."""
+"""Holds about 240 positions of the fake runner, so that prompts take several parcels."""
 
 NUM_BLOCKS = 128
 CHUNK = 128
@@ -116,9 +119,8 @@ class Pair:
     decoding: DecodeService
     giver: Giver
     collector: Collector
-    prefill_stub: prefill_pb2_grpc.PrefillStub
-    decode_stub: decode_pb2_grpc.DecodeStub
-    tasks_before: set[asyncio.Task[Any]] = field(default_factory=set)
+    prefill_stub: PrefillAsyncStub
+    decode_stub: DecodeAsyncStub
 
     def run(self, attempt: Attempt, handover_id: bytes = b"") -> Any:
         """Prefill.Run as a call that can be awaited or cancelled."""
@@ -141,14 +143,17 @@ class Pair:
         for worker in (self.prefill, self.decode):
             worker.runner.open()
         async with asyncio.timeout(PATIENCE_S):
-            while not (
-                self.prefilling.num_attempts == self.decoding.num_attempts == 0
-                and self.giver.num_offers == 0
-                and self.collector.idle
-                and await self.prefill.is_idle()
-                and await self.decode.is_idle()
-            ):
+            while not await self._is_idle():  # noqa: ASYNC110  # nobody tells of idleness
                 await asyncio.sleep(0.01)
+
+    async def _is_idle(self) -> bool:
+        return (
+            self.prefilling.num_attempts == self.decoding.num_attempts == 0
+            and self.giver.num_offers == 0
+            and self.collector.idle
+            and await self.prefill.is_idle()
+            and await self.decode.is_idle()
+        )
 
 
 async def until(condition: Callable[[], bool]) -> None:

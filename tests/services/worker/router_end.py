@@ -6,10 +6,10 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
-from tests.services.worker.pair import Pair, until
+from tests.services.worker.pair import Pair, keys_of, until
 
 from baton.core.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.errors import BatonError
@@ -23,6 +23,9 @@ from baton.rpc.convert import (
 )
 from baton.v1 import decode_pb2 as pb
 
+if TYPE_CHECKING:
+    from baton.v1.decode_pb2_grpc import DecodeAsyncStub
+
 
 class RouterEnd:
     """Tokens by sequence, from the first position on. `gaps` must stay empty.
@@ -30,8 +33,15 @@ class RouterEnd:
     firsts: position of the first token that each stream brought, newest stream last.
     """
 
-    def __init__(self, world: Pair, incarnation: str = "") -> None:
-        self._world = world
+    def __init__(
+        self,
+        stub: DecodeAsyncStub,
+        decode: WorkerIdentity,
+        giver: WorkerIdentity,
+        incarnation: str = "",
+    ) -> None:
+        self._stub, self._decode, self._giver = stub, decode, giver
+        self._turn = asyncio.Lock()
         self.identity = WorkerIdentity("router", incarnation or secrets.token_hex(16), "")
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.positions: dict[SequenceKey, int] = {}
@@ -45,14 +55,18 @@ class RouterEnd:
         self.call: Any = None
         self.reading: asyncio.Task[None] | None = None
 
+    @classmethod
+    def of(cls, world: Pair, incarnation: str = "") -> RouterEnd:
+        return cls(world.decode_stub, world.decode.identity, world.prefill.identity, incarnation)
+
     async def connect(self, resume: Mapping[SequenceKey, int] | None = None) -> None:
         """Opens a stream, next to any that is open, and waits for the welcome."""
-        self.call = self._world.decode_stub.Session()
+        self.call = self._stub.Session()
         self.firsts = {}
         await self.say(
             hello=pb.SessionHello(
                 router=identity_to_proto(self.identity),
-                decode_incarnation=self._world.decode.identity.incarnation,
+                decode_incarnation=self._decode.incarnation,
                 resume=[position(key, at) for key, at in (resume or {}).items()],
             )
         )
@@ -61,18 +75,19 @@ class RouterEnd:
         self.reading = asyncio.create_task(self._read(self.call))
 
     async def say(self, **message: Any) -> None:
-        await self.call.write(pb.SessionRequest(**message))
+        async with self._turn:
+            await self.call.write(pb.SessionRequest(**message))
 
     async def start(
         self, attempt: Attempt, handover_id: bytes = b"", max_unconfirmed: int = 0
     ) -> None:
-        for key in attempt.keys():
+        for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
             self.tokens.setdefault(key, [])
         start = pb.StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
         if handover_id:
             start.source.handover_id = handover_id
-            start.source.giver.CopyFrom(identity_to_proto(self._world.prefill.identity))
+            start.source.giver.CopyFrom(identity_to_proto(self._giver))
         await self.say(start=start)
 
     async def cancel(self, attempt: Attempt, *choices: int) -> None:
@@ -90,11 +105,13 @@ class RouterEnd:
     async def ended(self, attempt: Attempt) -> dict[int, list[int]]:
         """Waits until every choice has ended; their tokens."""
         await until(
-            lambda: bool(self.failures or self.gaps) or all(k in self.ends for k in attempt.keys())
+            lambda: (
+                bool(self.failures or self.gaps) or all(k in self.ends for k in keys_of(attempt))
+            )
         )
         assert not self.failures, self.failures[0][2].message
         assert not self.gaps
-        return {key.choice: self.tokens[key] for key in attempt.keys()}
+        return {key.choice: self.tokens[key] for key in keys_of(attempt)}
 
     async def failed(self, attempt: Attempt) -> BatonError:
         """Waits until the attempt, or a choice of it, fails."""
@@ -143,7 +160,7 @@ def position(key: SequenceKey, at: int) -> pb.SequencePosition:
 @asynccontextmanager
 async def router(world: Pair, incarnation: str = "") -> AsyncIterator[RouterEnd]:
     """A connected router."""
-    end = RouterEnd(world, incarnation)
+    end = RouterEnd.of(world, incarnation)
     await end.connect()
     try:
         yield end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.services.worker.pair import attempt, new_id, pair, reference
+from tests.services.worker.pair import attempt, keys_of, new_id, pair, reference
 from tests.services.worker.router_end import router
 
 from baton.kv import nixl
@@ -94,7 +94,7 @@ async def test_a_second_attempt_goes_on_from_accepted_tokens() -> None:
         await end.start(rest, handover_id)
         await world.run(rest, handover_id)
         assert await end.ended(rest) == {0: tokens[7:]}
-        assert end.firsts[rest.keys()[0]] == 7
+        assert end.firsts[keys_of(rest)[0]] == 7
 
 
 async def test_many_attempts_of_two_routers_at_once() -> None:

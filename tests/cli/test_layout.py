@@ -1,0 +1,80 @@
+"""What `baton up` would start, without starting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.cli.layout import UpOptions, plan, resolve_model
+from baton.core.errors import InvalidArgument
+
+
+def flags(command: tuple[str, ...]) -> dict[str, str]:
+    at = command.index("-m") + 2
+    return dict(zip(command[at::2], command[at + 1 :: 2], strict=True))
+
+
+def test_every_process_has_its_own_ports_and_the_router_knows_all() -> None:
+    layout = plan(UpOptions(prefill=2, decode=3, tokenizer=2, detokenizer=1, routers=2))
+    roles = [spec.role for spec in layout.processes]
+    assert {role: roles.count(role) for role in roles} == {
+        "tokenizer": 2,
+        "prefill": 2,
+        "decode": 3,
+        "detokenizer": 1,
+        "router": 2,
+    }
+    addresses = [a for spec in layout.processes for a in {spec.grpc, spec.metrics}]
+    assert len(set(addresses)) == len(addresses)
+    assert len({spec.name for spec in layout.processes}) == len(layout.processes)
+    for router in (spec for spec in layout.processes if spec.role == "router"):
+        known = flags(router.command)
+        for role in ("tokenizer", "prefill", "decode", "detokenizer"):
+            wanted = [spec.grpc for spec in layout.processes if spec.role == role]
+            assert known[f"--{role}s"].split(",") == wanted
+
+
+def test_without_prefill_workers_the_router_is_told_of_none() -> None:
+    layout = plan(UpOptions(prefill=0))
+    assert "prefill" not in [spec.role for spec in layout.processes]
+    assert "--prefills" not in layout.processes[-1].command
+
+
+def test_engines_share_the_cores_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert plan(UpOptions(prefill=2, decode=2)).threads == 2
+    assert plan(UpOptions(prefill=8, decode=8)).threads == 1
+    assert plan(UpOptions(threads=3)).threads == 3
+
+
+def test_pinning_goes_to_the_right_processes() -> None:
+    for spec in plan(UpOptions(engine_cpus="0", other_cpus="1")).processes:
+        core = "0" if spec.role in ("prefill", "decode") else "1"
+        assert spec.command[:3] == ("taskset", "-c", core)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (UpOptions(decode=0), "decode"),
+        (UpOptions(routers=0), "routers"),
+        (UpOptions(tokenizer=-1), "tokenizer"),
+        (UpOptions(prefill=-1), "prefill"),
+        (UpOptions(model="/no/such/folder"), "model"),
+        (UpOptions(model="a/b/c"), "model"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: UpOptions, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        plan(options)
+    assert caught.value.field == field
+
+
+def test_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert resolve_model(str(folder)) == (folder, "my-model")
+    bundled, name = resolve_model("")
+    assert (bundled / "model.safetensors").exists()
+    assert name == "baton-tiny"

@@ -1,0 +1,18 @@
+"""A decode worker whose engine breaks at the first step, as when device memory is gone."""
+
+from __future__ import annotations
+
+import sys
+
+from baton.core.plan import StepPlan
+from baton.decode.__main__ import main
+from baton.engine.fake import FakeRunner
+
+
+def out_of_memory(self: FakeRunner, plan: StepPlan) -> None:
+    raise MemoryError("out of device memory")
+
+
+if __name__ == "__main__":
+    FakeRunner.submit = out_of_memory  # type: ignore[method-assign]
+    sys.exit(main())
