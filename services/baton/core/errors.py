@@ -16,7 +16,8 @@
     └── Internal                 a fault of Baton's own
 
 `message` is written for the client and never carries internals (no addresses of memory, no paths,
-no text of other exceptions). `baton.rpc.errors` holds the one table to gRPC codes and HTTP statuses.
+no text of other exceptions). `baton.rpc.errors` holds the one table to gRPC codes and HTTP
+statuses.
 """
 
 from __future__ import annotations

@@ -20,21 +20,12 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidArgument
+from baton.rpc.model_folder import special_tokens
 
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CHECKED_TEXTS = 64
 _CHECKED_LENGTH = 8
@@ -77,7 +68,7 @@ class Vocabulary:
             raise InvalidArgument(
                 f"{folder} has no readable tokenizer.json ({error})", field="model"
             ) from error
-        return cls(tokenizer, _named_special_tokens(folder))
+        return cls(tokenizer, frozenset(special_tokens(folder).values()))
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -150,24 +141,6 @@ class Vocabulary:
 
     def _name(self, token_id: int) -> str:
         return self._tokenizer.id_to_token(token_id) or ""
-
-
-def _named_special_tokens(folder: Path) -> frozenset[str]:
-    """Tokens that the folder's configuration names; transformers treats them as special."""
-    config = _json(folder / "tokenizer_config.json")
-    old = {} if "added_tokens_decoder" in config else _json(folder / "special_tokens_map.json")
-    values = (old.get(name, config.get(name)) for name in _NAMED_TOKENS)
-    contents = (value.get("content") if isinstance(value, dict) else value for value in values)
-    return frozenset(content for content in contents if content)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise InvalidArgument(f"{path} is not a JSON object", field="model") from error
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:

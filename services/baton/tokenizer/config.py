@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.rpc.config import option
+from baton.rpc.serving import ServingOptions
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerConfig:
+class TokenizerConfig(ServingOptions):
     """One tokenizer: text and chats become token ids."""
 
-    listen: str = option("127.0.0.1:0", "where gRPC listens; port 0: a free one", unit="host:port")
-    advertise: str = option("", "address for peers; empty: where it listens", unit="host:port")
-    metrics_listen: str = option("", "where /metrics is served; empty: nowhere", unit="host:port")
-    model: str = option("", "folder with the model's tokenizer.json", required=True)
-    model_name: str = option("", "name clients use; empty: the folder's name")
     workers: int = option(
         0, "threads that encode; 0: all cores", unit="threads", minimum=0, maximum=256
     )
@@ -32,7 +28,3 @@ class TokenizerConfig:
     max_waiting_mib: int = option(
         64, "inputs accepted and not encoded yet; more are refused", unit="MiB", minimum=1
     )
-    reflection: bool = option(True, "serve gRPC reflection")
-    drain_timeout_s: float = option(20.0, "longest time to end on SIGTERM", unit="s", minimum=0.0)
-    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
-    log_json: bool = option(False, "log JSON lines")

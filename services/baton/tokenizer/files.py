@@ -12,7 +12,6 @@ The result encodes as `transformers.AutoTokenizer` does, without importing it:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +20,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from baton.core.errors import InvalidArgument
-
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+from baton.rpc.model_folder import read_json, special_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,56 +43,32 @@ def load(folder: Path) -> TokenizerFiles:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
         raise InvalidArgument(f"{path} is not a tokenizer ({error})", field="model") from error
-    config = _json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(folder, config)
+    named = special_tokens(folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    _mark_special(tokenizer, special_tokens)
-    return TokenizerFiles(tokenizer, special_tokens, _chat_template(folder, config))
+    _mark_special(tokenizer, named)
+    return TokenizerFiles(tokenizer, named, _chat_template(folder))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InvalidArgument(f"{path} is not JSON", field="model") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{path} is not a JSON object", field="model")
-    return value
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """A token is a text, or an object with its `content`. Older folders have a file for them."""
-    old = {} if "added_tokens_decoder" in config else _json(folder / "special_tokens_map.json")
-    values = {name: old.get(name, config.get(name)) for name in NAMED_TOKENS}
-    texts = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _mark_special(tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> None:
+def _mark_special(tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
     special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
     tokenizer.add_special_tokens(
         [
             AddedToken(text, special=True, normalized=False)
-            for text in dict.fromkeys(special_tokens.values())
+            for text in dict.fromkeys(named.values())
             if text not in special and tokenizer.token_to_id(text) is not None
         ]
     )
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
             return path.read_text("utf-8")
         except ValueError as error:
             raise InvalidArgument(f"{path} is not UTF-8", field="model") from error
-    template = config.get("chat_template")
+    template: Any = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         named = (entry for entry in template if isinstance(entry, dict))
         template = {entry.get("name"): entry.get("template") for entry in named}.get("default")

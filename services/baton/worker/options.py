@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.rpc.config import option
+from baton.rpc.serving import ServingOptions
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOptions:
+class WorkerOptions(ServingOptions):
     """Model, memory and KV transport of one worker, and how it is served."""
 
-    listen: str = option("127.0.0.1:0", "where gRPC listens; port 0: a free one", unit="host:port")
-    advertise: str = option("", "address for peers; empty: where it listens", unit="host:port")
-    metrics_listen: str = option("", "where /metrics is served; empty: nowhere", unit="host:port")
-    model: str = option("", "folder or hub id of the model", required=True)
-    model_name: str = option("", "name clients use; empty: the folder's name")
     runner: str = option("torch", "what runs steps", choices=("torch", "fake"))
     dtype: str = option(
         "auto", "number type of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
@@ -39,9 +35,3 @@ class WorkerOptions:
         unit="s",
         minimum=1.0,
     )
-    reflection: bool = option(True, "serve gRPC reflection")
-    drain_timeout_s: float = option(
-        20.0, "longest time to finish on SIGTERM", unit="s", minimum=0.0
-    )
-    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
-    log_json: bool = option(False, "log JSON lines")

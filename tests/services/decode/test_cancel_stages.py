@@ -7,6 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
+
+from baton.core.attempt import Attempt, SequenceKey
+from baton.core.errors import InvalidArgument, Reason
+from baton.rpc.metrics import DECODE_TOKENS, counter
 from tests.services.worker.pair import (
     CHUNK,
     Pair,
@@ -18,10 +22,6 @@ from tests.services.worker.pair import (
     until,
 )
 from tests.services.worker.router_end import RouterEnd, router
-
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.errors import InvalidArgument, Reason
-from baton.rpc.metrics import DECODE_TOKENS, counter
 
 Reach = Callable[[Pair, RouterEnd, Attempt], Awaitable[None]]
 """Lets an attempt come to a stage and stay there."""

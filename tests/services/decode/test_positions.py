@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
+from baton.core.errors import DeadlineExceeded, HandoverFailed, Internal, Unavailable
+from baton.core.load import WorkerState
+from baton.core.request import FinishReason
 from tests.services.worker.pair import (
     PATIENCE_S,
     POISON,
@@ -16,10 +20,6 @@ from tests.services.worker.pair import (
     until,
 )
 from tests.services.worker.router_end import router
-
-from baton.core.errors import DeadlineExceeded, HandoverFailed, Internal, Unavailable
-from baton.core.load import WorkerState
-from baton.core.request import FinishReason
 
 
 @pytest.mark.parametrize("handed_over", [False, True])

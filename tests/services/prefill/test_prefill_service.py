@@ -6,8 +6,6 @@ import asyncio
 
 import grpc
 import pytest
-from tests.services.worker.pair import PATIENCE_S, POISON, attempt, new_id, pair, reference, until
-from tests.services.worker.router_end import router
 
 from baton.core.load import WorkerState
 from baton.kv import nixl
@@ -16,6 +14,8 @@ from baton.prefill.collectors import LIVE_S, MAX_KNOWN, LiveCollectors
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, counter
 from baton.v1 import prefill_pb2
+from tests.services.worker.pair import PATIENCE_S, POISON, attempt, new_id, pair, reference, until
+from tests.services.worker.router_end import router
 
 
 def firsts(answer: prefill_pb2.RunResponse) -> dict[int, list[int]]:

@@ -1,3 +1,5 @@
+"""A port for a process that a test starts."""
+
 from __future__ import annotations
 
 import socket

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from tests.services.worker.pair import Pair, keys_of, until
 
 from baton.core.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.errors import BatonError
@@ -22,6 +21,7 @@ from baton.rpc.convert import (
     identity_to_proto,
 )
 from baton.v1 import decode_pb2 as pb
+from tests.services.worker.pair import Pair, keys_of, until
 
 if TYPE_CHECKING:
     from baton.v1.decode_pb2_grpc import DecodeAsyncStub

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.services.worker.pair import attempt, keys_of, new_id, pair, reference
-from tests.services.worker.router_end import router
 
 from baton.kv import nixl
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import KV_SOURCE, counter
+from tests.services.worker.pair import attempt, keys_of, new_id, pair, reference
+from tests.services.worker.router_end import router
 
 TRANSPORTS = [
     "loopback",

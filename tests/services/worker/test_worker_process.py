@@ -16,8 +16,6 @@ from urllib.request import urlopen
 
 import grpc
 import pytest
-from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, reference, until
-from tests.services.worker.router_end import RouterEnd
 
 from baton.core.attempt import Attempt
 from baton.core.errors import HandoverFailed
@@ -27,6 +25,8 @@ from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub
 from baton.v1.prefill_pb2_grpc import PrefillStub
 from baton.v1.worker_pb2_grpc import WorkerStub
+from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, reference, until
+from tests.services.worker.router_end import RouterEnd
 
 
 @dataclass

@@ -1,0 +1,50 @@
+"""What a model folder's JSON files say of its special tokens; loads no tokenizer and no weights.
+
+Tokenizer and detokenizer must agree on this, or a token that one hides the other would show.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from baton.core.errors import InvalidArgument
+
+_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty when there is no file. Raises InvalidArgument naming `model`."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not JSON", field="model") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path} is not a JSON object", field="model")
+    return value
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of the tokens that tokenizer_config.json names, by name.
+
+    A token is a text, or an object with its `content`. Older folders have a file for them.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    old = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
+    values = {name: old.get(name, config.get(name)) for name in _NAMES}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
