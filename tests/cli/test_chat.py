@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,7 +165,9 @@ class Terminal:
         self._side, child = os.openpty()
         # Without a controlling terminal Ctrl-C would be a character like any other.
         code = (
-            "import fcntl, json, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+            "import fcntl, json, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+            # A test run in the background hands an ignored SIGINT down.
+            "signal.signal(signal.SIGINT, signal.default_int_handler);"
             "from tests.cli.test_chat import parsed; from baton.cli import chat;"
             "sys.exit(chat.run(parsed(*json.loads(sys.argv[1]))))"
         )
@@ -201,17 +203,22 @@ class Terminal:
         return part
 
     def end(self) -> int:
-        try:
-            return self.process.wait(PATIENCE_S)
-        finally:
-            if self.process.poll() is None:
-                self.process.send_signal(signal.SIGKILL)
-                self.process.wait()
-            os.close(self._side)
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        os.close(self._side)
 
 
-def test_a_conversation_on_a_terminal(address: str, frontend: Scripted) -> None:
-    terminal = Terminal("--grpc", address)
+@pytest.fixture
+def terminal(address: str) -> Iterator[Terminal]:
+    with closing(Terminal("--grpc", address)) as opened:
+        yield opened
+
+
+def test_a_conversation_on_a_terminal(terminal: Terminal, frontend: Scripted) -> None:
     terminal.wait_for("> ")
     terminal.type("hello\n")
     terminal.wait_for(ANSWER)
@@ -231,9 +238,10 @@ def test_a_conversation_on_a_terminal(address: str, frontend: Scripted) -> None:
     ]
 
 
-def test_ctrl_c_stops_the_answer_but_not_the_conversation(address: str, frontend: Scripted) -> None:
+def test_ctrl_c_stops_the_answer_but_not_the_conversation(
+    terminal: Terminal, frontend: Scripted
+) -> None:
     frontend.hold = True
-    terminal = Terminal("--grpc", address)
     terminal.wait_for("> ")
     terminal.type("hello\n")
     terminal.wait_for("\n0")
@@ -260,8 +268,8 @@ def test_ctrl_c_stops_the_answer_but_not_the_conversation(address: str, frontend
 
 
 def test_a_terminal_does_not_obey_the_model(address: str) -> None:
-    terminal = Terminal("\x1b[31mred\x07", "--grpc", address)
-    shown = terminal.wait_for("tokens/s").partition("tokens,")[0]
-    assert terminal.end() == 0
+    with closing(Terminal("\x1b[31mred\x07", "--grpc", address)) as terminal:
+        shown = terminal.wait_for("tokens/s").partition("tokens,")[0]
+        assert terminal.end() == 0
     text = shown.split("世")[0]
     assert "\x1b" not in text and "\x07" not in text and "der" in text

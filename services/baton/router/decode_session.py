@@ -82,6 +82,8 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._starts: dict[AttemptKey, SessionRequest] = {}
         self._cancels: dict[AttemptKey, set[int]] = {}
         self._confirms: dict[SequenceKey, int] = {}
+        self._confirmed: dict[AttemptKey, dict[SequenceKey, int]] = {}
+        """The newest of each sequence: what was on its way when a stream broke is said again."""
 
     def start(
         self,
@@ -108,12 +110,16 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
     def confirm(self, key: SequenceKey, position: int) -> None:
         """All positions below this one hold no stop string."""
         self._confirms[key] = position
+        of_attempt = self._confirmed.setdefault(AttemptKey(key.request_id, key.attempt), {})
+        of_attempt[key] = position
         self.wake()
 
     def release(self, key: AttemptKey, *, cancel: bool) -> None:
         """Nothing more is wanted of the attempt; cancel: the worker may still run it."""
         known = self._sinks.pop(key, None) is not None
         self._cancels.pop(key, None)
+        for sequence in self._confirmed.pop(key, {}):
+            self._confirms.pop(sequence, None)
         if self._starts.pop(key, None) is None and known and cancel:
             self._cancels[key] = set()
             self.wake()
@@ -129,6 +135,8 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
             if attempt_key not in self._starts
             for key, position in sink.next_positions().items()
         ]
+        for positions in self._confirmed.values():
+            self._confirms |= positions
         hello = SessionHello(
             router=identity_to_proto(self._router),
             decode_incarnation=self._worker.incarnation,
@@ -177,6 +185,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._starts.clear()
         self._cancels.clear()
         self._confirms.clear()
+        self._confirmed.clear()
         for sink in sinks.values():
             sink.on_failed(error, ())
 

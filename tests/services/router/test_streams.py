@@ -103,6 +103,23 @@ async def test_only_the_newest_confirmation_is_sent(channel: grpc.aio.Channel) -
     assert [entry.position for entry in message.confirm.sequences] == [9]
 
 
+async def test_confirmations_are_said_again_over_a_new_stream(channel: grpc.aio.Channel) -> None:
+    """One that was on its way when the stream broke would else hold its sequence for ever."""
+    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session.start(attempt(0), Sink())
+    session.start(attempt(1), Sink())
+    session.confirm(SequenceKey("r", 0, 0), 5)
+    session.confirm(SequenceKey("r", 0, 1), 3)
+    session.outgoing()
+    session.release(attempt(1).key, cancel=False)
+    session.greeting()
+    (message,) = session.outgoing()
+    assert [(e.attempt, e.position) for e in message.confirm.sequences] == [(0, 5)]
+    session.release(attempt(0).key, cancel=False)
+    session.greeting()
+    assert session.outgoing() == []
+
+
 async def test_a_hello_resumes_what_the_worker_knows(channel: grpc.aio.Channel) -> None:
     session = DecodeSession(channel, DECODE, ROUTER, Notice())
     session.start(attempt(0), Sink({SequenceKey("r", 0, 0): 7}))
