@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--http-port", type=int, default=defaults.http_port, metavar="P")
     parser.add_argument("--grpc-port", type=int, default=defaults.grpc_port, metavar="P")
     parser.add_argument(
-        "--transport", choices=("nixl", "loopback"), default=defaults.transport,
+        "--transport", choices=("nixl", "loopback"), default=_best_transport(),
         help="how KV moves from prefill to decode (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -56,6 +57,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--detach", action="store_true", help="return when ready, print JSON")
     parser.add_argument("--demo", action="store_true", help="ask something once ready")
     parser.add_argument("--report-fd", type=int, default=-1, help=argparse.SUPPRESS)
+
+
+def _best_transport() -> str:
+    """NIXL wherever it is installed."""
+    return "nixl" if importlib.util.find_spec("nixl") else "loopback"
 
 
 def run(args: argparse.Namespace) -> int:
