@@ -100,6 +100,7 @@ async def running(
     heard: Heard,
     *,
     max_queued_calls: int = 1000,
+    stop_timeout_s: float = 60.0,
     scheduler: type[DecodeScheduler] = DecodeScheduler,
 ) -> AsyncIterator[Engine]:
     def make() -> EngineLoop[DecodeScheduler]:
@@ -109,7 +110,9 @@ async def running(
         )
         return EngineLoop(runner, made)
 
-    engine = Engine(make, heard.take, max_queued_calls=max_queued_calls)
+    engine = Engine(
+        make, heard.take, max_queued_calls=max_queued_calls, stop_timeout_s=stop_timeout_s
+    )
     await engine.start()
     try:
         yield engine
@@ -339,6 +342,16 @@ async def test_stop_ends_the_running_step_and_refuses_the_rest() -> None:
         with pytest.raises(Unavailable):
             await queued
         await engine.stop()
+
+
+async def test_a_step_that_never_returns_does_not_hold_the_process() -> None:
+    runner, heard = Runner(), Heard()
+    async with running(runner, heard, stop_timeout_s=0.1) as engine:
+        runner.gate.clear()
+        await add(engine, attempt(max_tokens=500))
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        await engine.stop()
+        assert not runner.closed
 
 
 def test_it_loads_without_torch() -> None:

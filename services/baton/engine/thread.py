@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_QUEUED_CALLS = 65536
+STOP_TIMEOUT_S = 10.0
 
 
 class _Call:
@@ -58,12 +59,14 @@ class EngineThread(Generic[SchedulerT]):
         deliver: Callable[[list[Event]], None],
         *,
         max_queued_calls: int = MAX_QUEUED_CALLS,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
         on_step: Callable[[float], object] = lambda seconds: None,
     ):
         self._make_loop = make_loop
         self._deliver = deliver
         self._on_step = on_step
         self._max_queued_calls = max_queued_calls
+        self._stop_timeout_s = stop_timeout_s
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._wake = threading.Condition()
         self._calls: deque[_Call] = deque()
@@ -86,14 +89,17 @@ class EngineThread(Generic[SchedulerT]):
     async def stop(self) -> None:
         """Ends the thread after the step it runs, and closes the runner. Idempotent.
 
-        What is still queued is answered with Unavailable.
+        What is still queued is answered with Unavailable. A step that does not return within
+        stop_timeout_s is left alone: the thread is a daemon, so the process can still exit.
         """
         if not self._thread.ident:
             return
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, self._stop_timeout_s)
+        if self._thread.is_alive():
+            logger.error("the engine's step did not end within %g s", self._stop_timeout_s)
 
     async def call(self, function: Callable[[EngineLoop[SchedulerT]], T]) -> T:
         """Runs a function between two steps and returns, or raises, what it does.
