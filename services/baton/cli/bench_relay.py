@@ -69,7 +69,9 @@ async def _rounds(args: argparse.Namespace, grpc: str, http: str, single: _Singl
             seed, args.requests, args.prompt_tokens, args.output_tokens, args.concurrency
         )
 
-    warm = Load.random(args.seed - 1, args.concurrency, args.prompt_tokens, 4, args.concurrency)
+    warm = Load.random(
+        args.seed + args.rounds, args.concurrency, args.prompt_tokens, 4, args.concurrency
+    )
     await drive(grpc, warm)
     await asyncio.to_thread(single.drive, warm)
     before = _counters(http)
