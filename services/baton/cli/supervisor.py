@@ -9,11 +9,12 @@ heal.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import re
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -125,12 +126,12 @@ class Supervisor:
         self._notify("serving", child.spec.name)
 
     async def _watch_start(self) -> None:
-        """Ready is when every process serves and the first router says that it can answer."""
+        """Ready is when every process serves and every router has met every worker."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 for serving in self._serving.values():
                     await serving.wait()
-                await asyncio.to_thread(_wait_until_healthy, self._layout.http, START_TIMEOUT_S)
+                await asyncio.to_thread(_wait_for_routers, self._layout, START_TIMEOUT_S)
         except TimeoutError:
             self._fail(f"not ready after {START_TIMEOUT_S:.0f} s; see {state.log_file()}")
             return
@@ -160,15 +161,27 @@ class Supervisor:
                 await asyncio.wait(pending)
 
 
-def _wait_until_healthy(http: str, timeout_s: float) -> None:
-    """Returns when a router says that it can answer. Raises TimeoutError. Blocks."""
+def _wait_for_routers(layout: Layout, timeout_s: float) -> None:
+    """Returns when every router has met every worker. Raises TimeoutError. Blocks.
+
+    A router is healthy without a prefill worker, because decode can prefill; whoever asks then
+    would get an answer, but not the relay that was started.
+    """
+    workers = Counter(spec.role for spec in layout.processes if spec.role != "router")
+    missing = [spec for spec in layout.processes if spec.role == "router"]
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with (
-            contextlib.suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(f"{http}/health", timeout=2) as answer,
-        ):
-            if answer.status == 200:
-                return
+    while missing := [router for router in missing if _met(router.metrics) != workers]:
+        if time.monotonic() > deadline:
+            raise TimeoutError
         time.sleep(0.05)
-    raise TimeoutError
+
+
+def _met(http: str) -> Counter[str]:
+    """How many workers of each role a router knows; none while it does not answer."""
+    try:
+        with urllib.request.urlopen(f"http://{http}/metrics", timeout=2) as answer:
+            text = answer.read().decode()
+    except (urllib.error.URLError, OSError):
+        return Counter()
+    found = re.findall(r'^baton_workers{role="(\w+)",state="live"} (\S+)$', text, re.MULTILINE)
+    return Counter({role: int(float(count)) for role, count in found if float(count)})
