@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,14 +17,10 @@ from typing import Any
 
 import grpc
 
+from baton.cli.ports import free_ports
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 START_TIMEOUT_S = 120
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 @dataclass
@@ -77,7 +72,7 @@ class Relay:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.environment = {**os.environ, "XDG_STATE_HOME": str(folder), "NO_COLOR": "1"}
         self.log = folder / "baton" / "up.log"
-        self.http_port, self.grpc_port = free_port(), free_port()
+        self.http_port, self.grpc_port = free_ports(2)
         ports = ("--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port))
         started = self.baton("up", "--detach", *ports, *flags, timeout=START_TIMEOUT_S)
         assert started.returncode == 0, started.stderr + self.logs()

@@ -13,8 +13,9 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from baton.cli.ports import free_ports
 from baton.v1 import inference_pb2, tokenizer_pb2, types_pb2
-from tests.e2e.relay import Relay, free_port, options
+from tests.e2e.relay import Relay, options
 from tests.engine.tiny_models import save_tiny_model
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -122,7 +123,13 @@ def test_an_unknown_enum_value_is_refused_inside(relay: Relay) -> None:
 def up(folder: Path, *flags: str) -> tuple[int, str]:
     """`baton up --detach` that must fail; its exit code and what it said."""
     done = Relay.baton(
-        _Nowhere(folder), "up", "--detach", "--http-port", str(free_port()), *flags, timeout=120
+        _Nowhere(folder),
+        "up",
+        "--detach",
+        "--http-port",
+        str(free_ports(1)[0]),
+        *flags,
+        timeout=120,
     )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from baton.cli.ports import HOST, free_ports
 from baton.core.errors import InvalidArgument
 
 BUNDLED = "baton-tiny"
-HOST = "127.0.0.1"
 ENGINE_ROLES = ("prefill", "decode")
 
 
@@ -97,7 +96,7 @@ def plan(options: UpOptions) -> Layout:
     model, name = resolve_model(options.model)
     engines = options.prefill + options.decode
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
-    ports = iter(_free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
+    ports = iter(free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
     processes: list[ProcessSpec] = []
     addresses: dict[str, list[str]] = {}
 
@@ -150,15 +149,3 @@ def plan(options: UpOptions) -> Layout:
 def _command(role: str, cpus: str, *flags: str) -> tuple[str, ...]:
     pin = ("taskset", "-c", cpus) if cpus else ()
     return (*pin, sys.executable, "-m", f"baton.{role}", *flags)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. All are held until all are found, so that they differ."""
-    held = []
-    try:
-        for _ in range(count):
-            held.append(socket.create_server((HOST, 0)))
-        return [s.getsockname()[1] for s in held]
-    finally:
-        for s in held:
-            s.close()

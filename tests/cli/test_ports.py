@@ -1,0 +1,21 @@
+"""Ports for workers are different, free, and none the system would hand to somebody else."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from baton.cli.ports import HOST, free_ports
+
+
+def test_they_are_different_and_free() -> None:
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    held = [socket.create_server((HOST, port)) for port in ports]
+    for one in held:
+        one.close()
+
+
+def test_the_system_hands_out_none_of_them() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not any(first <= port <= last for port in free_ports(50))
