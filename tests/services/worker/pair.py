@@ -58,8 +58,8 @@ POISON = 7
 class GatedRunner(FakeRunner):
     """Can be held before a step: `allow` lets that many steps through, `open` all."""
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__(NUM_BLOCKS, block_size, eos_token_ids=(EOS,), poison_token_id=POISON)
+    def __init__(self, block_size: int, num_blocks: int = NUM_BLOCKS) -> None:
+        super().__init__(num_blocks, block_size, eos_token_ids=(EOS,), poison_token_id=POISON)
         self._steps = threading.Semaphore(0)
         self._open = threading.Event()
         self._open.set()
@@ -223,11 +223,12 @@ async def pair(
     resume_window_s: float = 2.0,
     handover_timeout_s: float = 60.0,
     max_sequences: int = 64,
+    num_blocks: int = NUM_BLOCKS,
 ) -> AsyncIterator[Pair]:
     """Everything running; checked on leaving: nothing held, no task left."""
     before = asyncio.all_tasks()
     async with AsyncExitStack() as ends:
-        prefill_runner, decode_runner = (GatedRunner(size) for size in block_sizes)
+        prefill_runner, decode_runner = (GatedRunner(size, num_blocks) for size in block_sizes)
 
         def prefill_scheduler(pool: BlockPool) -> PrefillScheduler:
             policy = PrefillPolicy(token_budget=CHUNK, batch_window_s=0.0)
