@@ -106,7 +106,7 @@ def test_half_precision_loads_and_says_so(dtype: str, saved: Callable[[str], Pat
         ("block_size", 0),
         ("block_size", 24),
         ("num_blocks", -1),
-        ("kv_memory_bytes", 0),
+        ("kv_memory_bytes", -1),
         ("max_model_len", -5),
         ("threads", -1),
         ("max_batch", 0),

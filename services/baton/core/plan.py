@@ -14,6 +14,13 @@ from baton.core.request import SamplingParams
 Extents = tuple[tuple[int, int], ...]
 """A BlockTable as runs of consecutive ids: (first block, number of blocks), in position order."""
 
+PENDING = -1
+"""As a chunk's only token id: the token that the newest earlier step samples for this sequence.
+
+It lets a step be planned while the one before it still runs. The runner fills it in; if that step
+sampled nothing for the sequence, whatever this one samples for it is worthless and is dropped.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
@@ -64,12 +71,27 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSwap:
+    """Whole blocks of the pool, and for each of them the block of swap memory it is moved to or
+    from. Ids of swap memory count from 0: first those in host memory, then those on disk.
+    """
+
+    blocks: tuple[int, ...]
+    stored: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. Copies are done before anything is computed."""
+    """One forward pass. First blocks are swapped out, then in, then copied; then it computes.
+
+    So a block may be swapped out and get its next owner within one step.
+    """
 
     step: int
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
+    swap_out: tuple[BlockSwap, ...] = ()
+    swap_in: tuple[BlockSwap, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +110,12 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step made. failed: sequences whose own inputs made sampling fail, with a reason."""
+    """What one step made. failed: sequences whose own inputs made sampling fail, with a reason.
+
+    swap_s: seconds that moving blocks to and from swap memory took.
+    """
 
     step: int
     tokens: tuple[SampledToken, ...]
     failed: tuple[tuple[int, str], ...] = ()
+    swap_s: float = 0.0

@@ -28,6 +28,15 @@ class ModelRunner(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    @property
+    def num_swap_blocks(self) -> tuple[int, int]:
+        """Blocks of swap memory: in host memory, on disk."""
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be submitted before the oldest is collected; 1 where `submit`
+        computes, 2 where the next step is better prepared while one runs."""
+
     def submit(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...

@@ -15,8 +15,18 @@ MIB = 1024 * 1024
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
-    "attention": ("auto", "reference", "cpu"),
+    "attention": ("auto", "reference", "cpu", "triton"),
+    "quantize": ("none", "int8"),
 }
+
+_AT_LEAST_0 = (
+    "num_blocks",
+    "max_model_len",
+    "threads",
+    "kv_memory_bytes",
+    "swap_host_bytes",
+    "swap_disk_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +35,13 @@ class EngineConfig:
 
     model: folder, or hub id. model_name: the name it is served under, else the folder's.
     dtype: auto is float32 on CPU, because exactness outranks speed, and the checkpoint's on a GPU.
-    num_blocks: 0 takes as many as fit kv_memory_bytes. max_model_len: positions, 0 is the model's.
+    num_blocks: 0 takes as many as fit kv_memory_bytes, which at 0 is memory_share of what is free
+    once the weights are loaded. max_model_len: positions, 0 is the model's.
     exact: a row's logits do not depend on what else is in the batch. threads: 0 is torch's default.
     max_batch: how many sequences are expected at once; bounds the pool when it is sized by memory.
-    tokenizer_digest: hex, passed on in the model's description.
+    tokenizer_digest: hex, passed on in the model's description. quantize: weights of linear layers.
+    swap_host_bytes, swap_disk_bytes: for KV of preempted sequences; swap_folder: where the file for
+    the latter is made, "" is the system's folder for temporary files. graphs: record CUDA graphs.
     """
 
     model: str
@@ -38,12 +51,18 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int = 0
     kv_memory_bytes: int = 512 * MIB
+    memory_share: float = 0.8
     max_model_len: int = 0
     exact: bool = True
     attention: str = "auto"
     threads: int = 0
     max_batch: int = 64
     tokenizer_digest: str = ""
+    quantize: str = "none"
+    swap_host_bytes: int = 0
+    swap_disk_bytes: int = 0
+    swap_folder: str = ""
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -55,12 +74,13 @@ class EngineConfig:
             raise InvalidArgument(
                 f"block_size must be a multiple of {TILE} positions", field="block_size"
             )
-        for name in ("num_blocks", "max_model_len", "threads"):
+        for name in _AT_LEAST_0:
             if getattr(self, name) < 0:
                 raise InvalidArgument(f"{name} must be 0 or more", field=name)
-        for name in ("kv_memory_bytes", "max_batch"):
-            if getattr(self, name) <= 0:
-                raise InvalidArgument(f"{name} must be more than 0", field=name)
+        if self.max_batch <= 0:
+            raise InvalidArgument("max_batch must be more than 0", field="max_batch")
+        if not 0.0 < self.memory_share <= 1.0:
+            raise InvalidArgument("memory_share must be above 0, at most 1", field="memory_share")
 
     @property
     def served_name(self) -> str:

@@ -99,6 +99,14 @@ class FakeRunner:
         return self._block_size
 
     @property
+    def num_swap_blocks(self) -> tuple[int, int]:
+        return 0, 0
+
+    @property
+    def depth(self) -> int:
+        return 1
+
+    @property
     def exact(self) -> bool:
         return True
 

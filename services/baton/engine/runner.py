@@ -90,6 +90,14 @@ class TorchRunner:
         return self._cache.block_size
 
     @property
+    def num_swap_blocks(self) -> tuple[int, int]:
+        return 0, 0
+
+    @property
+    def depth(self) -> int:
+        return 1
+
+    @property
     def exact(self) -> bool:
         """Whether a row's logits are bit-equal whatever else is in the batch, however it is cut,
         and wherever its KV came from. `not_exact_because` says why not."""
