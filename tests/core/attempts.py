@@ -5,6 +5,7 @@ The runner fails on an input that ends with EOS; no sequence goes on behind a sa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 from baton.core.attempt import Attempt, SequenceKey
@@ -54,7 +55,15 @@ def attempt(
     )
 
 
-def runner(num_blocks: int, *, delay_steps: int = 0, eos_every: int = 0) -> FakeRunner:
+def runner(
+    num_blocks: int,
+    *,
+    delay_steps: int = 0,
+    eos_every: int = 0,
+    num_swap_blocks: tuple[int, int] = (0, 0),
+    lost_swap_blocks: Iterable[int] = (),
+    depth: int = 1,
+) -> FakeRunner:
     return FakeRunner(
         num_blocks,
         BLOCK_SIZE,
@@ -64,33 +73,50 @@ def runner(num_blocks: int, *, delay_steps: int = 0, eos_every: int = 0) -> Fake
         eos_every=eos_every,
         delay_steps=delay_steps,
         poison_token_id=EOS,
+        num_swap_blocks=num_swap_blocks,
+        lost_swap_blocks=lost_swap_blocks,
+        depth=depth,
     )
 
 
 def prefill_loop(
     num_blocks: int = 64, policy: PrefillPolicy | None = None, *, eos_every: int = 0
 ) -> EngineLoop[PrefillScheduler]:
+    engine = runner(num_blocks, eos_every=eos_every)
     scheduler = PrefillScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
         policy or PrefillPolicy(),
-        eos_token_ids=(EOS,),
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
+        engine.model,
     )
-    return EngineLoop(runner(num_blocks, eos_every=eos_every), scheduler)
+    return EngineLoop(engine, scheduler)
 
 
 def decode_loop(
-    num_blocks: int = 64, policy: DecodePolicy | None = None, *, eos_every: int = 0
+    num_blocks: int = 64,
+    policy: DecodePolicy | None = None,
+    *,
+    eos_every: int = 0,
+    num_swap_blocks: tuple[int, int] = (0, 0),
+    lost_swap_blocks: Iterable[int] = (),
+    depth: int = 1,
 ) -> EngineLoop[DecodeScheduler]:
+    """depth: how many steps are in flight; with more than one they are planned ahead."""
+    engine = runner(
+        num_blocks,
+        eos_every=eos_every,
+        num_swap_blocks=num_swap_blocks,
+        lost_swap_blocks=lost_swap_blocks,
+        depth=depth,
+        delay_steps=depth - 1,
+    )
     scheduler = DecodeScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
         policy or DecodePolicy(headroom=8),
-        eos_token_ids=(EOS,),
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
+        engine.model,
+        num_swap_blocks=num_swap_blocks,
+        pipelined=depth > 1,
     )
-    return EngineLoop(runner(num_blocks, eos_every=eos_every), scheduler)
+    return EngineLoop(engine, scheduler)
 
 
 def run_out(loop: EngineLoop[Scheduler], now: float = 0.0, *, most: int = 2000) -> list[Event]:

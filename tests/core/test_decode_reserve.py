@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from baton.core.attempt import Attempt, AttemptKey
@@ -105,9 +103,9 @@ def test_tokens_that_do_not_fit_a_reservation_are_refused_and_it_stays() -> None
     loop.scheduler.reserve(one, 0.0)
     for tokens in (
         first.tokens[:1],
-        [replace(t, position=1) for t in first.tokens],
-        [replace(t, token_ids=(5, 6)) for t in first.tokens],
-        [replace(t, token_ids=(VOCAB_SIZE,)) for t in first.tokens],
+        [t._replace(position=1) for t in first.tokens],
+        [t._replace(token_ids=(5, 6)) for t in first.tokens],
+        [t._replace(token_ids=(VOCAB_SIZE,)) for t in first.tokens],
     ):
         with pytest.raises(InvalidArgument):
             loop.scheduler.admit(one.key, tokens, 0.0)

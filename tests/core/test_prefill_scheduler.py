@@ -71,6 +71,26 @@ def test_what_overflows_goes_on_in_the_next_step_chunk_by_chunk() -> None:
     assert plans == [[(0, 8)], [(8, 16)], [(16, 21), (0, 3)]], "chunks end where blocks end"
 
 
+def test_the_next_chunk_is_planned_while_the_one_before_is_in_flight() -> None:
+    loop = prefill_loop(policy=PrefillPolicy(token_budget=8))
+    one = attempt(size=21)
+    loop.scheduler.add(one, 0.0, keep=True)
+    plans = [loop.plan(1.0) for _ in range(4)]
+    assert [planned(plan) for plan in plans] == [[(0, 8)], [(8, 16)], [(16, 21)], []]
+    assert loop.scheduler.load.waiting_tokens == 0, "all of it is launched"
+    for plan in plans[:3]:
+        assert plan is not None
+        loop.runner.submit(plan)
+    loop.scheduler.take_events()
+    ends = []
+    for _ in range(3):
+        events = loop.apply(loop.runner.collect(), 2.0)
+        loop.idle_check()
+        ends += [event.num_positions for event in events if isinstance(event, Computed)]
+    assert ends == [8, 16, 21], "told when they are computed, not when they are planned"
+    assert firsts(events)[one.key].tokens[0].token_ids == tuple(expected(one)[0][:1])
+
+
 def test_the_shortest_goes_first_until_others_have_waited_long_enough() -> None:
     def order_of(waited_s: float) -> list[tuple[int, int]]:
         loop = prefill_loop(policy=PrefillPolicy(token_budget=100))

@@ -47,31 +47,36 @@ def route(
     return decide(demand, prefills, decodes, local_prefill_tokens=local_prefill_tokens)
 
 
-snapshots = st.builds(
-    lambda name, role, state, waiting, running, free, placed, layout, model: replace(
-        worker(
-            name,
-            role,
-            state=state,
-            waiting_tokens=waiting,
-            running_sequences=running,
-            free_blocks=free,
+def pool(of_role: str) -> st.SearchStrategy[list[WorkerSnapshot]]:
+    """Up to six workers of a role, no two of one name."""
+    snapshots = st.builds(
+        lambda name, role, state, waiting, running, free, placed, layout, model: replace(
+            worker(
+                name,
+                role,
+                state=state,
+                waiting_tokens=waiting,
+                running_sequences=running,
+                free_blocks=free,
+            ),
+            placed_sequences=placed,
+            layout=layout,
+            model=model,
         ),
-        placed_sequences=placed,
-        layout=layout,
-        model=model,
-    ),
-    name=st.text("abcdef", min_size=4, max_size=4),
-    role=st.just("decode"),
-    state=st.sampled_from(WorkerState),
-    waiting=st.integers(0, 10_000),
-    running=st.integers(0, 100),
-    free=st.integers(0, 100),
-    placed=st.integers(0, 100),
-    layout=st.sampled_from([LAYOUT, replace(LAYOUT, dtype="bfloat16"), None]),
-    model=st.sampled_from([MODEL, replace(MODEL, name="other"), replace(MODEL, digest="d2")]),
-)
-pools = st.lists(snapshots, max_size=6, unique_by=lambda s: s.identity.incarnation)
+        name=st.text("abcdef", min_size=4, max_size=4),
+        role=st.just(of_role),
+        state=st.sampled_from(WorkerState),
+        waiting=st.integers(0, 10_000),
+        running=st.integers(0, 100),
+        free=st.integers(0, 100),
+        placed=st.integers(0, 100),
+        layout=st.sampled_from([LAYOUT, replace(LAYOUT, dtype="bfloat16"), None]),
+        model=st.sampled_from([MODEL, replace(MODEL, name="other"), replace(MODEL, digest="d2")]),
+    )
+    return st.lists(snapshots, max_size=6, unique_by=lambda s: s.identity.incarnation)
+
+
+prefill_pools, decode_pools = pool("prefill"), pool("decode")
 demands = st.builds(
     Demand,
     request_id=st.text("xyz", max_size=5),
@@ -84,7 +89,7 @@ demands = st.builds(
 )
 
 
-@given(demands, pools, pools)
+@given(demands, prefill_pools, decode_pools)
 def test_only_workers_that_can_run_it_are_picked(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
 ) -> None:
@@ -105,7 +110,7 @@ def test_only_workers_that_can_run_it_are_picked(
         assert decision.decode is not None or decision.prefill is None
 
 
-@given(demands, pools, pools)
+@given(demands, prefill_pools, decode_pools)
 def test_the_cheapest_wins_whatever_the_order(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
 ) -> None:
@@ -120,7 +125,7 @@ def test_the_cheapest_wins_whatever_the_order(
         assert costs[decision.decode] == min(of_decodes)
 
 
-@given(demands, pools, pools)
+@given(demands, prefill_pools, decode_pools)
 def test_every_candidate_has_a_fate(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
 ) -> None:

@@ -19,13 +19,13 @@ from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.loop import EngineLoop
+from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.core.scheduling import Scheduler, first_come, shortest_remaining
+from baton.core.swap_space import SwapPlace
 from tests.core.attempts import (
     BLOCK_SIZE,
-    EOS,
     MAX_MODEL_LEN,
-    VOCAB_SIZE,
     Outputs,
     attempt,
     expected,
@@ -37,6 +37,7 @@ from tests.core.attempts import (
 EOS_EVERY = 12
 NUM_BLOCKS = 24
 MOST_IN_FLIGHT = 2
+MOST_SEQUENCES = 8
 
 DRAWN = st.builds(
     attempt,
@@ -79,12 +80,16 @@ class StepMachine(RuleBasedStateMachine):
         if plan is None:
             return False
         assert plan.num_tokens <= self.budget()
+        self.keeps_budgets(plan)
         self.loop.runner.submit(plan)
         self.in_flight += 1
         return True
 
     def budget(self) -> int:
         raise NotImplementedError
+
+    def keeps_budgets(self, plan: StepPlan) -> None:
+        """What a plan must not be more of."""
 
     def apply_one(self) -> None:
         self.in_flight -= 1
@@ -134,15 +139,9 @@ class PrefillMachine(StepMachine):
             batch_window_s=0.01,
             order=first_come if fcfs else shortest_remaining(10.0),
         )
-        scheduler = PrefillScheduler(
-            BlockPool(NUM_BLOCKS, BLOCK_SIZE),
-            policy,
-            eos_token_ids=(EOS,),
-            max_model_len=MAX_MODEL_LEN,
-            vocab_size=VOCAB_SIZE,
-        )
-        scheduler.live_collectors = 2
         engine = runner(NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY)
+        scheduler = PrefillScheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), policy, engine.model)
+        scheduler.live_collectors = 2
         self.loop = EngineLoop(engine, scheduler)
         self.live: set[AttemptKey] = set()
         self.kept: set[AttemptKey] = set()
@@ -230,21 +229,35 @@ class PrefillMachine(StepMachine):
 class DecodeMachine(StepMachine):
     loop: EngineLoop[DecodeScheduler]
 
-    @initialize(headroom=st.sampled_from([1, 6, 20]), prefill_budget=st.sampled_from([4, 10, 64]))
-    def begin(self, headroom: int, prefill_budget: int) -> None:
+    @initialize(
+        headroom=st.sampled_from([1, 6, 20]),
+        prefill_budget=st.sampled_from([4, 10, 64]),
+        swap=st.sampled_from([(0, 0), (64, 0), (9, 12), (0, 30)]),
+        pipelined=st.booleans(),
+    )
+    def begin(
+        self, headroom: int, prefill_budget: int, swap: tuple[int, int], pipelined: bool
+    ) -> None:
         self.begin_steps()
         policy = DecodePolicy(
-            max_sequences=8, token_budget=64, prefill_budget=prefill_budget, headroom=headroom
+            max_sequences=MOST_SEQUENCES,
+            token_budget=64,
+            prefill_budget=prefill_budget,
+            headroom=headroom,
+        )
+        engine = runner(
+            NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY, num_swap_blocks=swap, depth=2
         )
         scheduler = DecodeScheduler(
             BlockPool(NUM_BLOCKS, BLOCK_SIZE),
             policy,
-            eos_token_ids=(EOS,),
-            max_model_len=MAX_MODEL_LEN,
-            vocab_size=VOCAB_SIZE,
+            engine.model,
+            num_swap_blocks=swap,
+            pipelined=pipelined,
         )
-        engine = runner(NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY)
         self.loop = EngineLoop(engine, scheduler)
+        self.prefill_budget = prefill_budget
+        self.swap_blocks = sum(swap)
         self.outputs = Outputs()
         self.wanted: set[SequenceKey] = set()
         self.reserved: dict[AttemptKey, int] = {}
@@ -253,6 +266,12 @@ class DecodeMachine(StepMachine):
 
     def budget(self) -> int:
         return 64
+
+    def keeps_budgets(self, plan: StepPlan) -> None:
+        rows = [chunk for chunk in plan.chunks if chunk.first_position and chunk.samples]
+        assert plan.work.rows <= min(len(rows), MOST_SEQUENCES)
+        assert plan.work.rows + plan.work.prefill == plan.num_tokens
+        assert not plan.work.rows or plan.work.prefill <= self.prefill_budget
 
     def take(self, events: list[Event]) -> None:
         assert not any(isinstance(event, Failed) for event in events)
@@ -304,7 +323,7 @@ class DecodeMachine(StepMachine):
         one = self.drawn[key]
         first, kv = handed_over(one, EOS_EVERY)
         fill_in(self.loop, replace(one, request_id=key.request_id), position, kv)
-        tokens = [replace(t, key=t.key._replace(request_id=key.request_id)) for t in first.tokens]
+        tokens = [t._replace(key=t.key._replace(request_id=key.request_id)) for t in first.tokens]
         self.loop.scheduler.admit(key, tokens, self.now)
 
     @precondition(lambda self: self.wanted)
@@ -341,6 +360,8 @@ class DecodeMachine(StepMachine):
         for key in list(self.reserved):
             self.admit_one(key)
         self.run_out()
+        space = self.loop.scheduler._roster.swap
+        assert sum(map(space.num_free, SwapPlace)) == self.swap_blocks, "swap blocks leaked"
         for wanted in self.wanted:
             one = self.drawn[AttemptKey(wanted.request_id, wanted.attempt)]
             assert self.outputs.tokens[wanted] == expected(one, EOS_EVERY)[wanted.choice]

@@ -20,7 +20,7 @@ PATHS = {
     S.PREFILLING: [E.START],
     S.ARRIVING: [E.RESERVE],
     S.RUNNING: [E.START, E.READY],
-    S.PAUSED: [E.START, E.READY, E.PAUSE],
+    S.SWAPPED: [E.START, E.READY, E.SWAP],
     S.HELD: [E.START, E.HOLD],
     S.FINISHED: [E.START, E.FINISH],
     S.CANCELLED: [E.CANCEL],
@@ -98,5 +98,5 @@ def test_it_must_wait_when_it_is_as_far_ahead_as_it_may_be() -> None:
     assert not one.must_wait
     one.accept(61, None)
     assert one.must_wait
-    one.confirmed = 1
+    one.confirm(1)
     assert not one.must_wait

@@ -70,8 +70,7 @@ class Logprobs:
     """(token id, log-probability), best first."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceTokens:
+class ChoiceTokens(NamedTuple):
     """New tokens of one sequence. `position` is the output position of the first one, from 0.
 
     finish_reason: set when the last token ends the choice; stop_token_id: the last token, when it

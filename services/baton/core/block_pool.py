@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 
 from baton.core.blocks import BlockTable
+from baton.core.cached_units import CachedUnits, Tell, units_in
 from baton.core.plan import BlockCopy
 from baton.core.prefix import PrefixChain, PrefixLink
 
@@ -35,9 +37,12 @@ class InvariantBroken(RuntimeError):
 
 
 class BlockPool:
-    """num_blocks blocks of block_size token positions each, ids from 0."""
+    """num_blocks blocks of block_size token positions each, ids from 0.
 
-    def __init__(self, num_blocks: int, block_size: int):
+    tell: told of every unit that the prefix cache gains or loses, see `CachedUnits`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, tell: Tell = lambda change: None):
         if num_blocks < 1 or block_size < 1:
             raise ValueError("a pool needs at least one block of at least one position")
         self.num_blocks = num_blocks
@@ -47,6 +52,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._links: dict[int, PrefixLink] = {}
         self._by_digest: dict[bytes, int] = {}
+        self._units = CachedUnits(tell)
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._tables: set[BlockTable] = set()
         self._newest_launched = 0
@@ -63,6 +69,19 @@ class BlockPool:
     def num_tables(self) -> int:
         """Tables that are not released; 0 when nothing runs, or something has leaked."""
         return len(self._tables)
+
+    @property
+    def num_returning(self) -> int:
+        """Blocks that will be free once the steps in flight are done."""
+        released = Counter(block for _, blocks in self._deferred for block in blocks)
+        return sum(self._references[block] == count for block, count in released.items())
+
+    def num_shared(self, table: BlockTable) -> int:
+        """How many of a table's leading blocks are also owned by somebody else."""
+        shared = 0
+        while shared < len(table.blocks) and self._references[table.blocks[shared]] > 1:
+            shared += 1
+        return shared
 
     def allocate(
         self,
@@ -140,6 +159,7 @@ class BlockPool:
             if link.digest not in self._by_digest:
                 self._by_digest[link.digest] = block
                 self._links[block] = link
+                self._units.add(link)
         table.num_published = max(table.num_published, num_blocks)
 
     def release(self, table: BlockTable) -> None:
@@ -164,6 +184,20 @@ class BlockPool:
         claimed, self._claimed = self._claimed, []
         if claimed:
             self._drop(claimed)
+
+    def withhold(self, blocks: Iterable[int]) -> None:
+        """Of blocks that the newest launched step still reads though their owner gave them up for
+        it: those that nobody took meanwhile are free again only when that step is done."""
+        free = [block for block in blocks if not self._references[block]]
+        for block in free:
+            if block in self._evictable:
+                self._refer(block)
+            else:
+                self._unused[block : block + 1] = _TAKEN
+                self._num_unused -= 1
+                self._references[block] = 1
+        if free:
+            self._drop(free)
 
     def completed(self, step: int) -> None:
         """This step, and so every one before it, touches no block any more."""
@@ -201,6 +235,8 @@ class BlockPool:
             raise InvariantBroken("unused blocks are miscounted")
         if self._by_digest != {link.digest: block for block, link in self._links.items()}:
             raise InvariantBroken("the prefix cache's two directions differ")
+        if self._units.present != units_in(self._links.values()):
+            raise InvariantBroken("the units told are not those in the prefix cache")
 
     def _lookup(self, chain: PrefixChain, limit: int) -> list[int]:
         hits: list[int] = []
@@ -237,7 +273,9 @@ class BlockPool:
         """Makes so many free blocks owned. There are enough."""
         while self._num_unused < count:
             block, _ = self._evictable.popitem(last=False)
-            del self._by_digest[self._links.pop(block).digest]
+            link = self._links.pop(block)
+            del self._by_digest[link.digest]
+            self._units.remove(link)
             self._unused[block] = 1
             self._num_unused += 1
         places = self._place(count, after)

@@ -4,11 +4,13 @@ Every step is continuous batching: what ended is gone, what arrived joins, table
 where the next token needs one, and all that runs gets one token. Inputs that are computed here
 (local prefill) share the step under a budget that bounds running sequences' inter-token latency.
 
-Blocks come with growth headroom: nothing is let in unless it and all that runs can grow by
-`headroom` positions, so nobody is let in only to push somebody out. When blocks run out all the
-same, the least important and latest sequence is preempted: its tokens become an input that is
-computed again, mostly from the prefix cache, and its next token is drawn at the same position as it
-would have been. While an input waits for blocks, nothing that is not more important passes it.
+Who gets blocks, and who gives them up, is `Room`'s to say; what becomes of a preempted sequence's
+KV is `Swapping`'s. Either way its next token is drawn at the same position as it would have been.
+While an input waits for room, nothing that is not more important passes it.
+
+With `pipelined`, steps are planned while others are in flight: a sequence then gets a row for the
+token behind the one that is still to come. Whatever a launched step samples counts, also for a
+sequence that was preempted meanwhile; only what ended takes no more tokens.
 """
 
 from __future__ import annotations
@@ -17,53 +19,59 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
+from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.block_pool import BlockPool
+from baton.core.claim import Claim
 from baton.core.errors import BatonError, DeadlineExceeded, Internal, InvalidArgument, NotFound
 from baton.core.events import Event, Failed, Started, Tokens
 from baton.core.intake import Intake
-from baton.core.plan import BlockCopy, Chunk, Extents, StepPlan, StepResult
+from baton.core.launched import InputChunk, Launched
+from baton.core.local_prefill import LocalPrefill
+from baton.core.model import ModelDescription
+from baton.core.plan import Extents, StepPlan, StepResult, StepWork
+from baton.core.room import Room
 from baton.core.roster import Roster
 from baton.core.scheduling import Load, QueueLimit, earliest
-from baton.core.sequence import Sequence, SequenceEvent, SequenceState
+from baton.core.sequence import Sequence, SequenceEvent, SequenceState, next_chunks
 from baton.core.shared_input import SharedInput
+from baton.core.step_cost import StepCost
+from baton.core.swap_space import SwapSpace
+from baton.core.swapping import Swapping
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePolicy:
     """max_sequences: how many own blocks at once. token_budget: positions of a step at most, one of
     them for each running sequence. prefill_budget: most of them for local prefill while sequences
-    run. headroom: positions that all that is let in can grow. limit: what may wait to be computed.
+    run. headroom: positions that all that is let in can grow. target_step_s: the strictest time
+    between two tokens, in seconds: nothing is let in, and no chunk is longer, than lets a step's
+    predicted time stay below it, but one sequence always runs and one block is always computed; 0:
+    no limit. limit: what may wait to be computed.
     """
 
     max_sequences: int = 256
     token_budget: int = 2048
     prefill_budget: int = 256
     headroom: int = 64
+    target_step_s: float = 0.0
     limit: QueueLimit = field(default_factory=QueueLimit)
 
 
-class _Launched(NamedTuple):
-    step: int
-    running: list[Sequence]
-    inputs: list[tuple[SharedInput, int]]
-    """With the position each will be computed up to."""
-
-
 class DecodeScheduler:
-    """Implements `Scheduler`."""
+    """Implements `Scheduler`. num_swap_blocks: as the runner has them, in host memory, on disk.
+
+    pipelined: plan also what depends on tokens that are still to come.
+    """
 
     def __init__(
         self,
         pool: BlockPool,
         policy: DecodePolicy,
+        model: ModelDescription,
         *,
-        eos_token_ids: tuple[int, ...],
-        max_model_len: int,
-        vocab_size: int = 2**31,
-        model_digest: str = "",
+        num_swap_blocks: tuple[int, int] = (0, 0),
+        pipelined: bool = False,
     ):
         smallest = min(policy.prefill_budget, policy.token_budget - policy.max_sequences)
         if smallest < pool.block_size:
@@ -73,18 +81,39 @@ class DecodeScheduler:
             )
         self._pool = pool
         self._policy = policy
+        self._pipelined = pipelined
         # A sequence that fits the pool alone can always be run again, so preemption always ends.
-        max_positions = min(max_model_len, pool.num_blocks * pool.block_size)
+        max_positions = min(model.max_model_len, pool.num_blocks * pool.block_size)
         self._intake = Intake(
+            model,
             block_size=pool.block_size,
             max_positions=max_positions,
             max_model_len=max_positions,
-            eos_token_ids=eos_token_ids,
-            vocab_size=vocab_size,
-            model_digest=model_digest,
         )
-        self._roster = Roster(pool)
-        self._launched: deque[_Launched] = deque()
+        space = SwapSpace(*num_swap_blocks)
+        self._cost = StepCost()
+        self._swapping = Swapping(pool, space, self._cost)
+        self._roster = Roster(pool, space)
+        self._room = Room(
+            pool,
+            self._roster,
+            self._swapping,
+            self._cost,
+            max_sequences=policy.max_sequences,
+            headroom=policy.headroom,
+            target_step_s=policy.target_step_s,
+        )
+        self._prefill = LocalPrefill(
+            self._roster,
+            self._cost,
+            block_size=pool.block_size,
+            alone=policy.token_budget,
+            beside=min(policy.prefill_budget, policy.token_budget - policy.max_sequences),
+            target_step_s=policy.target_step_s,
+            pipelined=pipelined,
+        )
+        self._claim = Claim()
+        self._launched: deque[Launched] = deque()
         self._events: list[Event] = []
         self._step = 0
 
@@ -96,20 +125,38 @@ class DecodeScheduler:
     def load(self) -> Load:
         return self._roster.load
 
+    @property
+    def preemptions(self) -> dict[str, int]:
+        return dict(self._room.preemptions)
+
     def reserve(self, attempt: Attempt, now: float, *, max_unconfirmed: int = 0) -> int | None:
         """Takes blocks for an input whose KV another worker will hand over, and its growth.
 
         Returns the first position that is needed (those before it are here; it may be the input's
-        length), or None when there is no room now. Raises InvalidArgument or ContextLengthExceeded.
-        What is reserved stays until `admit` or `cancel`.
+        length), or None when there is no room now (but see `making_room`). Raises InvalidArgument
+        or ContextLengthExceeded. What is reserved stays until `admit` or `cancel`.
         """
         shared = self._open(attempt, now, max_unconfirmed)
-        if self._must_not_pass(attempt.priority):
+        if self._must_not_pass(attempt, now):
             return None
-        if not self._take_blocks(shared, len(shared.tokens), self._blocks_to_keep()):
+        size = len(shared.tokens)
+        taken = self._room.take(shared, size)
+        # What is moved out stays where it is until the next step, and a reservation is written to
+        # at once: so nothing is swapped for it.
+        if not taken and self._room.make(shared, now, may_swap=False):
+            taken = self._room.take(shared, size)
+            if not taken:
+                self._claim.hold(attempt.key, attempt.priority, now)
+        if not taken:
             return None
+        self._claim.drop(attempt.key)
         self._roster.expect(shared)
         return shared.computed
+
+    def making_room(self, key: AttemptKey, now: float) -> bool:
+        """Whether room for an attempt that `reserve` refused comes free with the steps in flight,
+        so that it is worth asking again. For a short while it is kept for it."""
+        return self._claim.is_of(key, now)
 
     def admit(self, key: AttemptKey, tokens: Many[ChoiceTokens], now: float) -> None:
         """The KV of a reserved attempt is complete; its choices go on from their first tokens.
@@ -128,13 +175,16 @@ class DecodeScheduler:
             if given is None or given.position != sequence.position or len(given.token_ids) != 1:
                 raise InvalidArgument("Every choice needs the token of its next position.")
             self._intake.check_token(given.token_ids[0], "tokens")
-        shared.computed = len(shared.tokens)
-        self._ready(shared, now)
+        shared.publish(self._pool, len(shared.tokens))
+        self._events.append(Started(key, shared.cached, now - shared.arrived))
+        self._roster.part(shared, awaited=False)
         made = []
         for sequence in shared.sequences:
             given = first[sequence.key]
             logprobs = given.logprobs[0] if given.logprobs else None
-            made.append(self._accept(sequence, given.token_ids[0], logprobs))
+            made.append(sequence.accept(given.token_ids[0], logprobs))
+            if made[-1].finish_reason is not None:
+                self._roster.end(sequence, SequenceEvent.FINISH)
         self._events.append(Tokens(tuple(made), self._step))
 
     def add(self, attempt: Attempt, now: float, *, max_unconfirmed: int = 0) -> None:
@@ -151,6 +201,7 @@ class DecodeScheduler:
 
         Unknown ones are no error.
         """
+        self._claim.drop(key)
         sequences = self._roster.choices(key)
         for choice in tuple(choices) or sequences:
             if choice in sequences:
@@ -159,11 +210,8 @@ class DecodeScheduler:
     def confirm(self, key: SequenceKey, position: int) -> None:
         """Output positions below this one hold no stop string. Unknown sequences are no error."""
         sequence = self._roster.find(key)
-        if sequence is None:
-            return
-        sequence.confirmed = max(sequence.confirmed, min(position, sequence.position))
-        if sequence.state is SequenceState.PAUSED and not sequence.must_wait:
-            sequence.move(SequenceEvent.RESUME)
+        if sequence is not None:
+            sequence.confirm(position)
 
     def tokens_from(self, key: SequenceKey, position: int) -> ChoiceTokens | None:
         """What a sequence that has not ended sampled here from an output position on, or None."""
@@ -179,72 +227,64 @@ class DecodeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         self._expire(now)
-        ready = self._grow(
-            [
-                sequence
-                for sequence in self._roster.running.values()
-                if sequence.state is SequenceState.RUNNING and not sequence.in_flight
-            ],
-            now,
-        )
-        chunks: list[Chunk] = []
-        copies: list[BlockCopy] = []
-        for sequence in ready:
-            table = sequence.table
-            assert table is not None
-            if table.copy is not None and (copy := self._pool.claim_copy(table)):
-                copies.append(copy)
-            sequence.in_flight = True
-            chunks.append(
-                Chunk(
-                    sequence.id,
-                    (sequence.tokens[-1],),
-                    sequence.computed,
-                    table.extents,
-                    (sequence.sample_row(),),
-                )
-            )
-        budget = self._policy.token_budget
-        if ready:
-            budget = min(self._policy.prefill_budget, budget - len(ready))
-        inputs = self._plan_inputs(budget, now, chunks)
+        # Who is pushed out by this step does not come back in it.
+        waiting = [s for s in self._roster.waiting if not self._claim.outranks(s.priority, now)]
+        ready = self._ready(now)
+        fetched: list[Sequence] = []
+        if waiting:
+            fetched = self._room.let_in(waiting, self._prefill.left(ready), now)
+            ready = [s for s in ready if s.table is not None] + fetched
+        forks = [s.table for s in ready if s.table is not None and s.table.copy is not None]
+        copies = [copy for table in forks if (copy := self._pool.claim_copy(table))]
+        context = sum([sequence.reach for sequence in ready])
+        chunks = next_chunks(ready)
+        more, inputs = self._prefill.plan(ready) if self._roster.prefilling else ([], [])
+        chunks += more
         if not chunks:
+            self._room.dropped()
             return None
-        self._step += 1
-        self._launched.append(_Launched(self._step, ready, inputs))
-        self._pool.launched(self._step)
-        return StepPlan(self._step, tuple(chunks), tuple(copies))
+        prefill = sum(len(chunk.token_ids) for chunk in more)
+        plan = StepPlan(
+            self._step + 1,
+            tuple(chunks),
+            tuple(copies),
+            tuple(self._swapping.swap_out),
+            tuple(self._swapping.swap_in),
+            StepWork(len(ready), context, prefill),
+        )
+        self._launch(plan.step, ready, inputs, fetched)
+        return plan
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        # What moving blocks takes is told apart, in StepResult.swap_s.
+        if not plan.swap_out and not plan.swap_in:
+            self._cost.observe(plan.work, seconds)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         if not self._launched or self._launched[0].step != result.step:
             raise Internal(f"step {result.step} is not the oldest one")
         launched = self._launched.popleft()
         self._pool.completed(result.step)
-        for sequence in launched.running:
-            sequence.in_flight = False
-            sequence.computed += 1
-            if sequence.computed % self._pool.block_size == 0:
-                self._publish(sequence)
-        for shared, end in launched.inputs:
-            shared.in_flight = False
-            if shared.table is None:
-                continue
-            shared.computed = end
-            if shared.remaining:
-                shared.publish(self._pool)
-            else:
-                self._ready(shared, now)
-                launched.running.extend(shared.sequences)
-        given = {token.sequence_id: token for token in result.tokens}
+        self._swapping.completed(result.step, result.swap_s)
+        for chunk in launched.inputs:
+            self._computed(chunk, now)
+        size = self._pool.block_size
+        running = SequenceState.RUNNING
         made = []
-        for sequence in launched.running:
-            token = given.get(sequence.id)
-            if sequence.id not in self._roster.running:
+        for sequence, token in zip(launched.rows, launched.drawn(result), strict=True):
+            sequence.in_flight -= 1
+            if sequence.state is not running and (sequence.ended or sequence.lost):
                 continue
             if token is None:
-                self._fail(sequence, Internal("The model gave no token for this sequence."))
-            else:
-                made.append(self._accept(sequence, token.token_id, token.logprobs))
+                self._without_token(sequence, launched, now)
+                continue
+            tokens = sequence.accept(token.token_id, token.logprobs)
+            made.append(tokens)
+            computed = len(sequence.tokens) - 1
+            if not computed % size:
+                sequence.publish(self._pool, computed)
+            if tokens.finish_reason is not None:
+                self._roster.end(sequence, SequenceEvent.FINISH)
         if made:
             self._events.append(Tokens(tuple(made), result.step))
         return self.take_events()
@@ -254,7 +294,8 @@ class DecodeScheduler:
         return events
 
     def next_wake(self, now: float) -> float | None:
-        return earliest([shared.deadline for shared in self._roster.waiting], now)
+        deadlines = (shared.deadline for shared in self._roster.waiting)
+        return earliest((*deadlines, self._claim.until), now)
 
     def check(self) -> None:
         self._roster.check()
@@ -265,122 +306,84 @@ class DecodeScheduler:
         if attempt.key in self._roster:
             raise InvalidArgument("This attempt already runs here.", field="attempt")
         choices = len(attempt.choices)
-        whole, fork = shared.blocks_wanted(self._pool.block_size, self._policy.headroom)
-        wanted = whole + fork * (choices - 1)
-        if wanted > self._pool.num_blocks or choices > self._policy.max_sequences:
+        too_many = choices > self._policy.max_sequences
+        if too_many or self._room.wanted(shared) > self._pool.num_blocks:
             raise InvalidArgument(
                 f"This worker cannot run {choices} choices of this input at once.", field="n"
             )
         return shared
 
-    def _must_not_pass(self, priority: int) -> bool:
-        """Whether something as important waits for blocks that it was refused or had to give."""
+    def _must_not_pass(self, attempt: Attempt, now: float) -> bool:
+        """Whether something as important waits for room that it was refused or had to give."""
+        priority = attempt.priority
+        if self._claim.outranks(priority, now) and not self._claim.is_of(attempt.key, now):
+            return True
         return any(
             shared.held_back and shared.priority <= priority and not shared.must_wait
             for shared in self._roster.waiting
         )
 
-    def _blocks_to_keep(self) -> int:
-        """Blocks that all running sequences still need to grow by the headroom."""
-        size, headroom = self._pool.block_size, self._policy.headroom
-        missing = 0
+    def _ready(self, now: float) -> list[Sequence]:
+        """Running sequences whose next position can be computed now, with a block for it."""
+        pipelined = self._pipelined
+        ready: list[Sequence] = []
+        short: list[Sequence] = []
         for sequence in self._roster.running.values():
-            assert sequence.table is not None
-            most = min(len(sequence.tokens) + headroom, sequence.rule.max_positions - 1)
-            missing += max(0, -(-most // size) - len(sequence.table.blocks))
-        return missing
-
-    def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
-        """Makes room for each sequence's next position; returns those that have it."""
-        size = self._pool.block_size
-        short = [s for s in ready if s.table and s.computed >= len(s.table.blocks) * size]
-        if not short:
-            return ready
-        for sequence in sorted(short, key=_rank):
-            while sequence.table and not self._pool.grow(sequence.table):
-                # Blocks given up now return only when the steps in flight are done.
-                if self._launched:
-                    break
-                victims: tuple[Sequence | SharedInput, ...] = (
-                    *self._roster.running.values(),
-                    *self._roster.prefilling,
-                )
-                self._roster.push_back(max(victims, key=_rank), now)
-        return [s for s in ready if s.table and s.computed < len(s.table.blocks) * size]
-
-    def _plan_inputs(
-        self, budget: int, now: float, chunks: list[Chunk]
-    ) -> list[tuple[SharedInput, int]]:
-        """Adds chunks of inputs within a token budget: those begun first, then new ones."""
-        size = self._pool.block_size
-        planned: list[tuple[SharedInput, int]] = []
-        begun = sorted(self._roster.prefilling, key=_rank)
-        keep_free = self._blocks_to_keep() if self._roster.waiting else 0
-        for shared in (*begun, *sorted(self._roster.waiting, key=_rank)):
-            if budget < min(shared.remaining, size):
-                break
-            if shared.in_flight or shared.must_wait:
+            if sequence.in_flight and (sequence.serial or not pipelined):
                 continue
-            if shared.table is None and not self._start(shared, keep_free):
-                break
-            chunk = shared.chunk(budget, size)
-            shared.in_flight = True
-            chunks.append(chunk)
-            planned.append((shared, chunk.end_position))
-            budget -= len(chunk.token_ids)
-        return planned
+            reach = sequence.reach
+            if reach < sequence.ceiling:
+                (ready if reach < sequence.room else short).append(sequence)
+        if short:
+            return self._room.grow(short, ready, now, in_flight=bool(self._launched))
+        return ready
 
-    def _start(self, shared: SharedInput, keep_free: int) -> bool:
-        """Takes a waiting input's blocks. Its last position is always computed, for its logits."""
-        if not self._take_blocks(shared, len(shared.tokens) - 1, keep_free):
-            return False
-        self._roster.start(shared)
-        return True
+    def _launch(
+        self,
+        step: int,
+        ready: list[Sequence],
+        inputs: list[InputChunk],
+        fetched: list[Sequence],
+    ) -> None:
+        """The planned step starts. Only from here on do its blocks stay when they are released."""
+        self._step = step
+        self._pool.launched(step)
+        self._room.launched(step)
+        rows = [*ready]
+        for shared, _, last in inputs:
+            if last:
+                self._roster.part(shared, awaited=True)
+                rows += shared.sequences
+        self._launched.append(Launched(step, rows, inputs, frozenset(s.id for s in fetched)))
 
-    def _take_blocks(self, shared: SharedInput, max_cached: int, keep_free: int) -> bool:
-        num_owning = self._roster.num_owning + len(shared.sequences)
-        shared.held_back = num_owning > self._policy.max_sequences or not shared.take_blocks(
-            self._pool,
-            max_cached=max_cached,
-            headroom=self._policy.headroom,
-            keep_free=keep_free,
-        )
-        return not shared.held_back
-
-    def _ready(self, shared: SharedInput, now: float) -> None:
-        self._roster.part(shared)
-        if not shared.resumed:
+    def _computed(self, chunk: InputChunk, now: float) -> None:
+        """KV of an input is there up to a position."""
+        shared = chunk.input
+        shared.in_flight -= 1
+        shared.publish(self._pool, chunk.end)
+        if not chunk.last:
+            return
+        for sequence in shared.sequences:
+            sequence.publish(self._pool, chunk.end)
+        if not shared.resumed and not all(sequence.ended for sequence in shared.sequences):
             self._events.append(Started(shared.key, shared.cached, now - shared.arrived))
 
-    def _accept(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> ChoiceTokens:
-        made = sequence.accept(token_id, logprobs)
-        if made.finish_reason is not None:
-            self._roster.end(sequence, SequenceEvent.FINISH)
-        elif sequence.must_wait:
-            sequence.move(SequenceEvent.PAUSE)
-        return made
-
-    def _publish(self, sequence: Sequence) -> None:
-        if sequence.table is None or sequence.chain is None:
-            return
-        num_blocks = sequence.computed // self._pool.block_size
-        sequence.chain.extend(sequence.tokens, num_blocks)
-        self._pool.publish(sequence.table, sequence.chain, num_blocks)
+    def _without_token(self, sequence: Sequence, launched: Launched, now: float) -> None:
+        """Its KV could not be brought back, so it is computed again; or its own input is bad."""
+        if sequence.id in launched.fetched and sequence.state is SequenceState.RUNNING:
+            self._room.preempt(sequence, now, may_swap=False)
+            sequence.lost = sequence.in_flight > 0
+        else:
+            self._fail(sequence, Internal("The model gave no token for this sequence."))
 
     def _expire(self, now: float) -> None:
         """Drops what is out of time before it costs any."""
-        for shared in self._roster.waiting.copy():
-            if shared.deadline is not None and shared.deadline <= now:
-                for sequence in shared.sequences.copy():
-                    error = DeadlineExceeded("The request ran out of time in the queue.")
-                    self._fail(sequence, error)
+        for shared in self._roster.waiting.expired(now):
+            for sequence in shared.sequences.copy():
+                error = DeadlineExceeded("The request ran out of time in the queue.")
+                self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         attempt = AttemptKey(sequence.key.request_id, sequence.key.attempt)
         self._events.append(Failed(attempt, (sequence.key.choice,), error))
         self._roster.end(sequence, SequenceEvent.FAIL)
-
-
-def _rank(one: Sequence | SharedInput) -> tuple[int, int]:
-    """Smaller is more important: priority class, then arrival."""
-    return one.priority, one.id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.core.attempt import Attempt
 from baton.core.errors import ContextLengthExceeded, InvalidArgument
+from baton.core.model import ModelDescription
 from baton.core.prefix import PrefixChain, namespace
 from baton.core.sequence import Sequence
 from baton.core.shared_input import SharedInput
@@ -18,21 +19,15 @@ class Intake:
     """
 
     def __init__(
-        self,
-        *,
-        block_size: int,
-        max_positions: int,
-        max_model_len: int,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        model_digest: str,
+        self, model: ModelDescription, *, block_size: int, max_positions: int, max_model_len: int
     ):
         self._block_size = block_size
         self._max_positions = max_positions
         self._max_model_len = max_model_len
-        self._eos = eos_token_ids
-        self._vocab_size = vocab_size
-        self._model_digest = model_digest
+        self._eos = model.eos_token_ids
+        self._vocab_size = model.vocab_size
+        self._model_digest = model.digest
+        self._tokenizer_digest = model.tokenizer_digest
         self._next_id = 0
 
     def admit(self, attempt: Attempt, now: float, *, max_unconfirmed: int = 0) -> SharedInput:
@@ -43,8 +38,12 @@ class Intake:
         for choice in attempt.choices:
             sequences.append(Sequence(self._next_id, attempt, choice, rule, max_unconfirmed))
             self._next_id += 1
-        root = namespace(attempt.cache_salt, self._model_digest)
-        return SharedInput(sequences, PrefixChain(root, self._block_size), now)
+        chain = PrefixChain(
+            namespace(attempt.cache_salt, self._model_digest),
+            namespace(attempt.cache_salt, self._tokenizer_digest),
+            self._block_size,
+        )
+        return SharedInput(sequences, chain, now)
 
     def check_token(self, token_id: int, field: str) -> None:
         """Raises InvalidArgument for what is no token id of this model."""

@@ -54,4 +54,5 @@ class ModelRunner(Protocol):
         """The inverse of pack. The blocks are owned by the sequence and no step reads them yet."""
 
     def close(self) -> None:
-        """Frees memory and threads. Idempotent."""
+        """Frees memory and threads, once no step in flight can touch them; such steps are dropped.
+        Idempotent."""

@@ -21,6 +21,7 @@ from baton.core.blocks import blocks_for
 from baton.core.errors import BatonError, DeadlineExceeded, Internal, InvalidArgument, NotFound
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.intake import Intake
+from baton.core.model import ModelDescription
 from baton.core.plan import Chunk, Extents, SampledToken, StepPlan, StepResult
 from baton.core.scheduling import (
     Load,
@@ -69,11 +70,7 @@ class PrefillScheduler:
         self,
         pool: BlockPool,
         policy: PrefillPolicy,
-        *,
-        eos_token_ids: tuple[int, ...],
-        max_model_len: int,
-        vocab_size: int = 2**31,
-        model_digest: str = "",
+        model: ModelDescription,
     ):
         if policy.token_budget < pool.block_size:
             raise ValueError("token_budget must be at least one block, or nothing can run")
@@ -81,12 +78,10 @@ class PrefillScheduler:
         self._pool = pool
         self._policy = policy
         self._intake = Intake(
+            model,
             block_size=pool.block_size,
-            max_positions=min(max_model_len, pool.num_blocks * pool.block_size + 1),
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
-            vocab_size=vocab_size,
-            model_digest=model_digest,
+            max_positions=min(model.max_model_len, pool.num_blocks * pool.block_size + 1),
+            max_model_len=model.max_model_len,
         )
         self._jobs: dict[AttemptKey, _Job] = {}
         self._unfinished: dict[AttemptKey, _Job] = {}
@@ -111,6 +106,11 @@ class PrefillScheduler:
             ),
             free_blocks=self._pool.num_free,
         )
+
+    @property
+    def preemptions(self) -> dict[str, int]:
+        """None ever: an input that has its blocks keeps them."""
+        return {}
 
     def add(self, attempt: Attempt, now: float, *, keep: bool, collector: str = "") -> None:
         """Queues an attempt. keep: its KV stays pinned after token 0 until `release`.
@@ -166,6 +166,9 @@ class PrefillScheduler:
         self._pool.launched(step)
         return StepPlan(step, tuple(chunk for _, chunk in chunks))
 
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Nothing is decided by it here."""
+
     def apply(self, result: StepResult, now: float) -> list[Event]:
         if not self._launched or self._launched[0].step != result.step:
             raise Internal(f"step {result.step} is not the oldest one")
@@ -173,12 +176,12 @@ class PrefillScheduler:
         self._pool.completed(result.step)
         tokens = {token.sequence_id: token for token in result.tokens}
         for job, chunk in launched.chunks:
+            job.input.in_flight -= 1
             if job.input.table is None:
                 continue
-            job.input.in_flight = False
-            job.input.computed = chunk.end_position
-            job.input.publish(self._pool)
-            self._events.append(Computed(job.input.key, job.input.computed, job.input.cached))
+            end = chunk.end_position
+            job.input.publish(self._pool, end)
+            self._events.append(Computed(job.input.key, end, job.input.cached))
             if chunk.samples:
                 self._finish(job, tokens, now)
         return self.take_events()
@@ -215,7 +218,7 @@ class PrefillScheduler:
         may_start = True
         for shared in self._policy.order([job.input for job in self._unfinished.values()], now):
             job = self._jobs[shared.key]
-            if shared.in_flight or budget < min(shared.remaining, self._pool.block_size):
+            if not shared.remaining or budget < min(shared.remaining, self._pool.block_size):
                 continue
             if shared.started is None:
                 if not may_start or not self._within_share(job):
@@ -223,8 +226,7 @@ class PrefillScheduler:
                 if not self._start(job, now):
                     may_start = now - shared.arrived < self._policy.starving_after_s
                     continue
-            chunk = shared.chunk(budget, self._pool.block_size)
-            shared.in_flight = True
+            chunk = shared.next_chunk(budget, self._pool.block_size)
             chunks.append((job, chunk))
             budget -= len(chunk.token_ids)
         return chunks

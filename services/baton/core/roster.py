@@ -1,8 +1,8 @@
 """Roster, who is on a decode worker and where in its life; knows no budgets and decides nothing.
 
-Every sequence is in exactly one place, and its state says which: `waiting` (QUEUED), `prefilling`,
-`arriving`, or `running` (RUNNING and PAUSED). The first three hold inputs, shared by sequences
-until their KV is complete. Whoever leaves goes through `end`, which gives its blocks back.
+Every sequence is in exactly one place, and its state says which: `waiting` (QUEUED and SWAPPED),
+`prefilling`, `arriving`, or `running`. The first three hold inputs, shared by sequences until their
+KV is complete. Whoever leaves goes through `end`, which gives back all that it owns.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 from baton.core.attempt import AttemptKey, SequenceKey
 from baton.core.block_pool import BlockPool, InvariantBroken
 from baton.core.scheduling import Load
-from baton.core.sequence import Sequence, SequenceEvent
+from baton.core.sequence import Sequence, SequenceEvent, SequenceState
 from baton.core.shared_input import SharedInput
+from baton.core.swap_space import SwapGrant, SwapSpace
+from baton.core.waiting import Waiting
 
 
 class Roster:
-    """running is by sequence id, in order of joining; arriving by attempt."""
+    """running is by sequence id, in order of joining; arriving by attempt. swap: where those that
+    wait may keep their KV."""
 
-    def __init__(self, pool: BlockPool):
+    def __init__(self, pool: BlockPool, swap: SwapSpace):
         self._pool = pool
-        self.waiting: list[SharedInput] = []
+        self.swap = swap
+        self.waiting = Waiting()
         self.prefilling: list[SharedInput] = []
         self.arriving: dict[AttemptKey, SharedInput] = {}
         self.running: dict[int, Sequence] = {}
@@ -40,11 +44,16 @@ class Roster:
         return len(self.running) + sum(len(shared.sequences) for shared in inputs)
 
     @property
+    def num_stored(self) -> int:
+        """Sequences whose KV is in swap memory."""
+        return self.swap.num_grants
+
+    @property
     def load(self) -> Load:
-        uncomputed = (*self.waiting, *self.prefilling)
+        computing = sum(shared.remaining for shared in self.prefilling)
         return Load(
-            waiting_sequences=sum(len(shared.sequences) for shared in self.waiting),
-            waiting_tokens=sum(shared.remaining for shared in uncomputed),
+            waiting_sequences=self.waiting.num_sequences,
+            waiting_tokens=self.waiting.num_tokens + computing,
             running_sequences=self.num_owning,
             free_blocks=self._pool.num_free,
         )
@@ -59,7 +68,7 @@ class Roster:
     def wait(self, shared: SharedInput) -> None:
         """An attempt enters, to be computed here."""
         self._enter(shared)
-        self.waiting.append(shared)
+        self.waiting.add(shared)
 
     def expect(self, shared: SharedInput) -> None:
         """An attempt enters; it owns blocks and its KV comes from elsewhere."""
@@ -73,44 +82,69 @@ class Roster:
         shared.move(SequenceEvent.START)
         self.prefilling.append(shared)
 
-    def part(self, shared: SharedInput) -> None:
-        """An input's KV is complete: its sequences run, each on its own."""
+    def part(self, shared: SharedInput, *, awaited: bool) -> None:
+        """An input's KV is complete, or will be with a launched step, whose tokens are awaited: its
+        sequences run, each on its own."""
         if shared in self.prefilling:
             self.prefilling.remove(shared)
         else:
             del self.arriving[shared.key]
-        shared.publish(self._pool)
-        shared.hand_on(self._pool)
+        shared.hand_on(self._pool, reach=len(shared.tokens), awaited=awaited)
         shared.move(SequenceEvent.READY)
         for sequence in shared.sequences:
             del self._input_of[sequence.id]
             self.running[sequence.id] = sequence
 
-    def push_back(self, victim: Sequence | SharedInput, now: float) -> None:
-        """Takes the blocks of a running sequence or an input being computed; it waits again."""
-        if isinstance(victim, SharedInput):
-            shared = victim
-            self.prefilling.remove(shared)
-            shared.give_up_blocks(self._pool)
-        else:
-            del self.running[victim.id]
-            victim.give_up_table(self._pool)
-            assert victim.chain is not None
-            shared = SharedInput([victim], victim.chain, now, resumed=True)
-            self._input_of[victim.id] = shared
+    def put_back(self, shared: SharedInput) -> None:
+        """Takes the blocks of an input being computed; it waits again."""
+        self.prefilling.remove(shared)
+        shared.give_up_blocks(self._pool)
         shared.move(SequenceEvent.PREEMPT)
         shared.held_back = True
-        self.waiting.append(shared)
+        self.waiting.add(shared)
+
+    def push_out(self, sequence: Sequence, now: float, stored: SwapGrant | None) -> SharedInput:
+        """Takes the blocks of a running sequence; it waits again. stored: what keeps its KV."""
+        del self.running[sequence.id]
+        sequence.give_up_table(self._pool)
+        assert sequence.chain is not None
+        shared = SharedInput([sequence], sequence.chain, now, resumed=True)
+        shared.stored = stored
+        shared.held_back = True
+        shared.move(SequenceEvent.PREEMPT if stored is None else SequenceEvent.SWAP)
+        self._input_of[sequence.id] = shared
+        self.waiting.add(shared)
+        return shared
+
+    def restore(self, shared: SharedInput) -> Sequence:
+        """A sequence whose KV swap memory kept has blocks again and runs on."""
+        self.waiting.remove(shared)
+        (sequence,) = shared.sequences
+        shared.hand_on(self._pool, reach=len(shared.tokens) - 1)
+        sequence.move(SequenceEvent.RESTORE)
+        del self._input_of[sequence.id]
+        self.running[sequence.id] = sequence
+        return sequence
+
+    def forget_stored(self, shared: SharedInput) -> None:
+        """The KV of one that waits is not kept after all: it has to be computed again."""
+        self.waiting.remove(shared)
+        self._give_up_stored(shared)
+        shared.move(SequenceEvent.PREEMPT)
+        self.waiting.add(shared)
 
     def end(self, sequence: Sequence, event: SequenceEvent) -> None:
         """The one place where a sequence leaves."""
+        waits = sequence.state in (SequenceState.QUEUED, SequenceState.SWAPPED)
         sequence.move(event)
         self.running.pop(sequence.id, None)
         shared = self._input_of.pop(sequence.id, None)
         if shared is not None:
+            if waits:
+                self.waiting.num_sequences -= 1
             shared.sequences.remove(sequence)
             if not shared.sequences:
-                self._forget(shared)
+                self._forget(shared, waits)
         sequence.give_up_table(self._pool)
         key = sequence.attempt.key
         del self._attempts[key][sequence.key.choice]
@@ -118,12 +152,18 @@ class Roster:
             del self._attempts[key]
 
     def check(self) -> None:
-        """Raises InvariantBroken unless every block table belongs to someone here."""
+        """Raises InvariantBroken unless all that is owned belongs to someone here."""
         self._pool.check()
+        self.swap.check()
         inputs = (*self.waiting, *self.prefilling, *self.arriving.values())
         tables = sum(shared.num_tables for shared in inputs) + len(self.running)
         if tables != self._pool.num_tables:
             raise InvariantBroken(f"{self._pool.num_tables} tables are owned, {tables} in use")
+        grants = sum(shared.stored is not None for shared in inputs)
+        if grants != self.swap.num_grants:
+            raise InvariantBroken(f"{self.swap.num_grants} swap grants are owned, {grants} in use")
+        if sum(len(shared.sequences) for shared in self.waiting) != self.waiting.num_sequences:
+            raise InvariantBroken("waiting sequences are miscounted")
         here = len(self.running) + sum(len(shared.sequences) for shared in inputs)
         if here != sum(len(choices) for choices in self._attempts.values()):
             raise InvariantBroken("a sequence is in no place, or in two")
@@ -133,10 +173,18 @@ class Roster:
         for sequence in shared.sequences:
             self._input_of[sequence.id] = shared
 
-    def _forget(self, shared: SharedInput) -> None:
+    def _forget(self, shared: SharedInput, waits: bool) -> None:
         """Drops an input that no sequence needs any more."""
         shared.give_up_table(self._pool)
-        for place in (self.waiting, self.prefilling):
-            if shared in place:
-                place.remove(shared)
-        self.arriving.pop(shared.key, None)
+        if waits:
+            self.waiting.remove(shared)
+            self._give_up_stored(shared)
+        elif shared in self.prefilling:
+            self.prefilling.remove(shared)
+        else:
+            del self.arriving[shared.key]
+
+    def _give_up_stored(self, shared: SharedInput) -> None:
+        stored, shared.stored = shared.stored, None
+        if stored is not None:
+            self.swap.release(stored)

@@ -26,8 +26,8 @@ class Load:
 class Scheduler(Protocol):
     """Decides what runs. Called by the engine thread only; every time is a reading of one clock.
 
-    For each step: `plan`, run it, `apply`. Everything else may be called in between, also while a
-    planned step is not applied yet.
+    For each step: `plan`, run it, `observe` and `apply`. Everything else may be called in between,
+    also `plan` while planned steps are not applied yet: steps run and are applied in order.
     """
 
     @property
@@ -37,8 +37,18 @@ class Scheduler(Protocol):
     @property
     def load(self) -> Load: ...
 
+    @property
+    def preemptions(self) -> dict[str, int]:
+        """How often blocks were taken from what ran, by what became of its KV: swap_host,
+        swap_disk or recompute. What never happened may be missing."""
+
     def plan(self, now: float) -> StepPlan | None:
         """The next step, which the caller must run; None when nothing can run now."""
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step ran, so that the time of later ones can be predicted: from its start, or
+        the end of the one before it, to its own end. Called before its result is applied, by
+        whoever has a clock."""
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Takes the oldest planned step's result and tells everything that came of it."""

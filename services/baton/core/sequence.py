@@ -3,27 +3,32 @@
 A sequence's KV comes to be in one of two ways: computed here, or collected from another worker.
 Then it either runs here, or is held for the worker that will run it:
 
-              ┌── START ──► PREFILLING ──┬─ READY ─► RUNNING ◄── RESUME ── PAUSED
-    QUEUED ───┤                 │        │              └────── PAUSE ───────►
-      ▲       └─ RESERVE ─► ARRIVING ────┘ READY
-      └─── PREEMPT, from PREFILLING, RUNNING and PAUSED
+              ┌── START ──► PREFILLING ──┬─ READY ──► RUNNING ── SWAP ──► SWAPPED
+    QUEUED ───┤                 │        │             ▲ │ ▲                │ │
+      ▲       └─ RESERVE ─► ARRIVING ────┘ READY ──────┘ │ └─── RESTORE ────┘ │
+      └─── PREEMPT ─────────────┴────────────────────────┴────────────────────┘
                                 PREFILLING ── HOLD ──► HELD
 
-PAUSED is a sequence as far ahead of confirmed text as it may get. FINISH, CANCEL and FAIL end a
-sequence, from where the table says so; what is not in the table is a fault of Baton and raises
-Internal. Until they have KV, sequences with the same input move together (`SharedInput`).
+READY is when the step that completes its KV is launched, or its last KV has been collected. A
+sequence without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
+when swap memory keeps it. What steps launched before still sample for it counts all the same.
+FINISH, CANCEL and FAIL end a sequence, from where the table says so; what is not in the table is a
+fault of Baton and raises Internal. Until they have KV, sequences with the same input move together
+(`SharedInput`).
 """
 
 from __future__ import annotations
 
 import collections.abc
+import sys
+from collections.abc import Iterable
 from enum import Enum, auto
 
 from baton.core.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.block_pool import BlockPool
 from baton.core.blocks import BlockTable
 from baton.core.errors import Internal
-from baton.core.plan import SampleRow
+from baton.core.plan import PENDING, Chunk, Extents, SampleRow
 from baton.core.prefix import PrefixChain
 from baton.core.stops import StopRule
 
@@ -33,7 +38,7 @@ class SequenceState(Enum):
     PREFILLING = auto()
     ARRIVING = auto()
     RUNNING = auto()
-    PAUSED = auto()
+    SWAPPED = auto()
     HELD = auto()
     FINISHED = auto()
     CANCELLED = auto()
@@ -45,9 +50,9 @@ class SequenceEvent(Enum):
     RESERVE = auto()
     READY = auto()
     HOLD = auto()
-    PAUSE = auto()
-    RESUME = auto()
     PREEMPT = auto()
+    SWAP = auto()
+    RESTORE = auto()
     FINISH = auto()
     CANCEL = auto()
     FAIL = auto()
@@ -58,6 +63,7 @@ _S, _E = SequenceState, SequenceEvent
 TRANSITIONS: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (_S.QUEUED, _E.START): _S.PREFILLING,
     (_S.QUEUED, _E.RESERVE): _S.ARRIVING,
+    (_S.QUEUED, _E.FINISH): _S.FINISHED,
     (_S.QUEUED, _E.CANCEL): _S.CANCELLED,
     (_S.QUEUED, _E.FAIL): _S.FAILED,
     (_S.PREFILLING, _E.READY): _S.RUNNING,
@@ -68,42 +74,61 @@ TRANSITIONS: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (_S.PREFILLING, _E.FAIL): _S.FAILED,
     (_S.ARRIVING, _E.READY): _S.RUNNING,
     (_S.ARRIVING, _E.CANCEL): _S.CANCELLED,
-    (_S.RUNNING, _E.PAUSE): _S.PAUSED,
     (_S.RUNNING, _E.PREEMPT): _S.QUEUED,
+    (_S.RUNNING, _E.SWAP): _S.SWAPPED,
     (_S.RUNNING, _E.FINISH): _S.FINISHED,
     (_S.RUNNING, _E.CANCEL): _S.CANCELLED,
     (_S.RUNNING, _E.FAIL): _S.FAILED,
-    (_S.PAUSED, _E.RESUME): _S.RUNNING,
-    (_S.PAUSED, _E.PREEMPT): _S.QUEUED,
-    (_S.PAUSED, _E.CANCEL): _S.CANCELLED,
+    (_S.SWAPPED, _E.RESTORE): _S.RUNNING,
+    (_S.SWAPPED, _E.PREEMPT): _S.QUEUED,
+    (_S.SWAPPED, _E.FINISH): _S.FINISHED,
+    (_S.SWAPPED, _E.CANCEL): _S.CANCELLED,
+    (_S.SWAPPED, _E.FAIL): _S.FAILED,
     (_S.HELD, _E.FINISH): _S.FINISHED,
     (_S.HELD, _E.CANCEL): _S.CANCELLED,
 }
 
 TERMINAL = frozenset({_S.FINISHED, _S.CANCELLED, _S.FAILED})
 
+_PENDING_ID = (PENDING,)
+
+_made = tuple.__new__
+"""A NamedTuple from its fields, half as costly as by its own constructor."""
+
 
 class Sequence:
     """One choice's tokens and how far its KV has come.
 
     id: local to the worker, names the sequence to the runner; later sequences have higher ones.
-    computed: positions that have KV in `table`. in_flight: a step that samples for it is launched.
+    in_flight: launched steps that sample for it. lost: what those steps sample is worth nothing.
     confirmed: first output position not confirmed yet; at most max_unconfirmed positions are
-    sampled from there on (0: no limit).
+    sampled from there on (0: no limit). serial: a row of it needs all tokens before.
+
+    While it runs: reach is how many positions have KV once all launched steps are done, so it is
+    the next position to compute; it must stay below ceiling, and needs a block from room on.
     """
 
     __slots__ = (
-        "_owns_tokens",
+        "_extents",
+        "_last",
+        "_num_prompt",
+        "_own",
+        "_plain_from",
+        "_sampling",
         "attempt",
+        "ceiling",
         "chain",
-        "computed",
         "confirmed",
         "id",
         "in_flight",
         "key",
         "logprobs",
+        "lost",
         "max_unconfirmed",
+        "reach",
+        "room",
         "rule",
+        "serial",
         "state",
         "table",
         "tokens",
@@ -123,14 +148,24 @@ class Sequence:
         self.rule = rule
         self.max_unconfirmed = max_unconfirmed
         self.confirmed = attempt.position
+        self.serial = attempt.sampling.needs_history
         self.state = SequenceState.QUEUED
         self.tokens: collections.abc.Sequence[int] = attempt.token_ids
         self.logprobs: list[Logprobs] = []
         self.table: BlockTable | None = None
         self.chain: PrefixChain | None = None
-        self.computed = 0
-        self.in_flight = False
-        self._owns_tokens = False
+        self.in_flight = 0
+        self.lost = False
+        self.reach = 0
+        self.room = 0
+        self._sampling = attempt.sampling
+        self._num_prompt = attempt.num_prompt_tokens
+        self._own: list[int] = []
+        # From this position on a row says nothing that depends on earlier tokens.
+        self._plain_from = sys.maxsize if self.serial else self._num_prompt + rule.min_tokens
+        self._last: tuple[int, ...] = ()
+        self._extents: Extents = ()
+        self._limit()
 
     @property
     def priority(self) -> int:
@@ -139,12 +174,16 @@ class Sequence:
     @property
     def position(self) -> int:
         """Output position of the next token."""
-        return len(self.tokens) - self.attempt.num_prompt_tokens
+        return len(self.tokens) - self._num_prompt
 
     @property
     def must_wait(self) -> bool:
         """Whether it is as far ahead of confirmed positions as it may be."""
-        return 0 < self.max_unconfirmed <= self.position - self.confirmed
+        return 0 < self.max_unconfirmed <= self.position + self.in_flight - self.confirmed
+
+    @property
+    def ended(self) -> bool:
+        return self.state in TERMINAL
 
     def move(self, event: SequenceEvent) -> None:
         """Takes one step through TRANSITIONS. Raises Internal for one that is not there."""
@@ -153,39 +192,64 @@ class Sequence:
             raise Internal(f"a sequence that is {self.state.name} cannot {event.name}")
         self.state = target
 
+    def confirm(self, position: int) -> None:
+        """Output positions below this one hold no stop string."""
+        self.confirmed = max(self.confirmed, min(position, self.position))
+        self._limit()
+
+    def begin(self, block_size: int, reach: int, *, awaited: bool = False) -> None:
+        """It has blocks and runs. awaited: a launched step samples its next token."""
+        self.reach = reach
+        self.in_flight = int(awaited)
+        self.lost = False
+        self.settle(block_size)
+
+    def settle(self, block_size: int) -> None:
+        """Takes note of its table: it has changed."""
+        assert self.table is not None
+        self.room = len(self.table.blocks) * block_size
+        self._extents = self.table.extents
+
     def sample_row(self) -> SampleRow:
-        """Asks for the next token. The row's history is only valid until the step is applied."""
-        attempt = self.attempt
-        position = len(self.tokens) - attempt.num_prompt_tokens
-        history = self.tokens if attempt.sampling.needs_history else ()
+        """Asks for the token behind the launched ones. The row's history is only valid until the
+        step is applied."""
+        position = self.position + self.in_flight
         return SampleRow(
             self.id,
             self.key.choice,
             position,
-            attempt.sampling,
+            self._sampling,
             self.rule.banned(position),
-            history,
-            attempt.num_prompt_tokens,
+            self.tokens if self.serial else (),
+            self._num_prompt,
         )
 
     def accept(self, token_id: int, logprobs: Logprobs | None) -> ChoiceTokens:
         """Appends the token of the next position and decides whether it ends the choice."""
-        tokens = self.tokens
-        if not self._owns_tokens:
-            tokens = self.tokens = list(tokens)
-            self._owns_tokens = True
-        assert isinstance(tokens, list)
-        position = len(tokens) - self.attempt.num_prompt_tokens
-        tokens.append(token_id)
-        if logprobs is not None:
+        own = self._own
+        if not own:
+            own = self.tokens = self._own = list(self.tokens)
+        own.append(token_id)
+        size = len(own)
+        position = size - self._num_prompt - 1
+        self._last = last = (token_id,)
+        if logprobs is None:
+            told: tuple[Logprobs, ...] = ()
+        else:
+            told = (logprobs,)
             self.logprobs.append(logprobs)
-        return ChoiceTokens(
-            self.key,
-            position,
-            (token_id,),
-            () if logprobs is None else (logprobs,),
-            *self.rule.ends(position, token_id),
-        )
+        rule = self.rule
+        if token_id in rule.end_ids or size >= rule.max_positions:
+            end = rule.ends(position, token_id)
+            return ChoiceTokens(self.key, position, last, told, *end)
+        return _made(ChoiceTokens, (self.key, position, last, told, None, None))
+
+    def publish(self, pool: BlockPool, end: int) -> None:
+        """Lets others find its full blocks up to a position; they have KV now."""
+        if self.table is not None and self.chain is not None:
+            num_blocks = end // pool.block_size
+            self.chain.extend(self.tokens, num_blocks)
+            pool.publish(self.table, self.chain, num_blocks)
 
     def give_up_table(self, pool: BlockPool) -> None:
         """Releases its blocks, if it owns any."""
@@ -201,6 +265,34 @@ class Sequence:
         return ChoiceTokens(
             self.key,
             position,
-            tuple(self.tokens[self.attempt.num_prompt_tokens + position :]),
+            tuple(self.tokens[self._num_prompt + position :]),
             tuple(self.logprobs[position - first :]),
         )
+
+    def _limit(self) -> None:
+        # The last token of a choice gets no KV.
+        self.ceiling = self.rule.max_positions - 1
+        if self.max_unconfirmed:
+            ahead = self._num_prompt + self.confirmed + self.max_unconfirmed - 1
+            self.ceiling = min(self.ceiling, ahead)
+
+
+def next_chunks(sequences: Iterable[Sequence]) -> list[Chunk]:
+    """The next position of each, for the step that is planned now and launched next.
+
+    One loop for all, because a call for each would cost as much as what it does.
+    """
+    chunks = []
+    for one in sequences:
+        position, in_flight, num_prompt = one.reach, one.in_flight, one._num_prompt
+        end = position + 1
+        if end >= one._plain_from:
+            fields = (one.id, one.key[1], end - num_prompt, one._sampling, (), (), num_prompt)
+            row = _made(SampleRow, fields)
+        else:
+            row = one.sample_row()
+        one.reach = end
+        one.in_flight = in_flight + 1
+        token_ids = _PENDING_ID if in_flight else one._last
+        chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,))))
+    return chunks

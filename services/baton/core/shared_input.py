@@ -2,7 +2,8 @@
 
 A prompt with n choices is computed or collected once. Its sequences part when KV is complete: one
 takes the table over, each of the others got a fork of it, with room to grow, when blocks were
-taken, so that nothing can run out in between. A preempted sequence becomes a SharedInput again.
+taken, so that nothing can run out in between. A preempted sequence becomes a SharedInput again;
+what its launched steps still sample becomes part of the input.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from baton.core.blocks import BlockTable, blocks_for
 from baton.core.plan import Chunk, SampleRow
 from baton.core.prefix import PrefixChain
 from baton.core.sequence import Sequence, SequenceEvent
+from baton.core.swap_space import SwapGrant
 
 
 class SharedInput:
-    """tokens: the input. computed: leading positions that have KV. cached: those of them that came
-    from the prefix cache. arrived, started: clock readings in seconds. resumed: its sequences have
-    run before. deadline: a clock reading after which it need not start, or None; what was told to
-    the client cannot be taken back, so one that is resumed has none here. held_back: it was refused
-    blocks, or lost them.
+    """tokens: the input. computed: leading positions that have KV once all launched steps are done.
+    cached: those of them that came from the prefix cache. in_flight: launched steps that compute
+    some of it. arrived, started: clock readings in seconds. resumed: its sequences have run before.
+    deadline: a clock reading after which it need not start, or None; what was told to the client
+    cannot be taken back, so one that is resumed has none here. held_back: it was refused room, or
+    lost it. stored: the swap memory that keeps all its KV while it waits, or None.
     """
 
     __slots__ = (
@@ -31,6 +34,7 @@ class SharedInput:
         "chain",
         "computed",
         "deadline",
+        "first",
         "held_back",
         "id",
         "in_flight",
@@ -39,8 +43,8 @@ class SharedInput:
         "resumed",
         "sequences",
         "started",
+        "stored",
         "table",
-        "tokens",
     )
 
     def __init__(
@@ -52,7 +56,7 @@ class SharedInput:
         self.key: AttemptKey = attempt.key
         self.priority = attempt.priority
         self.sequences = sequences
-        self.tokens: Tokens[int] = first.tokens
+        self.first = first
         self.chain = chain
         self.arrived = now
         self.started: float | None = None
@@ -60,20 +64,30 @@ class SharedInput:
         self.deadline = None if remaining_s is None else now + remaining_s
         self.resumed = resumed
         self.held_back = False
+        self.stored: SwapGrant | None = None
         self.table: BlockTable | None = None
         self.computed = 0
         self.cached = 0
-        self.in_flight = False
+        self.in_flight = 0
+
+    @property
+    def tokens(self) -> Tokens[int]:
+        return self.first.tokens
 
     @property
     def remaining(self) -> int:
-        """Positions that still have to be computed."""
-        return len(self.tokens) - self.computed
+        """Positions that no launched step computes yet."""
+        return len(self.first.tokens) - self.computed
 
     @property
     def must_wait(self) -> bool:
         """Whether its next token would be too far ahead of confirmed positions."""
         return any(sequence.must_wait for sequence in self.sequences)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether launched steps still work on it or sample for it: it cannot start over yet."""
+        return self.in_flight > 0 or any(sequence.in_flight for sequence in self.sequences)
 
     @property
     def num_tables(self) -> int:
@@ -115,10 +129,11 @@ class SharedInput:
             sequence.table = pool.fork(self.table, len(self.tokens), whole)
         return True
 
-    def chunk(self, budget: int, block_size: int) -> Chunk:
-        """The next positions to compute. budget: at least one block, or all that remains.
+    def next_chunk(self, budget: int, block_size: int) -> Chunk:
+        """The next positions, for the step that is planned now and launched next.
 
-        A chunk that is not the last one ends where a block ends, so that whole blocks travel.
+        budget: at least one block, or all that remains. A chunk that is not the last one ends where
+        a block ends, so that whole blocks travel.
         """
         assert self.table is not None
         first, end = self.computed, len(self.tokens)
@@ -127,15 +142,20 @@ class SharedInput:
             end = (first + budget) // block_size * block_size
         else:
             rows = tuple(sequence.sample_row() for sequence in self.sequences)
+        self.computed = end
+        self.in_flight += 1
         return Chunk(self.id, self.tokens[first:end], first, self.table.extents, rows)
 
-    def publish(self, pool: BlockPool) -> None:
-        """Lets others find the full blocks that have KV."""
-        assert self.table is not None
-        pool.publish(self.table, self.chain, self.computed // pool.block_size)
+    def publish(self, pool: BlockPool, end: int) -> None:
+        """Lets others find the full blocks up to a position; they have KV now."""
+        if self.table is not None:
+            pool.publish(self.table, self.chain, end // pool.block_size)
 
-    def hand_on(self, pool: BlockPool) -> None:
-        """Gives every sequence its table; the input's own goes to the one that got no fork."""
+    def hand_on(self, pool: BlockPool, *, reach: int, awaited: bool = False) -> None:
+        """Gives every sequence its table; the input's own goes to the one that got no fork.
+
+        reach, awaited: see `Sequence`.
+        """
         assert self.table is not None
         for sequence in self.sequences:
             if sequence.table is None:
@@ -143,7 +163,7 @@ class SharedInput:
                 sequence.chain = self.chain
             else:
                 sequence.chain = self.chain.fork()
-            sequence.computed = len(self.tokens)
+            sequence.begin(pool.block_size, reach, awaited=awaited)
         if self.table is not None:
             self.give_up_table(pool)
 

@@ -9,28 +9,29 @@ from baton.core.request import FinishReason
 class StopRule:
     """The ends that one attempt's tokens can meet.
 
-    max_positions: most positions a choice may have, prompt included.
+    max_positions: most positions a choice may have, prompt included. end_ids: tokens that end it;
+    before output position min_tokens they must not be drawn.
     """
 
-    __slots__ = ("_banned", "_end_ids", "_max_tokens", "_min_tokens", "max_positions")
+    __slots__ = ("_banned", "_max_tokens", "end_ids", "max_positions", "min_tokens")
 
     def __init__(self, attempt: Attempt, eos_token_ids: tuple[int, ...], max_model_len: int):
         stop = attempt.stop
         ends = dict.fromkeys((*(() if stop.ignore_eos else eos_token_ids), *stop.stop_token_ids))
         self._banned = tuple(ends)
-        self._end_ids = frozenset(ends)
-        self._min_tokens = stop.min_tokens
+        self.end_ids = frozenset(ends)
+        self.min_tokens = stop.min_tokens
         self._max_tokens = min(stop.max_tokens, max_model_len - attempt.num_prompt_tokens)
         self.max_positions = attempt.num_prompt_tokens + self._max_tokens
 
     def banned(self, position: int) -> tuple[int, ...]:
         """Tokens that must not be drawn at an output position: too early for an end."""
-        return self._banned if position < self._min_tokens else ()
+        return self._banned if position < self.min_tokens else ()
 
     def ends(self, position: int, token_id: int) -> tuple[FinishReason | None, int | None]:
         """Why the token drawn at an output position ends its choice, and itself if it is an end
         token; (None, None) when the choice goes on."""
-        if token_id in self._end_ids:
+        if token_id in self.end_ids:
             return FinishReason.STOP, token_id
         if position + 1 >= self._max_tokens:
             return FinishReason.LENGTH, None

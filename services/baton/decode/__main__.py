@@ -28,18 +28,17 @@ def main() -> int:
         max_sequences=config.max_running,
         token_budget=config.max_running + config.step_tokens,
         prefill_budget=config.step_tokens,
+        target_step_s=config.inter_token_ms / 1000,
         limit=QueueLimit(config.max_waiting_tokens, config.max_waiting),
     )
 
     def scheduler(runner: ModelRunner, pool: BlockPool) -> DecodeScheduler:
-        model = runner.model
         return DecodeScheduler(
             pool,
             policy,
-            eos_token_ids=model.eos_token_ids,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            model_digest=model.digest,
+            runner.model,
+            num_swap_blocks=runner.num_swap_blocks,
+            pipelined=runner.depth > 1,
         )
 
     def service(parts: Parts) -> tuple[DecodeService, list[Service]]:

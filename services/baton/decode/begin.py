@@ -13,11 +13,15 @@ from dataclasses import dataclass, field, replace
 from baton.core.attempt import Attempt, SequenceKey
 from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import HandoverFailed
+from baton.core.loop import EngineLoop
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.kv.collector import Collected, Collector, Ticket
 
 DEFAULT_DEADLINE_S = 600.0
+
+ROOM_POLL_S = 0.01
+"""Between two looks at room that comes free with the steps in flight."""
 
 
 @dataclass(slots=True)
@@ -88,11 +92,17 @@ class Beginner:
         async def reserve() -> int | None:
             # A choice that is cancelled later reaches the scheduler after this.
             attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
-            return await self._engine.call(
-                lambda loop: loop.scheduler.reserve(
-                    attempt, time.monotonic(), max_unconfirmed=max_unconfirmed
-                )
-            )
+
+            def ask(loop: EngineLoop[DecodeScheduler]) -> tuple[int | None, bool]:
+                scheduler, now = loop.scheduler, time.monotonic()
+                position = scheduler.reserve(attempt, now, max_unconfirmed=max_unconfirmed)
+                return position, scheduler.making_room(key, now)
+
+            while True:
+                position, soon = await self._engine.call(ask)
+                if position is not None or not soon:
+                    return position
+                await asyncio.sleep(ROOM_POLL_S)
 
         async def unpack(first_position: int, count: int, payload: memoryview) -> None:
             await self._engine.call_to_end(

@@ -32,15 +32,7 @@ def main() -> int:
     )
 
     def scheduler(runner: ModelRunner, pool: BlockPool) -> PrefillScheduler:
-        model = runner.model
-        return PrefillScheduler(
-            pool,
-            policy,
-            eos_token_ids=model.eos_token_ids,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            model_digest=model.digest,
-        )
+        return PrefillScheduler(pool, policy, runner.model)
 
     def service(parts: Parts) -> tuple[PrefillService, list[Service]]:
         giver = Giver(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)

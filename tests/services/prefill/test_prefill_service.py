@@ -83,6 +83,7 @@ async def test_an_answer_that_nobody_waits_for_any_more_is_not_computed(keep: bo
         world.prefill.runner.hold()
         calls = [world.run(each, new_id() if keep else b"") for each in (one, other)]
         await until(lambda: world.prefilling.num_attempts == 2)
+        await until(lambda: world.prefill.runner.num_begun == 1)
         for call in calls:
             call.cancel()
         await until(lambda: world.prefilling.num_attempts == 0)

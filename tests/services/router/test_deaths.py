@@ -129,12 +129,12 @@ async def test_tokens_of_an_older_attempt_are_dropped(world: World) -> None:
         sent: list[ChoiceTokens] = []
         for entry in tokens:
             if entry.key.attempt > 0:
-                sent += [replace(zombie, position=entry.position) for zombie in old[:1]]
+                sent += [zombie._replace(position=entry.position) for zombie in old[:1]]
                 sent.append(entry)
                 continue
-            old.append(replace(entry, token_ids=(35,)))
+            old.append(entry._replace(token_ids=(35,)))
             gap = 3 if entry.position == 5 else 0
-            sent.append(replace(entry, position=entry.position + gap))
+            sent.append(entry._replace(position=entry.position + gap))
         return sent
 
     world.decodes[0].tamper = zombie

@@ -1,0 +1,95 @@
+"""Beginner: a reservation that pushes others out waits for the steps in flight, not for ever."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+from baton.core.attempt import Attempt
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.errors import Overloaded
+from baton.core.events import Event
+from baton.core.loop import EngineLoop
+from baton.core.model import WorkerIdentity
+from baton.core.request import SamplingParams, StopParams
+from baton.decode.begin import Beginner, Running
+from baton.decode.sessions import RouterSession
+from baton.engine.fake import FakeRunner
+from baton.engine.thread import EngineThread
+from baton.kv.collector import Collector
+from baton.kv.ticket import Collected, Reserve, Ticket, Unpack
+
+NUM_BLOCKS, BLOCK_SIZE = 16, 4
+GIVER = WorkerIdentity("prefill", "0" * 32, "127.0.0.1:1")
+
+
+class ReservingCollector(Collector):
+    """Stops where KV would travel; all before that is real."""
+
+    def __init__(self) -> None:
+        self.reserved: list[int | None] = []
+
+    async def collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
+        self.reserved.append(await reserve())
+        raise Overloaded("nothing travels here", retry_after_s=1.0)
+
+    async def close(self) -> None:
+        pass
+
+
+def attempt(name: str, seed: int, *, priority: int) -> Attempt:
+    """Two of them fill the pool."""
+    prompt = tuple(10 + (seed * 31 + i * 7) % 500 for i in range(22))
+    stop = StopParams(38, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0)
+    return Attempt(name, 0, (0,), prompt, len(prompt), sampling, stop, priority=priority)
+
+
+def make_loop() -> EngineLoop[DecodeScheduler]:
+    runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, step_seconds=0.005, depth=2, delay_steps=1)
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    policy = DecodePolicy(headroom=4)
+    return EngineLoop(runner, DecodeScheduler(pool, policy, runner.model, pipelined=True))
+
+
+def add(one: Attempt, stay: bool, loop: EngineLoop[DecodeScheduler]) -> None:
+    loop.scheduler.add(one, 0.0, max_unconfirmed=2 if stay else 0)
+
+
+def num_running(loop: EngineLoop[DecodeScheduler]) -> int:
+    return loop.scheduler.load.running_sequences
+
+
+async def reserved_beside(*others: Attempt, wanted: Attempt, stay: bool) -> int | None:
+    """What a reservation is answered on an engine that two others fill. stay: they never end."""
+
+    def deliver(events: list[Event]) -> None:
+        pass
+
+    engine = EngineThread(make_loop, deliver)
+    await engine.start()
+    collector = ReservingCollector()
+    beginner = Beginner(engine, collector, handover_timeout_s=30.0)
+    running = Running(wanted, RouterSession("r"), Ticket(b"h", GIVER, 22), 0, {0}, 0.0)
+    try:
+        for one in others:
+            await engine.call(partial(add, one, stay))
+        while stay and await engine.call(num_running) < 2:
+            pass
+        with suppress(Overloaded):
+            await beginner.begin(running)
+        return collector.reserved[0]
+    finally:
+        await beginner.close()
+        await engine.stop()
+
+
+async def test_it_gets_the_room_that_less_important_ones_give() -> None:
+    lesser = [attempt(f"l{i}", i, priority=1) for i in range(2)]
+    assert await reserved_beside(*lesser, wanted=attempt("urgent", 7, priority=0), stay=False) == 0
+
+
+async def test_it_does_not_wait_for_room_that_nobody_gives() -> None:
+    equal = [attempt(f"e{i}", i, priority=0) for i in range(4)]
+    assert await reserved_beside(*equal, wanted=attempt("late", 7, priority=0), stay=True) is None
