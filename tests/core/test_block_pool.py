@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def chain_of(tokens: list[int], salt: bytes = b"") -> PrefixChain:
-    chain = PrefixChain(namespace(salt, "model"), SIZE)
+    chain = PrefixChain(namespace(salt, "model"), namespace(salt, "tokenizer"), SIZE)
     chain.extend(tokens, len(tokens) // SIZE)
     return chain
 

@@ -60,7 +60,7 @@ def test_tokens_are_little_endian_int32() -> None:
 
 
 def test_a_chain_grows_with_its_history_and_forks() -> None:
-    chain = PrefixChain(namespace(b"", "m"), 4)
+    chain = PrefixChain(namespace(b"", "m"), namespace(b"", "t"), 4)
     chain.extend([1, 2, 3, 4, 5], 1)
     fork = chain.fork()
     chain.extend([1, 2, 3, 4, 5, 6, 7, 8], 2)

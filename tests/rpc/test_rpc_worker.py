@@ -1,8 +1,9 @@
-"""Watch tells the description, then every change of the load, and gives a sign of life."""
+"""Watch tells the description, the cache, then every change of both, and gives a sign of life."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 
 import grpc
@@ -10,14 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.cache_log import CacheLog
+from baton.core.cached_units import Change
 from baton.core.errors import InvalidArgument
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.prefix import HASH_BYTES
 from baton.rpc import worker
 from baton.rpc.channels import Channels
 from baton.rpc.server import ProcessServer
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from tests.core.cache_replica import CacheReplica
 
 WITHIN_S = 10
 DESCRIPTION = WorkerDescription(
@@ -40,7 +45,9 @@ Watching = grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]
 
 
 class Watched:
-    """A worker whose load the tests change."""
+    """A worker whose load, and cache if it has one, the tests change."""
+
+    cache: CacheLog | None = None
 
     def __init__(self) -> None:
         self.load = WorkerLoad(WorkerState.SERVING)
@@ -59,7 +66,7 @@ def watched() -> Watched:
 
 @pytest.fixture
 async def stub(watched: Watched) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
-    service = worker.worker_service(watched.describe, watched.read)
+    service = worker.worker_service(watched.describe, watched.read, watched.cache)
     server = ProcessServer(listen="127.0.0.1:0", services=[service])
     channels = Channels()
     try:
@@ -129,6 +136,54 @@ async def test_the_number_of_watchers_is_bounded(
                 return
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.05)
+
+
+class Caching(Watched):
+    """A worker with a prefix cache of which at most 100 changes are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units: set[bytes] = set()
+        self._changes: deque[Change] = deque()
+        self.cache = CacheLog(self._changes, max_kept=100)
+
+    def toggle(self, *numbers: int) -> None:
+        for number in numbers:
+            unit = number.to_bytes(HASH_BYTES, "little")
+            self._changes.append((unit, unit not in self.units))
+            self.units ^= {unit}
+
+
+@pytest.mark.parametrize("watched", [Caching()])
+async def test_the_cache_is_told_at_once_and_then_its_changes(
+    stub: worker_pb2_grpc.WorkerAsyncStub, watched: Caching
+) -> None:
+    watched.toggle(*range(5000))
+    watching, replica = stub.Watch(pb.WatchRequest()), CacheReplica()
+    told: list[str] = []
+    snapshots: set[int] = set()
+
+    async def listen() -> None:
+        message = await asyncio.wait_for(watching.read(), WITHIN_S)
+        assert isinstance(message, pb.WatchResponse)
+        told.append(str(message.WhichOneof("message")))
+        if message.HasField("cache"):
+            assert replica.apply(message.cache)
+            if message.cache.snapshot:
+                snapshots.add(message.cache.first_number)
+
+    for _ in range(4):
+        await listen()
+    assert told == ["description", "cache", "cache", "load"], "two parts of a snapshot"
+    assert replica.units == watched.units
+    watched.toggle(1, 2, 9000, 1)
+    while replica.units != watched.units:
+        await listen()
+    assert snapshots == {5000}
+    watched.toggle(*range(10_000, 10_200))
+    while replica.units != watched.units:
+        await listen()
+    assert snapshots == {5000, 5204}, "more changed than is kept"
 
 
 @given(loads)

@@ -3,8 +3,9 @@
 A prefix is cut into units of equal size. The hash of a unit is keyed by the hash before it, and the
 first one by a namespace made of {tenant salt, model, adapter}. Equal hashes therefore mean equal
 prefixes in one namespace, and two tenants never share one. Two chains are in use: blocks of a
-worker's own size inside its pool (`PrefixChain`), and units of 64 tokens between processes
-(`prefix_hashes`), whatever a worker's block size is.
+worker's own size inside its pool, keyed by the model (`PrefixChain`), and units of 64 tokens
+between processes, whatever a worker's block size is, keyed by the tokenizer (`prefix_hashes`): what
+a router asks of all workers before it knows which model files each of them has.
 """
 
 from __future__ import annotations
@@ -13,34 +14,38 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import Struct
 from typing import NamedTuple
 
 UNIT_TOKENS = 64
 HASH_BYTES = 16
 
 _TOKEN_BYTES = 4
+_UNIT_BYTES = UNIT_TOKENS * _TOKEN_BYTES
 
 
-def namespace(salt: bytes, model_digest: str, adapter: str = "") -> bytes:
-    """The key of a chain's first hash, HASH_BYTES long. Parts cannot run into each other."""
+def namespace(salt: bytes, digest: str, adapter: str = "") -> bytes:
+    """The key of a chain's first hash, HASH_BYTES long. Parts cannot run into each other.
+
+    digest: of the model for blocks, of the tokenizer for units.
+    """
     hasher = blake2b(digest_size=HASH_BYTES, person=b"baton-prefix")
-    for part in (salt, model_digest.encode(), adapter.encode()):
+    for part in (salt, digest.encode(), adapter.encode()):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.digest()
 
 
-def prefix_hashes(token_ids: Sequence[int], salt: bytes, model_digest: str) -> bytes:
+def prefix_hashes(token_ids: Sequence[int], salt: bytes, tokenizer_digest: str) -> bytes:
     """One hash of HASH_BYTES per full unit of UNIT_TOKENS tokens, concatenated.
 
     Each covers all tokens up to its unit's end. Raises OverflowError for ids beyond int32.
     """
     data = memoryview(token_bytes(token_ids))
-    unit_bytes = UNIT_TOKENS * _TOKEN_BYTES
-    digest = namespace(salt, model_digest)
+    digest = namespace(salt, tokenizer_digest)
     hashes = bytearray()
-    for start in range(0, len(data) - unit_bytes + 1, unit_bytes):
-        digest = _next_hash(digest, data[start : start + unit_bytes])
+    for start in range(0, len(data) - _UNIT_BYTES + 1, _UNIT_BYTES):
+        digest = _next_hash(digest, data[start : start + _UNIT_BYTES])
         hashes += digest
     return bytes(hashes)
 
@@ -54,21 +59,33 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixLink(NamedTuple):
-    """One full block of a chain. Links are equal only when their tokens are equal too."""
+    """One full block of a chain. Links are equal only when their tokens are equal too.
+
+    depth: how many links are before it. units: the hashes of those units that end in this block.
+    """
 
     digest: bytes
     parent: bytes
     tokens: bytes
+    depth: int
+    units: tuple[bytes, ...]
 
 
 class PrefixChain:
-    """The links of one growing token history, made on demand and never twice."""
+    """The links of one growing token history, made on demand and never twice.
 
-    __slots__ = ("_block_size", "_root", "links")
+    root, unit_root: the namespaces of blocks and of units.
+    """
 
-    def __init__(self, root: bytes, block_size: int):
+    __slots__ = ("_begun", "_block_size", "_pack", "_root", "_unit", "links")
+
+    def __init__(self, root: bytes, unit_root: bytes, block_size: int):
         self._root = root
         self._block_size = block_size
+        # For a block's few ids a quarter of what `token_bytes` takes.
+        self._pack = Struct(f"<{block_size}i").pack
+        self._unit = unit_root
+        self._begun = b""
         self.links: list[PrefixLink] = []
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
@@ -76,16 +93,30 @@ class PrefixChain:
         size = self._block_size
         parent = self.links[-1].digest if self.links else self._root
         for index in range(len(self.links), num_blocks):
-            tokens = token_bytes(token_ids[index * size : (index + 1) * size])
+            tokens = self._pack(*token_ids[index * size : (index + 1) * size])
             digest = _next_hash(parent, tokens)
-            self.links.append(PrefixLink(digest, parent, tokens))
+            self.links.append(PrefixLink(digest, parent, tokens, index, self._units(tokens)))
             parent = digest
 
     def fork(self) -> PrefixChain:
         """An independent chain with the same history."""
-        chain = PrefixChain(self._root, self._block_size)
+        chain = PrefixChain(self._root, self._unit, self._block_size)
+        chain._begun = self._begun
         chain.links = self.links.copy()
         return chain
+
+    def _units(self, tokens: bytes) -> tuple[bytes, ...]:
+        """The units that end in the next block's tokens; what begins in it is kept for later."""
+        self._begun = begun = self._begun + tokens
+        if len(begun) < _UNIT_BYTES:
+            return ()
+        units = []
+        while len(begun) >= _UNIT_BYTES:
+            self._unit = _next_hash(self._unit, begun[:_UNIT_BYTES])
+            units.append(self._unit)
+            begun = begun[_UNIT_BYTES:]
+        self._begun = begun
+        return tuple(units)
 
 
 def _next_hash(previous: bytes, unit: bytes | memoryview) -> bytes:

@@ -60,7 +60,11 @@ PROMPT_TOKENS = Spec("baton_prompt_tokens_total", "Prompt tokens of accepted req
 CACHED_TOKENS = Spec("baton_cached_tokens_total", "Input tokens found in a prefix cache.")
 PREFILL_TOKENS = Spec("baton_prefill_tokens_total", "Input tokens whose KV was computed.")
 DECODE_TOKENS = Spec("baton_decode_tokens_total", "Output tokens sampled.")
-PREEMPTIONS = Spec("baton_preemptions_total", "Sequences that gave up their blocks and wait again.")
+PREEMPTIONS = Spec(
+    "baton_preemptions_total",
+    "Sequences that gave up their blocks and wait again, by what became of their KV.",
+    ("kind",),
+)
 HANDOVERS = Spec("baton_handovers_total", "Hand-overs that ended.", ("side", "outcome"))
 HANDOVER_BYTES = Spec("baton_handover_bytes_total", "KV bytes moved by hand-overs.", ("side",))
 KV_SOURCE = Spec(

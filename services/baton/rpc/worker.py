@@ -1,8 +1,9 @@
 """Serves `baton.v1.Worker`, and converts what it tells; knows nothing of what a worker does.
 
-A watcher gets the description first, then the load: whenever it changes, but not more often than
-every 50 ms, and every 500 ms as a sign of life. Nothing is queued: a slow watcher gets the newest
-load.
+A watcher gets the description first, then the prefix cache of a worker that has one, then cache and
+load: whenever they change, but not more often than every 50 ms, and the load every 500 ms as a sign
+of life. Nothing is queued: a slow watcher gets the newest load, and the cache's changes from where
+it is, or a new snapshot.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 import grpc
 
+from baton.core.cache_log import CacheBatch, CacheLog, CacheReader
 from baton.core.errors import InvalidArgument, Overloaded
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.rpc.convert import (
@@ -34,13 +36,19 @@ MAX_WATCHERS = 256
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """describe and load are called on the event loop, load up to 20 times a second and watcher."""
+    """describe and load are called on the event loop, load up to 20 times a second and watcher.
+    cache: read there as often, None for a worker without one.
+    """
 
     def __init__(
-        self, describe: Callable[[], WorkerDescription], load: Callable[[], WorkerLoad]
+        self,
+        describe: Callable[[], WorkerDescription],
+        load: Callable[[], WorkerLoad],
+        cache: CacheLog | None,
     ) -> None:
         self._describe = describe
         self._load = load
+        self._cache = cache
         self._watchers = 0
 
     async def Watch(
@@ -54,8 +62,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             yield pb.WatchResponse(description=description_to_proto(self._describe()))
             clock = asyncio.get_running_loop().time
+            reader = CacheReader(self._cache) if self._cache is not None else None
             sent, sent_at = None, 0.0
             while True:
+                for batch in reader.read() if reader is not None else ():
+                    yield pb.WatchResponse(cache=cache_to_proto(batch))
                 load = self._load()
                 if _told(load) != sent or clock() - sent_at >= HEARTBEAT_S:
                     sent, sent_at = _told(load), clock()
@@ -66,10 +77,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 
 def worker_service(
-    describe: Callable[[], WorkerDescription], load: Callable[[], WorkerLoad]
+    describe: Callable[[], WorkerDescription],
+    load: Callable[[], WorkerLoad],
+    cache: CacheLog | None = None,
 ) -> Service:
     """The Worker service, ready to be given to a ProcessServer."""
-    servicer = WorkerServicer(describe, load)
+    servicer = WorkerServicer(describe, load, cache)
     return Service(
         SERVICE, lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     )
@@ -127,6 +140,15 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
         free_blocks=message.free_blocks,
         step_age_us=message.step_age_us,
         step_predicted_us=message.step_predicted_us,
+    )
+
+
+def cache_to_proto(batch: CacheBatch) -> pb.CacheEvents:
+    return pb.CacheEvents(
+        first_number=batch.first_number,
+        snapshot=batch.snapshot,
+        added=batch.added,
+        removed=batch.removed,
     )
 
 

@@ -220,7 +220,9 @@ Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """Changes of a worker's prefix cache, in units of 64 tokens."""
+    """Changes of a worker's prefix cache, in units of 64 tokens. A unit is present when KV of all tokens
+    up to its end is cached. No unit appears twice in one message.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -229,9 +231,14 @@ class CacheEvents(_message.Message):
     ADDED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     first_number: _builtins.int
-    """Sequence number of the first event here; a gap means: watch again."""
+    """Sequence number of the first event here: that of the message before and as many as it has hashes.
+    Anything else means that something is missing: watch again.
+    """
     snapshot: _builtins.bool
-    """True while the initial snapshot is sent; events then only add."""
+    """True for the parts of a snapshot, which only add. All parts, at least one, have the number of the
+    first event after the snapshot. A watcher that fell behind gets another one, with a greater
+    number; what was known before is void then.
+    """
     added: _builtins.bytes
     """Prefix hashes that were added, 16 bytes each, concatenated."""
     removed: _builtins.bytes

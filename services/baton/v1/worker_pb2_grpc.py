@@ -47,7 +47,8 @@ class WorkerServicer:
     """
 
     def Watch(self, request, context):
-        """Sends the description first, then load whenever it changes, and a sign of life every 500 ms.
+        """Sends the description first, then of a worker with a prefix cache a snapshot of it, then load and
+        cache whenever they change, and the load every 500 ms as a sign of life.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

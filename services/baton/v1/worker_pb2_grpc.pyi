@@ -34,7 +34,9 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]
-    """Sends the description first, then load whenever it changes, and a sign of life every 500 ms."""
+    """Sends the description first, then of a worker with a prefix cache a snapshot of it, then load and
+    cache whenever they change, and the load every 500 ms as a sign of life.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -42,7 +44,9 @@ class WorkerAsyncStub(WorkerStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]  # type: ignore[assignment]
-    """Sends the description first, then load whenever it changes, and a sign of life every 500 ms."""
+    """Sends the description first, then of a worker with a prefix cache a snapshot of it, then load and
+    cache whenever they change, and the load every 500 ms as a sign of life.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Identity, description and load of a worker."""
@@ -53,6 +57,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchResponse], _abc.AsyncIterator[_worker_pb2.WatchResponse]]:
-        """Sends the description first, then load whenever it changes, and a sign of life every 500 ms."""
+        """Sends the description first, then of a worker with a prefix cache a snapshot of it, then load and
+        cache whenever they change, and the load every 500 ms as a sign of life.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
