@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from baton.cli.ports import HOST, free_ports
+from baton.cli.shares import memory_flags
 from baton.core.errors import InvalidArgument
 
 BUNDLED = "baton-tiny"
@@ -31,6 +32,8 @@ class UpOptions:
     exact: bool = True
     threads: int = 0
     runner: str = "torch"
+    kv_memory_mib: int = 0
+    """Of each engine process; 0: an equal share of what is free."""
     engine_cpus: str = ""
     """Cores that prefill and decode are pinned to, as taskset writes them; empty: not pinned."""
     other_cpus: str = ""
@@ -93,9 +96,14 @@ def plan(options: UpOptions) -> Layout:
             raise InvalidArgument("must be at least 1", field=role)
     if options.prefill < 0:
         raise InvalidArgument("must not be negative (0 prefills on decode)", field="prefill")
+    if options.kv_memory_mib < 0:
+        raise InvalidArgument("must not be negative (0 shares out)", field="kv_memory_mib")
     model, name = resolve_model(options.model)
     engines = options.prefill + options.decode
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
+    memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
+    if not options.kv_memory_mib and options.runner == "torch":
+        memory = memory_flags(model, engines)
     ports = iter(free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
     processes: list[ProcessSpec] = []
     addresses: dict[str, list[str]] = {}
@@ -112,6 +120,7 @@ def plan(options: UpOptions) -> Layout:
         *served,
         *("--threads", str(threads), "--transport", options.transport, "--runner", options.runner),
         *("--exact", str(options.exact).lower()),
+        *memory,
     )
     for role, count, flags in (
         ("tokenizer", options.tokenizer, served),

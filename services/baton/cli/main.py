@@ -13,7 +13,15 @@ from importlib import import_module, metadata
 
 from baton.core.errors import BatonError
 
-COMMANDS = ("up", "down", "chat", "doctor", "bench")
+COMMANDS = {
+    "up": "up",
+    "down": "down",
+    "chat": "chat",
+    "doctor": "doctor",
+    "plan": "plan",
+    "bench": "bench.command",
+}
+"""Each with the module that has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=metadata.version("baton"))
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        import_module(f"baton.cli.{name}").add_parser(subparsers)
+    for module in COMMANDS.values():
+        import_module(f"baton.cli.{module}").add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        return int(import_module(f"baton.cli.{args.command}").run(args))
+        return int(import_module(f"baton.cli.{COMMANDS[args.command]}").run(args))
     except BatonError as error:
         where = f" ({error.field})" if error.field else ""
         print(f"baton {args.command}: {error.message}{where}", file=sys.stderr)

@@ -51,6 +51,10 @@ def add_parser(subparsers: Any) -> None:
         help="torch threads of an engine process (default: cores shared out)",
     )  # fmt: skip
     parser.add_argument(
+        "--kv-memory-mib", type=int, default=0, metavar="MIB",
+        help="memory for KV of an engine process (default: an equal share of what is free)",
+    )  # fmt: skip
+    parser.add_argument(
         "--runner", choices=("torch", "fake"), default="torch",
         help="fake: tokens without a model, to try the machinery (default %(default)s)",
     )  # fmt: skip

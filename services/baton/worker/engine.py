@@ -26,6 +26,15 @@ Loading = Callable[[int, int], None]
 
 FAKE_BLOCKS = 4096
 
+_OPTION_NAMES = {
+    "kv_memory_bytes": "kv_memory_mib",
+    "swap_host_bytes": "swap_host_mib",
+    "swap_disk_bytes": "swap_disk_mib",
+    "max_batch": "max_running",
+    "max_step_tokens": "step_tokens",
+}
+"""How the operator calls what the engine's refusals name."""
+
 
 def open_runner(options: WorkerOptions) -> ModelRunner:
     """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason."""
@@ -40,20 +49,42 @@ def open_runner(options: WorkerOptions) -> ModelRunner:
         )
     configure(options.threads)
     from baton.engine.runner import TorchRunner
+    from baton.engine.sizing import foresee
 
-    config = EngineConfig(
+    try:
+        config = engine_config(options, digest)
+        # What can never fit is refused before gigabytes are read.
+        foresee(config)
+        return TorchRunner.load(config, progress=_loading())
+    except InvalidArgument as error:
+        if error.field not in _OPTION_NAMES:
+            raise
+        raise InvalidArgument(error.message, field=_OPTION_NAMES[error.field]) from error
+
+
+def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineConfig:
+    """The engine's part of a worker's options. Raises InvalidArgument."""
+    return EngineConfig(
         model=options.model,
         model_name=options.model_name,
         dtype=options.dtype,
         device=options.device,
         block_size=options.block_size,
         kv_memory_bytes=options.kv_memory_mib * MIB,
+        memory_share=options.memory_share,
         max_model_len=options.max_model_len,
-        exact=options.exact,
+        max_batch=options.max_running,
+        # A decode step carries a token of every running sequence beside the prompts' tokens.
+        max_step_tokens=options.step_tokens + options.max_running,
+        exact=None if options.exact else False,
         threads=options.threads,
-        tokenizer_digest=digest,
+        quantize=options.quantize,
+        swap_host_bytes=options.swap_host_mib * MIB,
+        swap_disk_bytes=options.swap_disk_mib * MIB,
+        swap_folder=options.swap_folder,
+        graphs=options.graphs,
+        tokenizer_digest=tokenizer_digest,
     )
-    return TorchRunner.load(config, progress=_loading())
 
 
 def is_exact(runner: ModelRunner) -> bool:
@@ -91,13 +122,3 @@ def _bar() -> Loading:
             progress.stop()
 
     return show
-
-
-def check_slot(slot_mib: int, bytes_per_position: int) -> int:
-    """The size of a slot in bytes. Raises InvalidArgument when it cannot hold one position."""
-    size = slot_mib * MIB
-    if size < bytes_per_position + 4096:
-        raise InvalidArgument(
-            f"must hold one position, which takes {bytes_per_position} bytes", field="slot_mib"
-        )
-    return size

@@ -19,9 +19,33 @@ class WorkerOptions(ServingOptions):
     device: str = option("auto", "where steps run", choices=("auto", "cpu", "cuda"))
     threads: int = option(0, "torch threads; 0: all cores", unit="threads", minimum=0, maximum=1024)
     exact: bool = option(True, "same tokens whatever runs beside them")
-    max_model_len: int = option(0, "longest sequence; 0: the model's", unit="tokens", minimum=0)
+    quantize: str = option(
+        "none", "weights of linear layers in fewer bits", choices=("none", "int8")
+    )
+    graphs: bool = option(True, "record CUDA graphs of decode steps, on a GPU")
+    max_model_len: int = option(
+        0, "longest sequence; 0: the model's, or what the pool holds", unit="tokens", minimum=0
+    )
+    step_tokens: int = option(512, "most prompt tokens of a step", unit="tokens", minimum=1)
+    max_running: int = option(
+        64, "sequences at once; the pool takes no more memory than they need",
+        minimum=1, maximum=4096,
+    )  # fmt: skip
     block_size: int = option(16, "positions of a block", unit="tokens", minimum=1, maximum=1024)
-    kv_memory_mib: int = option(256, "memory for KV", unit="MiB", minimum=1)
+    kv_memory_mib: int = option(
+        0, "memory for KV; 0: what memory_share has left", unit="MiB", minimum=0
+    )
+    memory_share: float = option(
+        0.8, "of the memory free at start, what weights, activations and KV may take together",
+        minimum=0.01, maximum=1.0,
+    )  # fmt: skip
+    swap_host_mib: int = option(
+        256, "host memory for KV of preempted sequences", unit="MiB", minimum=0
+    )
+    swap_disk_mib: int = option(
+        0, "disk space for KV of preempted sequences", unit="MiB", minimum=0
+    )
+    swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
     max_waiting: int = option(1024, "prompts that may wait; more are refused", minimum=1)
     max_waiting_tokens: int = option(
         65536, "prompt tokens that may wait; more are refused", unit="tokens", minimum=1

@@ -8,15 +8,19 @@ state and a new process is the only clean one.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from baton.core.block_pool import BlockPool
+from baton.core.cache_log import CacheLog
+from baton.core.cached_units import Change
 from baton.core.errors import InvalidArgument
 from baton.core.events import Event
 from baton.core.load import WorkerState
@@ -24,6 +28,7 @@ from baton.core.loop import EngineLoop
 from baton.core.model import WorkerIdentity
 from baton.core.ports import ModelRunner
 from baton.core.scheduling import Scheduler
+from baton.engine.config import MIB
 from baton.engine.thread import EngineThread
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
@@ -34,7 +39,7 @@ from baton.rpc.lifecycle import new_incarnation, run_until_stopped
 from baton.rpc.logs import setup
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
-from baton.worker.engine import check_slot, open_runner
+from baton.worker.engine import open_runner
 from baton.worker.options import WorkerOptions
 from baton.worker.report import Report, describe
 
@@ -86,16 +91,20 @@ async def run_worker(
     incarnation = new_incarnation()
     setup(role, options.log_level, options.log_json, incarnation=incarnation)
     service: WorkerService | None = None
-    made: list[ModelRunner] = []
+    made: list[EngineLoop[Scheduler]] = []
+    # Filled by the engine thread, emptied here: nothing else of the pool is shared.
+    changes: deque[Change] = deque()
+    cache = CacheLog(changes)
 
     def make_loop() -> EngineLoop[Scheduler]:
         runner = open_runner(options)
-        made.append(runner)
-        return EngineLoop(
-            runner, make_scheduler(runner, BlockPool(runner.num_blocks, runner.block_size))
-        )
+        pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
+        made.append(EngineLoop(runner, make_scheduler(runner, pool)))
+        return made[0]
 
     def deliver(events: list[Event]) -> None:
+        # Blocks are cached by steps, and a step that caches some has events.
+        cache.collect()
         if service is not None:
             service.deliver(events)
 
@@ -107,13 +116,16 @@ async def run_worker(
             make_loop, deliver, on_step=step_time.observe
         )
         await engine.start()
+        # What loading made stays for good: no full collection needs to walk through it in a step.
+        gc.collect()
+        gc.freeze()
         ends.push_async_callback(engine.stop)
-        runner = made[0]
+        runner, scheduler = made[0].runner, made[0].scheduler
         staging = await Staging.open(
             incarnation,
             transport=options.transport,
             num_slots=options.slots,
-            slot_bytes=check_slot(options.slot_mib, runner.layout.bytes_per_position),
+            slot_bytes=options.slot_mib * MIB,
         )
         ends.push_async_callback(staging.close)
         identity = WorkerIdentity(role, incarnation, address)
@@ -121,14 +133,14 @@ async def run_worker(
         service, services = make_service(Parts(engine, runner, identity, staging, stats, channels))
         ends.push_async_callback(service.close)
         report = Report(
-            engine, staging, stats, side, runner.num_blocks,
+            engine, staging, stats, side, runner.num_blocks, scheduler,
             state=lambda: service.state, num_attempts=lambda: service.num_attempts,
         )  # fmt: skip
         report.export()
         description = describe(runner, identity, staging.names)
         server = ProcessServer(
             listen=options.listen,
-            services=[*services, worker_service(lambda: description, report.worker_load)],
+            services=[*services, worker_service(lambda: description, report.worker_load, cache)],
             reflection=options.reflection,
             metrics_listen=options.metrics_listen,
         )

@@ -9,6 +9,7 @@ from typing import Any
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import WorkerIdentity
 from baton.core.ports import ModelRunner
+from baton.core.scheduling import Scheduler
 from baton.engine.thread import EngineThread
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
@@ -22,7 +23,8 @@ Gauge = dict[tuple[str, ...], float]
 class Report:
     """Reads the worker's parts; every reading is of this moment.
 
-    side: giver or collector. num_attempts: attempts the service knows of, whatever they wait for.
+    side: giver or collector. scheduler: the engine thread's own; only counts of it are read here.
+    num_attempts: attempts the service knows of, whatever they wait for.
     """
 
     engine: EngineThread[Any]
@@ -30,6 +32,7 @@ class Report:
     stats: HandoverStats
     side: str
     num_blocks: int
+    scheduler: Scheduler
     state: Callable[[], WorkerState]
     num_attempts: Callable[[], int]
 
@@ -52,6 +55,7 @@ class Report:
         metrics.gauge(metrics.SEQUENCES, self._sequences)
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
         metrics.gauge(metrics.LEAKS, self._leaks)
+        metrics.gauge(metrics.PREEMPTIONS, self._preemptions)
         metrics.gauge(metrics.HANDOVERS, self._handovers)
         metrics.gauge(metrics.HANDOVER_BYTES, lambda: {(self.side,): self.stats.payload_bytes})
         metrics.gauge(metrics.PARCELS_REFUSED, lambda: {(): self.stats.mismatches.total()})
@@ -69,6 +73,9 @@ class Report:
     def _sequences(self) -> Gauge:
         load = self.engine.load
         return {("waiting",): load.waiting_sequences, ("running",): load.running_sequences}
+
+    def _preemptions(self) -> Gauge:
+        return {(kind,): n for kind, n in self.scheduler.preemptions.items()}
 
     def _handovers(self) -> Gauge:
         return {(self.side, outcome): n for outcome, n in dict(self.stats.outcomes).items()}

@@ -196,7 +196,7 @@ def attempt(
 def reference(attempt: Attempt) -> dict[int, list[int]]:
     """Each choice's tokens from one undisturbed engine, all by itself."""
     runner = FakeRunner(256, 8, eos_token_ids=(EOS,))
-    loop = EngineLoop(runner, DecodeScheduler(BlockPool(256, 8), DecodePolicy(), **_model(runner)))
+    loop = EngineLoop(runner, DecodeScheduler(BlockPool(256, 8), DecodePolicy(), runner.model))
     loop.scheduler.add(attempt, 0.0)
     made: dict[int, list[int]] = {choice: [] for choice in attempt.choices}
     while loop.scheduler.has_work:
@@ -232,7 +232,7 @@ async def pair(
 
         def prefill_scheduler(pool: BlockPool) -> PrefillScheduler:
             policy = PrefillPolicy(token_budget=CHUNK, batch_window_s=0.0)
-            return PrefillScheduler(pool, policy, **_model(prefill_runner))
+            return PrefillScheduler(pool, policy, prefill_runner.model)
 
         def decode_scheduler(pool: BlockPool) -> DecodeScheduler:
             policy = DecodePolicy(
@@ -240,7 +240,7 @@ async def pair(
                 token_budget=max_sequences + CHUNK,
                 prefill_budget=CHUNK,
             )
-            return DecodeScheduler(pool, policy, **_model(decode_runner))
+            return DecodeScheduler(pool, policy, decode_runner.model)
 
         channels = Channels()
         ends.push_async_callback(channels.close)
@@ -346,16 +346,6 @@ async def _serve(
     channel = grpc.aio.insecure_channel(identity.address)
     ends.push_async_callback(channel.close)
     return server, channel
-
-
-def _model(runner: FakeRunner) -> dict[str, Any]:
-    model = runner.model
-    return {
-        "eos_token_ids": model.eos_token_ids,
-        "max_model_len": model.max_model_len,
-        "vocab_size": model.vocab_size,
-        "model_digest": model.digest,
-    }
 
 
 def _free_address() -> str:

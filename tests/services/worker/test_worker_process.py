@@ -20,11 +20,14 @@ import pytest
 from baton.core.attempt import Attempt
 from baton.core.errors import HandoverFailed
 from baton.core.model import WorkerIdentity
+from baton.core.prefix import prefix_hashes
 from baton.rpc.convert import attempt_to_proto, identity_from_proto
+from baton.rpc.digest import tokenizer_digest
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub
 from baton.v1.prefill_pb2_grpc import PrefillStub
 from baton.v1.worker_pb2_grpc import WorkerStub
+from tests.core.cache_replica import CacheReplica, hashes
 from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, reference, until
 from tests.services.worker.router_end import RouterEnd
 
@@ -109,6 +112,37 @@ async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path, unused_por
         assert await end.ended(long) == reference(long)
         assert [await decode.exit_code(), await prefill.exit_code()] == [0, 0]
         await end.break_off()
+
+
+async def test_both_tell_what_their_caches_hold(tmp_path: Path) -> None:
+    """In the tokenizer's own words, so that a router can compare."""
+    one = attempt(n=2)
+    assert len(one.token_ids) // 64 * 64 % 48 == 0, "the last unit ends with a whole block"
+    prompt = set(hashes(prefix_hashes(one.token_ids, one.cache_salt, tokenizer_digest(tmp_path))))
+    async with (
+        worker("baton.prefill", tmp_path, "--block-size", "48") as prefill,
+        worker("baton.decode", tmp_path) as decode,
+    ):
+        end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
+        await end.connect()
+        early = [WorkerStub(p.channel).Watch(worker_pb2.WatchRequest()) for p in (prefill, decode)]
+        handover_id = new_id()
+        await end.start(one, handover_id)
+        await run_on(prefill, decode, one, handover_id)
+        assert await end.ended(one) == reference(one)
+        late = [WorkerStub(p.channel).Watch(worker_pb2.WatchRequest()) for p in (prefill, decode)]
+        for watching in (*early, *late):
+            await asyncio.wait_for(told_of(watching, prompt), PATIENCE_S)
+        await end.break_off()
+
+
+async def told_of(watching: Any, wanted: set[bytes]) -> None:
+    """Returns when a watcher knows that all these units are cached."""
+    replica = CacheReplica()
+    while not wanted <= replica.units:
+        message = await watching.read()
+        if message.HasField("cache"):
+            assert replica.apply(message.cache)
 
 
 async def test_prefill_freezes_and_dies(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""How many bytes a model takes on its device, from shapes alone; knows no free memory, no blocks.
+
+Works alike on a loaded network and on one without weights, before linear layers are packed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from baton.core.blocks import blocks_for
+from baton.core.plan import Chunk, SampleRow, StepPlan
+from baton.core.request import SamplingParams
+from baton.engine.config import EngineConfig
+from baton.engine.experts import are_known_experts
+from baton.engine.int8 import worth_quantizing
+from baton.engine.kernels import choose_kernel, flash_cpu
+from baton.engine.loader import LoadedModel
+from baton.engine.memory import Footprint, stored_bytes
+from baton.engine.probe import AttentionShape
+
+_LAYER_COPIES = 4
+"""How many tensors of a layer's width live at once while it is computed: residual, normed input,
+two branches of a gated product or a rotation and its parts."""
+
+_INT8_BYTES_PER_OUTPUT = 8
+"""A scale and an offset."""
+
+_LOGIT_COPIES = 4
+"""float32 tensors of a row of logits that sampling makes: converted, scaled, sorted, summed up."""
+
+
+def footprint(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> Footprint:
+    """What `loaded` takes; the network's linear layers are not packed yet."""
+    return Footprint(
+        weights=weights_bytes(loaded.network, loaded.device, config.quantize),
+        activations=activation_bytes(config, loaded, shape),
+        position=stored_bytes(shape.layout, even=stores_even(config, loaded, shape)),
+    )
+
+
+def stores_even(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> bool:
+    """Whether the pool keeps values as large as keys, see `KvCache`."""
+    if config.attention == "triton":
+        return False
+    layout = shape.layout
+    sizes = layout.key_size, layout.value_size
+    kernel = choose_kernel(config.attention, loaded.device, *sizes, softcap=shape.softcap)
+    return kernel is flash_cpu
+
+
+def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> int:
+    """Parameters and buffers, tied ones once, except that packing on a CPU unties linear layers."""
+    total = 0
+    seen: set[tuple[int, bool]] = set()
+    for module in network.modules():
+        for name, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
+            matrix = _matrix(module, name, tensor) if device.type == "cpu" else None
+            if (id(tensor), matrix is not None) in seen:
+                continue
+            seen.add((id(tensor), matrix is not None))
+            if matrix is not None and quantize == "int8" and worth_quantizing(matrix):
+                rows = tensor.numel() // matrix.shape[1]
+                total += tensor.numel() + rows * _INT8_BYTES_PER_OUTPUT
+            else:
+                total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def _matrix(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """What `linear.swap` binds, [outputs, inputs], one for all experts; None for all else."""
+    if isinstance(module, nn.Linear) and name == "weight":
+        return tensor
+    if isinstance(module, Conv1D) and name == "weight":
+        return tensor.t()
+    if tensor.dim() == 3 and are_known_experts(module):
+        return tensor[0].t() if module.is_transposed else tensor[0]
+    return None
+
+
+def activation_bytes(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> int:
+    """An upper estimate for the largest step: max_step_tokens tokens, max_batch rows of logits."""
+    network, layout = loaded.network, shape.layout
+    element = next(network.parameters()).element_size()
+    text = network.config.get_text_config()  # type: ignore[union-attr,operator]
+    query_heads = layout.num_kv_heads * shape.per_head
+    attention = (query_heads + 2 * layout.num_kv_heads) * max(layout.key_size, layout.value_size)
+    width = int(text.hidden_size) + _widest(network, text) + attention
+    tokens = config.max_step_tokens * width * _LAYER_COPIES * element
+    logits = config.max_batch * loaded.description.vocab_size
+    return tokens + logits * (element + 4 * _LOGIT_COPIES)
+
+
+def largest_step(config: EngineConfig, max_model_len: int) -> StepPlan:
+    """A step of max_step_tokens tokens that samples for as many sequences as it can."""
+    params = SamplingParams(temperature=0.0)
+    count = min(config.max_batch, config.max_step_tokens)
+    count = max(count, -(-config.max_step_tokens // max_model_len))
+    length = config.max_step_tokens // count
+    blocks = blocks_for(length, config.block_size)
+    return StepPlan(
+        0,
+        tuple(
+            Chunk(i, [0] * length, 0, ((i * blocks, blocks),), (SampleRow(i, 0, 0, params),))
+            for i in range(count)
+        ),
+    )
+
+
+def _widest(network: nn.Module, text: object) -> int:
+    """Most elements per token that one product of a layer makes."""
+    head = network.get_output_embeddings()  # type: ignore[operator]
+    widths = [0]
+    for module in network.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            widths.append(module.out_features)
+        elif isinstance(module, Conv1D):
+            widths.append(int(module.nf))
+    chosen = int(getattr(text, "num_experts_per_tok", None) or 1)
+    widths += [chosen * max(p.shape[1:]) for p in network.parameters() if p.dim() == 3]
+    return max(widths)

@@ -1,0 +1,214 @@
+"""Decides how many blocks a worker's pool gets, and says where its memory goes.
+
+Pure arithmetic: knows neither torch nor where its numbers were read. The worker and `baton plan
+memory` both ask here, so that the plan is what the worker does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from baton.core.blocks import blocks_for
+from baton.core.errors import InvalidArgument
+from baton.core.model import KvLayout
+from baton.engine.config import MIB, EngineConfig
+
+_LEAST_POSITIONS = 128
+"""A pool that holds fewer serves nobody, unless the model's longest sequence is even shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that a model takes on its device.
+
+    weights: as the engine keeps them. activations: what the largest step needs while it runs.
+    position: KV of one position in the pool.
+    """
+
+    weights: int
+    activations: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where a worker's memory goes.
+
+    free_bytes: on the device before the weights were loaded. usable_bytes: what the worker may take
+    of it. block_bytes: KV of one block as stored. max_model_len: positions of the longest sequence
+    that is served, and model_len of the longest one that was asked for.
+    """
+
+    device: str
+    free_bytes: int
+    usable_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    swap_host_blocks: int
+    swap_disk_blocks: int
+    model_len: int
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens whose KV fits into the pool."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.model_len, self.num_positions)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of max_model_len that fit at once."""
+        return self.num_blocks // blocks_for(self.max_model_len, self.block_size)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """KV of one sequence of max_model_len."""
+        return blocks_for(self.max_model_len, self.block_size) * self.block_bytes
+
+    def needed_bytes(self, sequences: int) -> int:
+        """For so many sequences of model_len at once, with weights and activations."""
+        blocks = sequences * blocks_for(self.model_len, self.block_size)
+        return self.weights_bytes + self.activation_bytes + blocks * self.block_bytes
+
+    @property
+    def swap_host_bytes(self) -> int:
+        return self.swap_host_blocks * self.block_bytes
+
+    @property
+    def swap_disk_bytes(self) -> int:
+        return self.swap_disk_blocks * self.block_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the device's memory; what is swapped out of a GPU is in the host's."""
+        swap = self.swap_host_bytes if self.device == "cpu" else 0
+        return self.weights_bytes + self.activation_bytes + self.kv_bytes + swap
+
+    @property
+    def left_bytes(self) -> int:
+        return self.free_bytes - self.taken_bytes
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What an operator should know, as (name, text)."""
+        several = "" if self.sequences == 1 else "s"
+        longest = f"{self.sequences} sequence{several} of {self.max_model_len}"
+        if self.max_model_len < self.model_len:
+            longest += f" (the model's {self.model_len} do not fit)"
+        return [
+            ("free", f"{size(self.free_bytes)} on {self.device} before loading"),
+            ("weights", size(self.weights_bytes)),
+            ("activations", f"{size(self.activation_bytes)} for the largest step"),
+            (
+                "KV",
+                f"{size(self.kv_bytes)} in {self.num_blocks} blocks of {self.block_size} positions"
+                f" = {self.num_positions} tokens: {longest}",
+            ),
+            (
+                "swap",
+                f"{size(self.swap_host_bytes)} in host memory, "
+                f"{size(self.swap_disk_bytes)} on disk",
+            ),
+            ("left", size(self.left_bytes)),
+        ]
+
+
+def plan_memory(
+    config: EngineConfig, footprint: Footprint, *, device: str, model_len: int, free_bytes: int
+) -> MemoryPlan:
+    """Sizes the pool: as configured, or so that all fits into memory_share of what is free.
+
+    device: "cpu" or "cuda". model_len: positions of the longest sequence, the configured or else
+    the model's own. free_bytes: on the device, before the weights are loaded. The pool is never
+    larger than max_batch sequences of model_len need, unless num_blocks says so.
+
+    Raises InvalidArgument naming the field that has to change: what was asked for by num_blocks or
+    kv_memory_bytes does not fit; memory_share leaves too little; max_model_len, when configured, is
+    longer than the pool.
+    """
+    block_bytes = footprint.position * config.block_size
+    plan = MemoryPlan(
+        device=device,
+        free_bytes=free_bytes,
+        usable_bytes=int(free_bytes * config.memory_share),
+        weights_bytes=footprint.weights,
+        activation_bytes=footprint.activations,
+        block_size=config.block_size,
+        block_bytes=block_bytes,
+        num_blocks=0,
+        swap_host_blocks=config.swap_host_bytes // block_bytes,
+        swap_disk_blocks=config.swap_disk_bytes // block_bytes,
+        model_len=model_len,
+    )
+    field, blocks = _blocks(config, plan)
+    plan = replace(plan, num_blocks=blocks)
+    if field != "memory_share" and plan.left_bytes < 0:
+        raise InvalidArgument(
+            f"{_sum(plan)} are {size(plan.taken_bytes)}, and {size(plan.free_bytes)} are free",
+            field=field,
+        )
+    if plan.num_positions < min(model_len, _LEAST_POSITIONS):
+        raise InvalidArgument(
+            f"the pool would hold {plan.num_positions} positions, which is too few: {_sum(plan)}, "
+            f"of {size(plan.free_bytes)} free, {size(plan.usable_bytes)} may be used; "
+            f"a position takes {size(footprint.position)}",
+            field=field,
+        )
+    if config.max_model_len and plan.max_model_len < model_len:
+        needed = blocks_for(model_len, config.block_size) * block_bytes
+        raise InvalidArgument(
+            f"a sequence of {model_len} positions takes {-(-needed // MIB)} MiB of KV, and the "
+            f"pool has {plan.kv_bytes // MIB} MiB for {plan.num_positions} positions",
+            field="max_model_len",
+        )
+    return plan
+
+
+def stored_bytes(layout: KvLayout, *, even: bool) -> int:
+    """Bytes of a position in the pool. even: values are padded to the size of keys, because the
+    kernel that reads them needs equal sizes; on the wire they never are."""
+    heads = layout.num_layers * layout.num_kv_heads
+    element_bytes = layout.bytes_per_position // (heads * (layout.key_size + layout.value_size))
+    stored = max(layout.key_size, layout.value_size) if even else layout.value_size
+    return heads * (layout.key_size + stored) * element_bytes
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them: 3 digits, binary units."""
+    number, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.0f} {unit}" if unit == "B" or abs(number) >= 100 else f"{number:.3g} {unit}"
+
+
+def _blocks(config: EngineConfig, plan: MemoryPlan) -> tuple[str, int]:
+    """How many, and the field that decided it."""
+    if config.num_blocks:
+        return "num_blocks", config.num_blocks
+    wanted = config.max_batch * blocks_for(plan.model_len, plan.block_size)
+    if config.kv_memory_bytes:
+        return "kv_memory_bytes", min(wanted, config.kv_memory_bytes // plan.block_bytes)
+    room = plan.usable_bytes - plan.taken_bytes
+    return "memory_share", min(wanted, max(0, room // plan.block_bytes))
+
+
+def _sum(plan: MemoryPlan) -> str:
+    """What adds up to taken_bytes."""
+    parts = [
+        f"weights {size(plan.weights_bytes)}",
+        f"activations {size(plan.activation_bytes)}",
+        f"KV {size(plan.kv_bytes)}",
+    ]
+    if plan.device == "cpu" and plan.swap_host_bytes:
+        parts.append(f"swap memory {size(plan.swap_host_bytes)}")
+    return " + ".join(parts)

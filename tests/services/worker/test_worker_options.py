@@ -1,0 +1,82 @@
+"""Every option of the engine reaches it, and its refusals name the operator's options."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.layout import resolve_model
+from baton.core.errors import InvalidArgument
+from baton.decode.config import DecodeConfig
+from baton.engine.config import MIB, EngineConfig
+from baton.worker.engine import engine_config, open_runner
+from baton.worker.options import WorkerOptions
+
+OPTIONS = WorkerOptions(model="m")
+CHANGES: dict[str, tuple[Any, str, Any]] = {
+    "model_name": ("n", "model_name", "n"),
+    "dtype": ("float16", "dtype", "float16"),
+    "device": ("cuda", "device", "cuda"),
+    "block_size": (48, "block_size", 48),
+    "kv_memory_mib": (5, "kv_memory_bytes", 5 * MIB),
+    "memory_share": (0.3, "memory_share", 0.3),
+    "max_model_len": (77, "max_model_len", 77),
+    "max_running": (3, "max_batch", 3),
+    "exact": (False, "exact", False),
+    "threads": (2, "threads", 2),
+    "quantize": ("int8", "quantize", "int8"),
+    "swap_host_mib": (7, "swap_host_bytes", 7 * MIB),
+    "swap_disk_mib": (9, "swap_disk_bytes", 9 * MIB),
+    "swap_folder": ("/swap", "swap_folder", "/swap"),
+    "graphs": (False, "graphs", False),
+}
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_an_option_reaches_the_engine(option: str) -> None:
+    value, field, wanted = CHANGES[option]
+    before, after = engine_config(OPTIONS), engine_config(replace(OPTIONS, **{option: value}))
+    assert getattr(after, field) == wanted != getattr(before, field)
+
+
+def test_a_step_has_room_for_prompts_and_running_sequences() -> None:
+    config = DecodeConfig(model="m", step_tokens=100, max_running=8)
+    assert engine_config(config).max_step_tokens == 108
+
+
+def test_the_pool_is_sized_by_what_is_free_unless_told() -> None:
+    assert engine_config(OPTIONS).kv_memory_bytes == 0
+
+
+def test_every_field_of_the_engine_can_be_chosen() -> None:
+    """But for those that are for tests and measurements."""
+    reached = {field for _, field, _ in CHANGES.values()}
+    others = {"model", "max_step_tokens", "tokenizer_digest", "num_blocks", "attention"}
+    assert {field.name for field in fields(EngineConfig)} == reached | others
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kv_memory_mib": 1, "block_size": 1024}, "kv_memory_mib"),
+        ({"max_model_len": 2000, "kv_memory_mib": 1}, "max_model_len"),
+        ({"swap_host_mib": 1 << 30}, "memory_share"),
+        ({"block_size": 17}, "block_size"),
+        ({"model": "/no/such/folder"}, "model"),
+    ],
+)
+def test_refusals_name_options(changes: dict[str, Any], field: str, fresh_torch: None) -> None:
+    bundled: Path = resolve_model("")[0]
+    options = WorkerOptions(**{"model": str(bundled), "device": "cpu", **changes})
+    with pytest.raises(InvalidArgument) as caught:
+        open_runner(options)
+    assert caught.value.field == field
+
+
+@pytest.fixture
+def fresh_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are set before torch is imported; here it may be already."""
+    monkeypatch.setattr("baton.worker.engine.configure", lambda threads: None)
