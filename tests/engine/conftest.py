@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from baton.core.ports import ModelRunner
+
+# Without a GPU, kernels run in Triton's interpreter. Triton decides when it is first imported,
+# which models of transformers do as they run: so it is settled before any test does.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.engine.contract import MakeRunner, open_runner
 from tests.engine.tiny_models import save_tiny_model
 
 
@@ -29,3 +39,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path if path.exists() else save_tiny_model(arch, path)
 
     return folder
+
+
+@pytest.fixture(params=["fake", "late", "torch"])
+def make(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Iterator[MakeRunner]:
+    """Makes runners of one kind and model, and closes them."""
+    with ExitStack() as ends:
+
+        def make_one() -> ModelRunner:
+            runner = open_runner(request.param, saved("llama"))
+            ends.callback(runner.close)
+            return runner
+
+        yield make_one

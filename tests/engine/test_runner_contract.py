@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import cast
 
 import pytest
-import torch
-from torch import nn
 
 from baton.core.errors import Internal
-from baton.core.plan import BlockCopy, Chunk, SampledToken, SampleRow, StepPlan
-from baton.core.ports import ModelRunner
-from baton.engine.config import EngineConfig
-from baton.engine.fake import FakeRunner
-from baton.engine.runner import TorchRunner
-from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
-
-BLOCKS = 64
-POISON = 999
-LENGTHS = (1, 16, 21, 40)
-MakeRunner = Callable[[], ModelRunner]
-
-
-def poisoned(folder: Path) -> TorchRunner:
-    """A runner whose logits are not numbers after one token."""
-    runner = TorchRunner.load(EngineConfig(str(folder), num_blocks=BLOCKS))
-    embedding = cast(nn.Embedding, runner._network.get_input_embeddings())  # type: ignore[operator]
-    with torch.inference_mode():
-        embedding.weight[POISON] = torch.nan
-    return runner
-
-
-@pytest.fixture(params=["fake", "late", "torch"])
-def make(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> MakeRunner:
-    """Makes runners of one model: without torch, the same with late completion, and with torch."""
-    if request.param == "torch":
-        return lambda: poisoned(saved("llama"))
-    delay = 3 if request.param == "late" else 0
-    return lambda: FakeRunner(
-        BLOCKS, vocab_size=1000, poison_token_id=POISON, delay_steps=delay, eos_every=5
-    )
-
-
-def prompts() -> list[list[int]]:
-    return random_prompts(LENGTHS, POISON)
-
-
-def draw(runner: ModelRunner, chunk: Chunk, row: SampleRow) -> SampledToken:
-    runner.submit(StepPlan(7, (replace(chunk, samples=(row,)),)))
-    return runner.collect().tokens[0]
+from baton.core.plan import (
+    PENDING,
+    BlockCopy,
+    Chunk,
+    SampleRow,
+    StepPlan,
+)
+from tests.engine.contract import BLOCKS, POISON, MakeRunner, draw, prompts
+from tests.engine.driving import GREEDY, fill, generate, packed, scattered, together
 
 
 def test_tokens_do_not_depend_on_blocks_or_chunks(make: MakeRunner) -> None:
@@ -115,7 +79,7 @@ def test_a_copy_comes_before_what_the_same_plan_computes(make: MakeRunner) -> No
     fill(runner, prompt, ((0, 2),))
     both = (Chunk(1, [5], 21, ((0, 1), (9, 1))), Chunk(2, [6], 21, ((0, 2),)))
     rows = [SampleRow(c.sequence_id, 0, 0, GREEDY) for c in both]
-    chunks = tuple(replace(c, samples=(row,)) for c, row in zip(both, rows, strict=True))
+    chunks = tuple(c._replace(samples=(row,)) for c, row in zip(both, rows, strict=True))
     runner.submit(StepPlan(1, chunks, (BlockCopy(1, 9, 5),)))
     got = [token.token_id for token in runner.collect().tokens]
     wanted = generate(runner, [[*prompt, 5], [*prompt, 6]], [((20, 2),), ((30, 2),)], 1)
@@ -152,9 +116,9 @@ def test_seed_choice_and_position_key_the_draw(make: MakeRunner) -> None:
     params = GREEDY.__class__(temperature=5.0, seed=1)
     first = SampleRow(0, 0, 0, params)
     others = [
-        replace(first, params=replace(params, seed=2)),
-        replace(first, choice=1),
-        replace(first, position=1),
+        first._replace(params=replace(params, seed=2)),
+        first._replace(choice=1),
+        first._replace(position=1),
     ]
     drawn = [draw(runner, chunk, row).token_id for row in (first, *others)]
     assert len(set(drawn)) > 1
@@ -215,7 +179,9 @@ def test_one_poisoned_sequence_fails_alone_and_leaves_nothing_behind(make: MakeR
         Chunk(0, [5], 0, ((BLOCKS, 1),)),
         Chunk(0, [5], 0, ((-1, 1),)),
         Chunk(0, [1000], 0, ((0, 1),)),
-        Chunk(0, [-1], 0, ((0, 1),)),
+        Chunk(0, [PENDING], 0, ((0, 1),)),
+        Chunk(0, [5, PENDING], 1, ((0, 1),)),
+        Chunk(0, [-2], 1, ((0, 1),)),
         Chunk(0, [5], -1, ((0, 1),)),
         Chunk(0, [5], 1 << 20, ((0, 1),)),
     ],

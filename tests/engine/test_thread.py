@@ -7,122 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import Internal, NotFound, Overloaded, Unavailable
-from baton.core.events import Event, Failed, Tokens
+from baton.core.events import Failed
 from baton.core.loop import EngineLoop
 from baton.core.plan import StepPlan
-from baton.core.request import SamplingParams, StopParams
-from baton.engine.fake import FakeRunner
-from baton.engine.thread import EngineThread
-
-Engine = EngineThread[DecodeScheduler]
-
-
-class Runner(FakeRunner):
-    """Can be held at a step, and can break."""
-
-    def __init__(self, step_seconds: float = 0.0):
-        super().__init__(64, 16, step_seconds=step_seconds)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Event()
-        self.threads: set[int] = set()
-        self.breaks = False
-        self.closed = False
-
-    def submit(self, plan: StepPlan) -> None:
-        self.threads.add(threading.get_ident())
-        self.entered.set()
-        if not self.gate.wait(30):
-            raise TimeoutError
-        if self.breaks:
-            raise MemoryError("out of device memory")
-        super().submit(plan)
-
-    def close(self) -> None:
-        self.closed = True
-        super().close()
-
-
-def attempt(name: str = "r", max_tokens: int = 6, remaining_s: float | None = None) -> Attempt:
-    return Attempt(
-        name,
-        0,
-        (0,),
-        tuple(range(10, 30)),
-        20,
-        SamplingParams(temperature=0.0),
-        StopParams(max_tokens),
-        remaining_s=remaining_s,
-    )
-
-
-class Heard:
-    """What was delivered, and a way to wait for it."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.changed = asyncio.Event()
-        self.deliveries = 0
-
-    def take(self, events: list[Event]) -> None:
-        self.deliveries += 1
-        self.events += events
-        self.changed.set()
-
-    @property
-    def tokens(self) -> dict[SequenceKey, list[int]]:
-        found: dict[SequenceKey, list[int]] = {}
-        for event in self.events:
-            for made in event.tokens if isinstance(event, Tokens) else ():
-                found.setdefault(made.key, []).extend(made.token_ids)
-        return found
-
-    async def until(self, count: int) -> None:
-        """Waits until so many tokens were delivered."""
-        async with asyncio.timeout(30):
-            while sum(map(len, self.tokens.values())) < count:
-                self.changed.clear()
-                await self.changed.wait()
-
-
-@asynccontextmanager
-async def running(
-    runner: Runner,
-    heard: Heard,
-    *,
-    max_queued_calls: int = 1000,
-    stop_timeout_s: float = 60.0,
-    scheduler: type[DecodeScheduler] = DecodeScheduler,
-) -> AsyncIterator[Engine]:
-    def make() -> EngineLoop[DecodeScheduler]:
-        pool = BlockPool(runner.num_blocks, runner.block_size)
-        made = scheduler(
-            pool, DecodePolicy(), eos_token_ids=(3,), max_model_len=2048, vocab_size=2048
-        )
-        return EngineLoop(runner, made)
-
-    engine = Engine(
-        make, heard.take, max_queued_calls=max_queued_calls, stop_timeout_s=stop_timeout_s
-    )
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        runner.gate.set()
-        await engine.stop()
-
-
-async def add(engine: Engine, one: Attempt) -> None:
-    await engine.call(lambda loop: loop.scheduler.add(one, time.monotonic()))
+from tests.engine.engine_thread import Engine, Heard, Runner, add, attempt, running
 
 
 async def test_tokens_are_delivered_step_by_step_from_one_thread() -> None:

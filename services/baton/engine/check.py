@@ -6,34 +6,53 @@ the fault from becoming wrong KV in another sequence's blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from baton.core.errors import Internal
-from baton.core.plan import Chunk, Extents, StepPlan
+from baton.core.plan import PENDING, BlockSwap, Extents, StepPlan
 
 
 def check_plan(
-    plan: StepPlan, *, num_blocks: int, block_size: int, vocab_size: int, max_model_len: int
+    plan: StepPlan,
+    *,
+    num_blocks: int,
+    block_size: int,
+    vocab_size: int,
+    max_model_len: int,
+    num_swap_blocks: tuple[int, int] = (0, 0),
 ) -> None:
     """Raises Internal for a plan that a runner of this size cannot run.
 
-    Beyond ranges it refuses two chunks that write into the same block, because their order within a
-    step is not defined.
+    Beyond ranges it refuses two chunks, and two swaps of one kind, that write into the same block,
+    because their order within a step is not defined.
     """
+    stored = sum(num_swap_blocks)
+    _check_swaps(plan.swap_out, num_blocks, stored, "out")
+    _check_swaps(plan.swap_in, num_blocks, stored, "in")
     written: set[int] = set()
     for chunk in plan.chunks:
-        if not chunk.token_ids:
+        token_ids, first = chunk.token_ids, chunk.first_position
+        if not token_ids:
             raise Internal(f"step {plan.step}: a chunk of sequence {chunk.sequence_id} is empty")
-        if chunk.first_position < 0 or chunk.end_position > max_model_len:
+        end = first + len(token_ids)
+        if first < 0 or end > max_model_len:
             raise Internal(
-                f"step {plan.step}: positions {chunk.first_position} to {chunk.end_position} are "
-                f"outside the model's {max_model_len}"
+                f"step {plan.step}: positions {first} to {end} are outside the model's "
+                f"{max_model_len}"
             )
-        if min(chunk.token_ids) < 0 or max(chunk.token_ids) >= vocab_size:
+        # Most chunks are one token, which may be still to come if something came before it.
+        if len(token_ids) == 1:
+            lowest = highest = 0 if first and token_ids[0] == PENDING else token_ids[0]
+        else:
+            lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= vocab_size:
             raise Internal(f"step {plan.step}: a token id is outside the vocabulary")
-        check_extents(chunk.extents, chunk.end_position, num_blocks, block_size)
-        own = _written_blocks(chunk, block_size)
-        if written & own:
-            raise Internal(f"step {plan.step}: two chunks write into the same block")
-        written |= own
+        check_extents(chunk.extents, end, num_blocks, block_size)
+        for blocks in _written(chunk.extents, first // block_size, (end - 1) // block_size):
+            before = len(written)
+            written.update(blocks)
+            if len(written) - before < len(blocks):
+                raise Internal(f"step {plan.step}: two chunks write into the same block")
     for copy in plan.copies:
         inside = 0 <= copy.source < num_blocks and 0 <= copy.target < num_blocks
         if not inside or not 0 < copy.num_positions <= block_size:
@@ -51,13 +70,27 @@ def check_extents(extents: Extents, end_position: int, num_blocks: int, block_si
         raise Internal(f"extents cover {covered} positions of {end_position}")
 
 
-def _written_blocks(chunk: Chunk, block_size: int) -> set[int]:
-    first = chunk.first_position // block_size
-    last = (chunk.end_position - 1) // block_size
-    found: set[int] = set()
+def _check_swaps(swaps: tuple[BlockSwap, ...], num_blocks: int, num_stored: int, way: str) -> None:
+    blocks = [block for swap in swaps for block in swap.blocks]
+    stored = [place for swap in swaps for place in swap.stored]
+    if any(len(swap.blocks) != len(swap.stored) for swap in swaps):
+        raise Internal(f"a swap {way} names more blocks on one side")
+    if any(not 0 <= block < num_blocks for block in blocks):
+        raise Internal(f"a swap {way} is outside the block pool")
+    if any(not 0 <= place < num_stored for place in stored):
+        raise Internal(f"a swap {way} is outside swap memory")
+    written = stored if way == "out" else blocks
+    if len(set(written)) != len(written):
+        raise Internal(f"a block is swapped {way} onto another one")
+
+
+def _written(extents: Extents, first: int, last: int) -> Iterator[range]:
+    """The blocks that hold the first-th to the last-th block of positions."""
     index = 0
-    for start, count in chunk.extents:
-        low, high = max(first, index), min(last + 1, index + count)
-        found.update(range(start + low - index, start + high - index))
-        index += count
-    return found
+    for start, count in extents:
+        after = index + count
+        if after > first:
+            yield range(start + max(first - index, 0), start + min(last + 1 - index, count))
+        if after > last:
+            return
+        index = after

@@ -5,7 +5,7 @@ next token is a keyed hash of *all* states that the extents point at. A block th
 swapped or overwritten therefore gives other tokens, just as it would with a real model.
 
 Per position the key is (token id, position) as two little-endian int32 and the value is a running
-64-bit hash over the tokens so far, which makes 16 bytes on the wire.
+64-bit hash over the tokens so far, which makes 16 bytes on the wire (`FakeMemory`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from baton.core.attempt import Logprobs
 from baton.core.errors import Internal
 from baton.core.model import KvLayout, ModelDescription
-from baton.core.plan import BlockCopy, Chunk, Extents, SampledToken, SampleRow, StepPlan, StepResult
+from baton.core.plan import (
+    PENDING,
+    Chunk,
+    Extents,
+    SampledToken,
+    SampleRow,
+    StepPlan,
+    StepResult,
+)
 from baton.engine.check import check_extents, check_plan
-from baton.engine.spans import spans
-
-_KEY = 8
-_VALUE = 8
+from baton.engine.fake_memory import KEY_SIZE, VALUE_SIZE, FakeMemory
+from baton.engine.moved import Moved, owners
 
 
 class FakeRunner:
@@ -36,6 +42,7 @@ class FakeRunner:
     step_seconds: how long a step takes. delay_steps: a submitted step runs when it is collected or
     when so many newer ones are waiting, so that memory freed too early is seen to be overwritten.
     poison_token_id: a chunk that ends with this token makes its samples fail, as NaN logits would.
+    num_swap_blocks, depth: see ModelRunner. lost_swap_blocks: those that do not come back.
     """
 
     def __init__(
@@ -50,6 +57,9 @@ class FakeRunner:
         step_seconds: float = 0.0,
         delay_steps: int = 0,
         poison_token_id: int | None = None,
+        num_swap_blocks: tuple[int, int] = (0, 0),
+        lost_swap_blocks: Iterable[int] = (),
+        depth: int = 1,
         name: str = "fake",
         tokenizer_digest: str = "",
     ):
@@ -67,8 +77,8 @@ class FakeRunner:
             dtype="float32",
             num_layers=1,
             num_kv_heads=1,
-            key_size=_KEY // 4,
-            value_size=_VALUE // 4,
+            key_size=KEY_SIZE // 4,
+            value_size=VALUE_SIZE // 4,
         )
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -76,9 +86,11 @@ class FakeRunner:
         self._step_seconds = step_seconds
         self._delay_steps = delay_steps
         self._poison = poison_token_id
-        # Never written memory must not look like a start, hence 0xff.
-        self._keys = bytearray(b"\xff" * (num_blocks * block_size * _KEY))
-        self._values = bytearray(b"\xff" * (num_blocks * block_size * _VALUE))
+        self._num_swap_blocks = num_swap_blocks
+        self._depth = depth
+        self._memory = FakeMemory(num_blocks, block_size, sum(num_swap_blocks), lost_swap_blocks)
+        # A token that is still to come is one of a step in flight.
+        self._sampled: deque[dict[int, int]] = deque(maxlen=depth + delay_steps)
         self._waiting: deque[StepPlan] = deque()
         self._done: deque[StepResult] = deque()
 
@@ -100,11 +112,11 @@ class FakeRunner:
 
     @property
     def num_swap_blocks(self) -> tuple[int, int]:
-        return 0, 0
+        return self._num_swap_blocks
 
     @property
     def depth(self) -> int:
-        return 1
+        return self._depth
 
     @property
     def exact(self) -> bool:
@@ -117,6 +129,7 @@ class FakeRunner:
             block_size=self._block_size,
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
+            num_swap_blocks=self._num_swap_blocks,
         )
         self._waiting.append(plan)
         while len(self._waiting) > self._delay_steps:
@@ -131,24 +144,13 @@ class FakeRunner:
 
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
         self._check_payload(extents, first_position, count, out)
-        out = out.cast("B")
-        places = list(spans(extents, first_position, count, self._block_size))
-        out[: count * _KEY] = _gather(self._keys, places, _KEY)
-        out[count * _KEY :] = _gather(self._values, places, _VALUE)
+        out.cast("B")[:] = self._memory.read(extents, first_position, count)
 
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
     ) -> None:
         self._check_payload(extents, first_position, count, payload)
-        payload = payload.cast("B")
-        done = 0
-        for start, length in spans(extents, first_position, count, self._block_size):
-            key, value = done * _KEY, count * _KEY + done * _VALUE
-            self._keys[start * _KEY : (start + length) * _KEY] = payload[key : key + length * _KEY]
-            self._values[start * _VALUE : (start + length) * _VALUE] = payload[
-                value : value + length * _VALUE
-            ]
-            done += length
+        self._memory.write(extents, first_position, count, payload.cast("B"))
 
     def close(self) -> None:
         self._waiting.clear()
@@ -165,47 +167,56 @@ class FakeRunner:
         plan = self._waiting.popleft()
         if self._step_seconds:
             time.sleep(self._step_seconds)
+        moved = self._move(plan)
         for copy in plan.copies:
-            self._copy(copy)
+            self._memory.copy(copy)
         tokens: list[SampledToken] = []
         failed: list[tuple[int, str]] = []
         for chunk in plan.chunks:
-            self._write(chunk)
-            if chunk.samples and chunk.token_ids[-1] == self._poison:
+            token_ids = self._known(chunk)
+            self._write(chunk, token_ids)
+            if chunk.samples and token_ids[-1] == self._poison:
                 failed += [(row.sequence_id, "logits are not numbers") for row in chunk.samples]
             elif chunk.samples:
                 seen = self._attend(chunk)
                 tokens += [self._draw(seen, row) for row in chunk.samples]
-        self._done.append(StepResult(plan.step, tuple(tokens), tuple(failed)))
+        result = moved.told_in(StepResult(plan.step, tuple(tokens), tuple(failed)))
+        self._sampled.append({token.sequence_id: token.token_id for token in result.tokens})
+        self._done.append(result)
 
-    def _copy(self, copy: BlockCopy) -> None:
-        for memory, size in ((self._keys, _KEY), (self._values, _VALUE)):
-            source, target = (b * self._block_size * size for b in (copy.source, copy.target))
-            length = copy.num_positions * size
-            memory[target : target + length] = memory[source : source + length]
+    def _move(self, plan: StepPlan) -> Moved:
+        if not plan.swap_out and not plan.swap_in:
+            return Moved()
+        began = time.perf_counter()
+        for swap in plan.swap_out:
+            self._memory.swap_out(swap)
+        missing = {block for swap in plan.swap_in for block in self._memory.swap_in(swap)}
+        return Moved(time.perf_counter() - began, owners(plan, missing))
 
-    def _write(self, chunk: Chunk) -> None:
+    def _known(self, chunk: Chunk) -> Sequence[int]:
+        """The chunk's tokens; one that nobody sampled stays unknown and leads to other tokens."""
+        if tuple(chunk.token_ids) != (PENDING,):
+            return chunk.token_ids
+        of_steps = (tokens.get(chunk.sequence_id) for tokens in reversed(self._sampled))
+        return (next((token for token in of_steps if token is not None), PENDING),)
+
+    def _write(self, chunk: Chunk, token_ids: Sequence[int]) -> None:
+        position, count = chunk.first_position, len(token_ids)
         state = b""
-        if chunk.first_position:
-            places = list(spans(chunk.extents, chunk.first_position - 1, 1, self._block_size))
-            state = _gather(self._values, places, _VALUE)
-        position = chunk.first_position
-        count = len(chunk.token_ids)
-        done = 0
-        for start, length in spans(chunk.extents, position, count, self._block_size):
-            for place in range(start, start + length):
-                key = struct.pack("<ii", chunk.token_ids[done], position + done)
-                state = blake2b(state + key, digest_size=_VALUE, key=b"state").digest()
-                self._keys[place * _KEY : (place + 1) * _KEY] = key
-                self._values[place * _VALUE : (place + 1) * _VALUE] = state
-                done += 1
+        if position:
+            state = self._memory.read(chunk.extents, position - 1, 1)[KEY_SIZE:]
+        keys, values = [], []
+        for offset, token_id in enumerate(token_ids):
+            key = struct.pack("<ii", token_id, position + offset)
+            state = blake2b(state + key, digest_size=VALUE_SIZE, key=b"state").digest()
+            keys.append(key)
+            values.append(state)
+        self._memory.write(chunk.extents, position, count, b"".join((*keys, *values)))
 
     def _attend(self, chunk: Chunk) -> bytes:
         """A hash of everything that the chunk's last position can see."""
-        places = list(spans(chunk.extents, 0, chunk.end_position, self._block_size))
-        seen = blake2b(_gather(self._keys, places, _KEY), digest_size=16, key=b"attend")
-        seen.update(_gather(self._values, places, _VALUE))
-        return seen.digest()
+        everything = self._memory.read(chunk.extents, 0, chunk.end_position)
+        return blake2b(everything, digest_size=16, key=b"attend").digest()
 
     def _draw(self, seen: bytes, row: SampleRow) -> SampledToken:
         if not row.params.greedy:
@@ -237,7 +248,3 @@ class FakeRunner:
         vocab = self._model.vocab_size
         top = (((token + i) % vocab, -(i + 1) * math.log(2)) for i in range(min(wanted, vocab)))
         return Logprobs(-math.log(2), tuple(top))
-
-
-def _gather(memory: bytearray, places: list[tuple[int, int]], size: int) -> bytes:
-    return b"".join(memory[start * size : (start + length) * size] for start, length in places)

@@ -12,6 +12,8 @@ whole tiles and masks what lies ahead; zeros keep a former owner's infinities ou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from baton.core.errors import Internal
@@ -48,6 +50,15 @@ class KvCache:
         self.keys = torch.zeros((*shape, layout.key_size), dtype=dtype, device=device)
         self.values = torch.zeros((*shape, stored), dtype=dtype, device=device)
 
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block as stored, which may be more than on the wire."""
+        return (self.keys.nbytes + self.values.nbytes) // self.num_blocks
+
     def write(
         self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
@@ -67,6 +78,16 @@ class KvCache:
         for memory in (self.keys, self.values):
             memory.narrow(2, target, count).copy_(memory.narrow(2, source, count))
             memory.narrow(2, target + count, -count % TILE).zero_()
+
+    def blocks_out(self, first: int, count: int, out: torch.Tensor) -> None:
+        """Copies whole blocks as stored into out, uint8 [count, block_bytes]."""
+        for raw, stored in self._by_block(first, count, out):
+            raw.copy_(stored)
+
+    def blocks_in(self, first: int, count: int, raw: torch.Tensor) -> None:
+        """The inverse of blocks_out."""
+        for given, stored in self._by_block(first, count, raw):
+            stored.copy_(given)
 
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
         """See ModelRunner.pack."""
@@ -93,6 +114,21 @@ class KvCache:
             done += length
         for memory in (self.keys, self.values):
             memory.narrow(2, start + length, -(first_position + count) % TILE).zero_()
+
+    def _by_block(
+        self, first: int, count: int, raw: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For keys and values: a part of every raw row, and its place in memory, both as
+        [count, layers, heads, block_size, size]."""
+        done = 0
+        for memory in (self.keys, self.values):
+            layers, heads, _, size = memory.shape
+            shape = (layers, heads, count, self.block_size, size)
+            places = memory.narrow(2, first * self.block_size, count * self.block_size)
+            stored = places.view(shape).permute(2, 0, 1, 3, 4)
+            row = memory.nbytes // self.num_blocks
+            yield raw[:, done : done + row].view(memory.dtype).view(stored.shape), stored
+            done += row
 
     def _wire(
         self, extents: Extents, first_position: int, count: int, buffer: memoryview

@@ -1,9 +1,12 @@
 """EngineThread, the one thread that owns scheduler, pool and runner; knows no torch and no RPC.
 
-asyncio talks to it through two queues. Inwards: functions that run between two steps, in order,
-with the EngineLoop as their argument. Outwards: two deliveries a step (answers with what planning
-told, then what the step told), each one call into the event loop whatever it carries. The thread
-sleeps when there is nothing to do, and polls nothing.
+asyncio talks to it through two queues. Inwards: functions that run between submitting or collecting
+one step and the next, in order, with the EngineLoop as their argument. Outwards: two deliveries a
+step (answers with what planning told, then what the step told), each one call into the event loop
+whatever it carries. The thread sleeps when there is nothing to do, and polls nothing.
+
+It submits steps as long as the runner has room for one and there is one to plan; else it collects
+the oldest in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from baton.core.events import Event
 from baton.core.loop import EngineLoop, SchedulerT
 from baton.core.plan import StepPlan
 from baton.core.scheduling import Load
-from baton.core.step_time import StepTimes
+from baton.engine.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +75,7 @@ class EngineThread(Generic[SchedulerT]):
         self._calls: deque[_Call] = deque()
         self._stopping = False
         self._answers: list[_Call] = []
-        self._times = StepTimes()
-        self._step_began: float | None = None
-        self._predicted_s = 0.0
+        self._watch = StepWatch()
         self.load = Load(0, 0, 0, 0)
         """How busy the scheduler is, read on its own thread after every step and every call."""
 
@@ -87,10 +88,11 @@ class EngineThread(Generic[SchedulerT]):
         await self._made
 
     async def stop(self) -> None:
-        """Ends the thread after the step it runs, and closes the runner. Idempotent.
+        """Ends the thread after the steps in flight, and closes the runner. Idempotent.
 
-        What is still queued is answered with Unavailable. A step that does not return within
-        stop_timeout_s is left alone: the thread is a daemon, so the process can still exit.
+        What they made is still delivered; what is still queued is answered with Unavailable. A step
+        that does not return within stop_timeout_s is left alone: the thread is a daemon, so the
+        process can still exit.
         """
         if not self._thread.ident:
             return
@@ -102,7 +104,7 @@ class EngineThread(Generic[SchedulerT]):
             logger.error("the engine's step did not end within %g s", self._stop_timeout_s)
 
     async def call(self, function: Callable[[EngineLoop[SchedulerT]], T]) -> T:
-        """Runs a function between two steps and returns, or raises, what it does.
+        """Runs a function on the engine thread and returns, or raises, what it does.
 
         It runs even if whoever waits is cancelled. Raises Overloaded when too much is queued,
         Unavailable when stopping.
@@ -127,7 +129,7 @@ class EngineThread(Generic[SchedulerT]):
             raise
 
     def post(self, function: Callable[[EngineLoop[SchedulerT]], object]) -> None:
-        """Runs a function between two steps; nobody waits for it. It must not raise.
+        """Runs a function on the engine thread; nobody waits for it. It must not raise.
 
         Functions of `call` and `post` run in the order in which they were given.
         """
@@ -136,13 +138,12 @@ class EngineThread(Generic[SchedulerT]):
     @property
     def step_age_s(self) -> float:
         """How long the running step has been running, in seconds; 0 when there is none."""
-        began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        return self._watch.age_s(time.monotonic())
 
     @property
     def step_predicted_s(self) -> float:
         """A pessimistic guess of how long the running step takes, or the last one if none runs."""
-        return self._predicted_s
+        return self._watch.predicted_s
 
     def _enqueue_for_answer(
         self, function: Callable[[EngineLoop[SchedulerT]], T]
@@ -176,7 +177,7 @@ class EngineThread(Generic[SchedulerT]):
             logger.exception("the engine thread died")
             self._tell(_resolve, self.failed, error)
         finally:
-            self._step_began = None
+            self._watch.stop()
             self._end()
             loop.runner.close()
 
@@ -190,27 +191,33 @@ class EngineThread(Generic[SchedulerT]):
             plan = loop.plan(now)
             self.load = loop.scheduler.load
             self._flush(loop.scheduler.take_events())
-            idle = plan is None
             if plan is not None:
                 unchecked = True
-                self._flush(self._step(loop, plan, now))
-            else:
+                self._submit(loop, plan, now)
+            if loop.in_flight and (plan is None or not loop.has_room):
+                self._collect(loop)
+            idle = plan is None and not loop.in_flight
+            if idle:
                 wake = loop.scheduler.next_wake(now)
                 if unchecked and not loop.scheduler.has_work:
                     unchecked = False
                     loop.idle_check()
+        while loop.in_flight:
+            self._collect(loop)
 
-    def _step(self, loop: EngineLoop[SchedulerT], plan: StepPlan, began: float) -> list[Event]:
-        self._predicted_s = self._times.predict(plan.num_tokens)
-        self._step_began = began
-        result = loop.run(plan)
+    def _submit(self, loop: EngineLoop[SchedulerT], plan: StepPlan, now: float) -> None:
+        self._watch.submitted(plan.num_tokens, now)
+        loop.submit(plan)
+
+    def _collect(self, loop: EngineLoop[SchedulerT]) -> None:
+        plan, result = loop.collect()
         ended = time.monotonic()
-        self._step_began = None
-        self._times.observe(plan.num_tokens, ended - began)
-        self._on_step(ended - began)
+        seconds = self._watch.collected(ended)
+        self._on_step(seconds)
+        loop.scheduler.observe(plan, seconds)
         events = loop.apply(result, ended)
         self.load = loop.scheduler.load
-        return events
+        self._flush(events)
 
     def _next_calls(self, idle: bool, wake: float | None) -> list[_Call] | None:
         """What is queued, after sleeping for it if idle; None when the thread has to end."""

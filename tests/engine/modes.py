@@ -1,0 +1,159 @@
+"""Runs attempts through a scheduler on a real model, and tells in which modes they ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from baton.core.attempt import Attempt, Logprobs, SequenceKey
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.events import Event, FirstTokens, Started, Tokens
+from baton.core.loop import EngineLoop
+from baton.core.plan import PENDING, StepPlan, StepResult
+from baton.core.ports import ModelRunner
+from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
+from baton.core.request import SamplingParams, StopParams
+from tests.core.attempts import Outputs
+
+GREEDY = SamplingParams(temperature=0.0, top_logprobs=2)
+"""With the probabilities of what was drawn and of its best rivals: in exact mode, bit for bit."""
+
+
+class Watched:
+    """A ModelRunner that counts what its plans ask for. depth: how many steps are in flight."""
+
+    def __init__(self, runner: ModelRunner, depth: int):
+        self._runner = runner
+        self.depth = depth
+        self.asked: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.asked["copies"] += len(plan.copies)
+        self.asked["swapped out"] += sum(len(swap.blocks) for swap in plan.swap_out)
+        self.asked["swapped in"] += sum(len(swap.blocks) for swap in plan.swap_in)
+        self.asked["pending"] += sum(tuple(c.token_ids) == (PENDING,) for c in plan.chunks)
+        self.asked["most chunks"] = max(self.asked["most chunks"], len(plan.chunks))
+        self._runner.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._runner.collect()
+
+
+class Heard(Outputs):
+    """Tokens with their probabilities, and what was told about the attempts."""
+
+    def __init__(self, resumed: Iterable[Attempt] = ()) -> None:
+        """resumed: attempts that go on behind tokens of other workers."""
+        super().__init__()
+        for one in resumed:
+            self.expect(one)
+        self.logprobs: dict[SequenceKey, list[Logprobs]] = {}
+        self.cached: dict[str, int] = {}
+        """Per request, input tokens whose KV was there."""
+
+    def expect(self, resumed: Attempt) -> None:
+        """Takes what was accepted before as if it had been told."""
+        accepted = resumed.token_ids[resumed.num_prompt_tokens :]
+        keys = resumed.keys()
+        self.tokens |= {key: list(accepted) for key in keys}
+
+    def take(self, events: list[Event]) -> Heard:
+        super().take(events)
+        for event in events:
+            if isinstance(event, Started):
+                self.cached[event.key.request_id] = event.cached_tokens
+            for made in event.tokens if isinstance(event, Tokens) else ():
+                self.logprobs.setdefault(made.key, []).extend(made.logprobs)
+        return self
+
+
+def attempt(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    sampling: SamplingParams = GREEDY,
+    choices: tuple[int, ...] = (0,),
+    accepted: Sequence[int] = (),
+    priority: int = 0,
+) -> Attempt:
+    """Ends after max_tokens, whatever is drawn."""
+    return Attempt(
+        name,
+        0,
+        choices,
+        (*prompt, *accepted),
+        len(prompt),
+        sampling,
+        StopParams(max_tokens, ignore_eos=True),
+        priority=priority,
+    )
+
+
+def decode_loop(
+    runner: ModelRunner, num_blocks: int, policy: DecodePolicy | None = None, *, depth: int = 1
+) -> EngineLoop[DecodeScheduler]:
+    """Over the first num_blocks of a runner's memory, with hardly any headroom."""
+    scheduler = DecodeScheduler(
+        BlockPool(num_blocks, runner.block_size),
+        policy or DecodePolicy(headroom=1),
+        runner.model,
+        num_swap_blocks=runner.num_swap_blocks,
+        pipelined=depth > 1,
+    )
+    return EngineLoop(Watched(runner, depth), scheduler)
+
+
+def asked(loop: EngineLoop[Any]) -> Counter[str]:
+    """What the plans of a loop asked its runner for."""
+    assert isinstance(loop.runner, Watched)
+    return loop.runner.asked
+
+
+def run_out(loop: EngineLoop[Any], heard: Heard, *, most: int = 3000) -> Heard:
+    """Steps until nothing is left; the books agree after each step."""
+    for number in range(most):
+        heard.take(loop.step(number * 0.01))
+        loop.idle_check()
+        if not loop.scheduler.has_work:
+            assert loop.in_flight == 0
+            return heard
+    raise AssertionError(f"still at work after {most} steps")
+
+
+def run(loop: EngineLoop[DecodeScheduler], attempts: Sequence[Attempt]) -> Heard:
+    for one in attempts:
+        loop.scheduler.add(one, 0.0)
+    return run_out(loop, Heard(attempts))
+
+
+def hand_over(
+    giver: ModelRunner, loop: EngineLoop[DecodeScheduler], one: Attempt, heard: Heard, budget: int
+) -> None:
+    """Prefills in chunks of `budget` on another worker; the loop steps on until it has room."""
+    scheduler = PrefillScheduler(
+        BlockPool(giver.num_blocks, giver.block_size),
+        PrefillPolicy(token_budget=budget),
+        giver.model,
+    )
+    prefill = EngineLoop(giver, scheduler)
+    scheduler.add(one, 0.0, keep=True)
+    first: list[FirstTokens] = []
+    while not first:
+        first = [event for event in prefill.step(1.0) if isinstance(event, FirstTokens)]
+    while (needed := loop.scheduler.reserve(one, 0.0)) is None:
+        assert loop.scheduler.has_work, "refused though nobody else is there"
+        heard.take(loop.step(0.0))
+    count = len(one.token_ids) - needed
+    if count:
+        payload = bytearray(count * giver.layout.bytes_per_position)
+        giver.pack(scheduler.extents(one.key), needed, count, memoryview(payload))
+        loop.runner.unpack(loop.scheduler.extents(one.key), needed, count, memoryview(payload))
+    loop.scheduler.admit(one.key, first[0].tokens, 0.0)
+    scheduler.release(one.key)
+    prefill.idle_check()

@@ -1,0 +1,67 @@
+"""What a disk that fails costs: what lay there is computed again, and nobody hears of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.events import Failed
+from baton.core.loop import EngineLoop
+from baton.engine.fake import FakeRunner
+from tests.core.attempts import (
+    BLOCK_SIZE,
+    EOS,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    Outputs,
+    attempt,
+    expected,
+    run_out,
+)
+
+DISK_BLOCKS = 60
+
+
+def small_loop(lost: range, depth: int) -> EngineLoop[DecodeScheduler]:
+    """Three of the attempts below do not fit at once; some places on disk cannot be read."""
+    runner = FakeRunner(
+        24,
+        BLOCK_SIZE,
+        VOCAB_SIZE,
+        MAX_MODEL_LEN,
+        (EOS,),
+        num_swap_blocks=(0, DISK_BLOCKS),
+        lost_swap_blocks=lost,
+        depth=depth,
+    )
+    scheduler = DecodeScheduler(
+        BlockPool(runner.num_blocks, BLOCK_SIZE),
+        DecodePolicy(headroom=1),
+        runner.model,
+        num_swap_blocks=runner.num_swap_blocks,
+        pipelined=depth > 1,
+    )
+    return EngineLoop(runner, scheduler)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_sequence_whose_kv_is_lost_is_computed_again(depth: int) -> None:
+    drawn = [attempt(f"r{i}", size=24, seed=i, max_tokens=30) for i in range(4)]
+    recomputed = []
+    # With the first place on disk, the first sequence that lay there is lost, others are not.
+    for lost in (range(0), range(1), range(DISK_BLOCKS)):
+        loop = small_loop(lost, depth)
+        for one in drawn:
+            loop.scheduler.add(one, 0.0)
+        events = run_out(loop)
+        outputs = Outputs().take(events)
+        assert [outputs.of(one) for one in drawn] == [expected(one) for one in drawn]
+        assert not [event for event in events if isinstance(event, Failed)]
+        assert loop.scheduler.preemptions["swap_disk"] > 0
+        recomputed.append(loop.scheduler.preemptions.get("recompute", 0))
+        # Nobody finds blocks that never came back.
+        for one in drawn:
+            loop.scheduler.add(one, 0.0)
+            assert Outputs().take(run_out(loop)).of(one) == expected(one)
+    assert recomputed[0] < recomputed[1] < recomputed[2]

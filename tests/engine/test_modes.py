@@ -1,0 +1,306 @@
+"""Tokens equal transformers' own in every mode that a scheduler can put a sequence through.
+
+In exact mode the probabilities are the same bits, too. Each test makes sure that its mode happened.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from baton.core.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.decode_scheduler import DecodePolicy
+from baton.core.request import SamplingParams
+from baton.engine.config import EngineConfig
+from baton.engine.runner import TorchRunner
+from tests.engine.driving import random_prompts
+from tests.engine.modes import Heard, asked, attempt, decode_loop, hand_over, run, run_out
+from tests.engine.test_parity import expected
+from tests.engine.tiny_models import ARCHS, VOCAB
+
+NEW_TOKENS = 32
+PROMPTS = random_prompts((5, 33, 64, 75, 90, 100), VOCAB)
+PLENTY, FEW = 200, 12
+"""Blocks for all six at once; and for the longest alone, with three to spare."""
+
+SWAP_BYTES = {"recompute": (0, 0), "swap_host": (1 << 24, 0), "swap_disk": (0, 1 << 24)}
+SOME = [
+    *(("llama", way) for way in SWAP_BYTES),
+    ("gemma2", "swap_disk"),
+]
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=11, top_logprobs=0)
+
+NAMES = [f"r{i}" for i in range(len(PROMPTS))]
+
+LoadRunner = Callable[..., TorchRunner]
+
+
+@pytest.fixture(scope="module")
+def runner_of(saved: Callable[[str], Path]) -> Iterator[LoadRunner]:
+    """A runner for all tests of an architecture; what others left in its memory is still there."""
+    made: dict[tuple[str, bool, str], TorchRunner] = {}
+
+    def find(arch: str = "llama", *, exact: bool = True, way: str = "recompute") -> TorchRunner:
+        key = arch, exact, way
+        if key not in made:
+            host, disk = SWAP_BYTES[way]
+            config = EngineConfig(
+                str(saved(arch)),
+                num_blocks=400,
+                exact=exact,
+                swap_host_bytes=host,
+                swap_disk_bytes=disk,
+            )
+            made[key] = TorchRunner.load(config)
+            assert made[key].exact == exact, made[key].not_exact_because
+        return made[key]
+
+    yield find
+    for runner in made.values():
+        runner.close()
+
+
+@cache
+def wanted(arch: str) -> list[list[int]]:
+    """What transformers generates for PROMPTS."""
+    return expected(arch, PROMPTS, NEW_TOKENS)
+
+
+def all_of_them() -> list[Attempt]:
+    return [attempt(n, prompt, NEW_TOKENS) for n, prompt in zip(NAMES, PROMPTS, strict=True)]
+
+
+def alone(runner: TorchRunner, attempts: Iterable[Attempt]) -> Heard:
+    """Each run by itself, one after the other, nothing shared."""
+    heard = Heard()
+    for one in attempts:
+        loop = decode_loop(runner, PLENTY)
+        loop.scheduler.add(one, 0.0)
+        run_out(loop, heard)
+    return heard
+
+
+class Judge:
+    """Knows what all of them say undisturbed, per architecture; in exact mode, bit for bit."""
+
+    def __init__(self, load: LoadRunner):
+        self._load = load
+        self._heard: dict[str, Heard] = {}
+
+    def check(
+        self, arch: str, heard: Heard, names: Sequence[str] = NAMES, *, exact: bool = True
+    ) -> None:
+        """names: of attempts at PROMPTS, in order and over again. What was said before an attempt
+        went on from it was not drawn again, so it has no bits."""
+        for i, name in enumerate(names):
+            assert heard.tokens[SequenceKey(name, 0, 0)] == wanted(arch)[i % len(PROMPTS)]
+            if exact:
+                bits = heard.logprobs[SequenceKey(name, 0, 0)]
+                whole = self._undisturbed(arch).logprobs[SequenceKey(NAMES[i % len(PROMPTS)], 0, 0)]
+                assert bits == whole[len(whole) - len(bits) :]
+
+    def _undisturbed(self, arch: str) -> Heard:
+        if arch not in self._heard:
+            self._heard[arch] = alone(self._load(arch), all_of_them())
+        return self._heard[arch]
+
+
+@pytest.fixture(scope="module")
+def judge(runner_of: LoadRunner) -> Judge:
+    return Judge(runner_of)
+
+
+def preempted(runner: TorchRunner, way: str, *, depth: int = 1) -> Heard:
+    """All of them where few have room at once."""
+    loop = decode_loop(runner, FEW, depth=depth)
+    heard = run(loop, all_of_them())
+    assert loop.scheduler.preemptions[way] > 0
+    assert (asked(loop)["swapped in"] > 0) == (way != "recompute")
+    assert (asked(loop)["pending"] > 0) == (depth > 1)
+    return heard
+
+
+@pytest.mark.parametrize(("arch", "way"), SOME)
+def test_preempted_sequences_say_the_same(
+    arch: str, way: str, runner_of: LoadRunner, judge: Judge
+) -> None:
+    judge.check(arch, preempted(runner_of(arch, way=way), way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("way", SWAP_BYTES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_preempted_sequences_of_every_architecture_say_the_same(
+    arch: str, way: str, exact: bool, runner_of: LoadRunner, judge: Judge
+) -> None:
+    runner = runner_of(arch, way=way, exact=exact)
+    judge.check(arch, preempted(runner, way), exact=exact)
+
+
+@pytest.mark.parametrize("way", SWAP_BYTES)
+def test_planning_ahead_changes_nothing(way: str, runner_of: LoadRunner, judge: Judge) -> None:
+    judge.check("llama", preempted(runner_of(way=way), way, depth=2))
+
+
+def test_a_known_prefix_changes_nothing(runner_of: LoadRunner, judge: Judge) -> None:
+    """The second time, all full blocks but the one with the last position are known."""
+    loop = decode_loop(runner_of(), PLENTY)
+    run(loop, all_of_them())
+    again = run(loop, all_of_them())
+    judge.check("llama", again)
+    known = {f"r{i}": (len(prompt) - 1) // 16 * 16 for i, prompt in enumerate(PROMPTS)}
+    assert again.cached == known
+
+
+@pytest.mark.parametrize("token_budget", [96, 32])
+@pytest.mark.parametrize("num_blocks", [PLENTY, FEW])
+def test_handed_over_sequences_say_the_same(
+    num_blocks: int, token_budget: int, runner_of: LoadRunner, judge: Judge
+) -> None:
+    giver, taker = runner_of(), runner_of(way="swap_host")
+    loop, heard = decode_loop(taker, num_blocks), Heard()
+    for one in all_of_them():
+        hand_over(giver, loop, one, heard, token_budget)
+    judge.check("llama", run_out(loop, heard))
+    assert bool(loop.scheduler.preemptions) == (num_blocks == FEW)
+
+
+@pytest.mark.parametrize("accepted", [1, 17, 30])
+def test_an_attempt_goes_on_where_another_worker_stopped(
+    accepted: int, runner_of: LoadRunner, judge: Judge
+) -> None:
+    so_far = [text[:accepted] for text in wanted("llama")]
+    attempts = [
+        attempt(name, prompt, NEW_TOKENS, accepted=text)
+        for name, prompt, text in zip(NAMES, PROMPTS, so_far, strict=True)
+    ]
+    judge.check("llama", run(decode_loop(runner_of(), PLENTY), attempts))
+
+
+@pytest.mark.parametrize(("size", "prefill_budget"), [(3, 256), (7, 16), (33, 48), (64, 256)])
+def test_neighbours_and_chunks_change_nothing(
+    size: int, prefill_budget: int, runner_of: LoadRunner, judge: Judge
+) -> None:
+    policy = DecodePolicy(max_sequences=size, prefill_budget=prefill_budget, token_budget=512)
+    loop = decode_loop(runner_of(), 400, policy)
+    names = [f"r{i}" for i in range(max(size, len(PROMPTS)))]
+    repeated = zip(names, cycle(PROMPTS), strict=False)
+    heard = run(loop, [attempt(name, prompt, NEW_TOKENS) for name, prompt in repeated])
+    judge.check("llama", heard, names)
+    assert asked(loop)["most chunks"] == size
+
+
+@pytest.fixture(scope="module")
+def said_apart(runner_of: LoadRunner) -> Heard:
+    """What choices say that nobody else is asked for."""
+    apart = [replace(one, choices=(choice,)) for one in forked() for choice in one.choices]
+    return alone(runner_of(), apart)
+
+
+def forked() -> list[Attempt]:
+    """Whose prompts end within a block, so that their choices copy it when they write."""
+    return [
+        attempt(f"r{i}", PROMPTS[i], NEW_TOKENS, sampling=DRAWN, choices=(0, 1, 2, 5))
+        for i in (1, 3)
+    ]
+
+
+@pytest.mark.parametrize(("num_blocks", "way"), [(PLENTY, "recompute"), (20, "swap_host")])
+def test_choices_say_what_each_would_say_alone(
+    num_blocks: int, way: str, runner_of: LoadRunner, said_apart: Heard
+) -> None:
+    loop = decode_loop(runner_of(way=way), num_blocks)
+    heard = run(loop, forked())
+    assert asked(loop)["copies"] > 0
+    assert (loop.scheduler.preemptions.get(way, 0) > 0) == (num_blocks == 20)
+    assert heard.tokens == said_apart.tokens
+    assert heard.logprobs == said_apart.logprobs
+    assert len({tuple(text) for text in heard.tokens.values()}) == 8
+
+
+class Crowd:
+    """Random requests that come and go, on a pool that holds one or two of them."""
+
+    def __init__(self, runner: TorchRunner, giver: TorchRunner, *, seed: int, depth: int):
+        self.numbers = random.Random(seed)
+        self.loop = decode_loop(runner, FEW, depth=depth)
+        self.giver = giver
+        self.heard = Heard()
+        self.drawn: list[tuple[Attempt, int]] = []
+        self.cancelled: set[AttemptKey] = set()
+
+    def come(self) -> None:
+        """One more, computed here or, if there is room for it, handed over."""
+        numbers, number = self.numbers, len(self.drawn)
+        which = numbers.randrange(len(PROMPTS))
+        prompt = PROMPTS[which]
+        accepted = wanted("llama")[which][: numbers.choice([0, 0, 0, 1, 20])]
+        one = attempt(
+            f"r{number}",
+            prompt,
+            numbers.randint(len(accepted) + 1, NEW_TOKENS),
+            accepted=accepted,
+            choices=(0, 1) if len(prompt) < 40 and numbers.random() < 0.5 else (0,),
+            priority=numbers.randrange(2),
+        )
+        self.heard.expect(one)
+        self.drawn.append((one, which))
+        if numbers.random() < 0.3:
+            hand_over(self.giver, self.loop, one, self.heard, 48)
+        else:
+            self.loop.scheduler.add(one, 0.0)
+
+    def go(self) -> None:
+        one, _ = self.numbers.choice(self.drawn)
+        self.loop.scheduler.cancel(one.key)
+        self.cancelled.add(one.key)
+
+    def check(self) -> None:
+        for one, which in self.drawn:
+            keys = one.keys()
+            for key in keys:
+                said = self.heard.tokens[key]
+                assert said == wanted("llama")[which][: len(said)]
+                if one.key not in self.cancelled:
+                    assert len(said) == one.stop.max_tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_crowd_on_a_pool_far_too_small_ends_with_the_right_tokens(
+    depth: int, saved: Callable[[str], Path], runner_of: LoadRunner
+) -> None:
+    """Swap memory is small, too: what fits neither the host's part nor the disk's is computed
+    again."""
+    giver = runner_of()
+    block_bytes = giver.layout.bytes_per_position * giver.block_size
+    config = EngineConfig(
+        str(saved("llama")),
+        num_blocks=FEW,
+        swap_host_bytes=6 * block_bytes,
+        swap_disk_bytes=9 * block_bytes,
+    )
+    runner, met = TorchRunner.load(config), Counter[str]()
+    try:
+        for seed in range(2):
+            crowd = Crowd(runner, giver, seed=seed, depth=depth)
+            while len(crowd.drawn) < 12:
+                crowd.come()
+                for _ in range(crowd.numbers.randrange(12)):
+                    crowd.heard.take(crowd.loop.step(0.0))
+                    crowd.loop.idle_check()
+                if crowd.numbers.random() < 0.15:
+                    crowd.go()
+            run_out(crowd.loop, crowd.heard)
+            crowd.check()
+            met.update(crowd.loop.scheduler.preemptions)
+    finally:
+        runner.close()
+    assert met["recompute"] > 0 and met["swap_host"] + met["swap_disk"] > 0
