@@ -104,6 +104,33 @@ def test_long_contexts_are_bit_equal(window: int, tmp_path: Path) -> None:
             assert_bits(logits(runner, cuts, table), wanted)
 
 
+def test_batches_of_1_to_64_are_bit_equal(saved: Callable[[str], Path]) -> None:
+    """Every size of a decode batch, first and last in it, extents in one piece and in many."""
+    runner = load(saved("llama"))
+    wanted = logits(runner, [49, 50])
+    fill(runner, TEXT[:49], OURS)
+    fill(runner, TEXT[:49], APART)
+    for count in range(64):
+        table, first = (OURS, APART)[count % 2], count % 3 == 0
+        got = logits(runner, [50], table, start=49, neighbours=count, first=first)
+        assert_bits(got, wanted)
+
+
+def test_long_contexts_in_torn_extents_decode_with_the_same_bits(
+    saved: Callable[[str], Path],
+) -> None:
+    """A shared prefix and an own end, pieces of all sizes, and many: gathered, not merged."""
+    runner = load(saved("llama"))
+    ends = [700, 701, 1024, 1025, 1059]
+    wanted = logits(runner, ends, ((20, 67),))
+    prefix: Extents = ((150, 40), (230, 27))
+    pieces: Extents = ((300, 1), (310, 30), (305, 5), (350, 2), (353, 29))
+    for table in (prefix, pieces, tuple((block, 1) for block in range(499, 432, -1))):
+        fill(runner, TEXT[:699], table)
+        assert_bits(logits(runner, ends, table, start=699, neighbours=5), wanted)
+        assert_bits(logits(runner, [1059], table, start=1058, first=False), wanted)
+
+
 def test_the_plain_kernel_is_exact_too(saved: Callable[[str], Path]) -> None:
     config = EngineConfig(str(saved("llama")), num_blocks=500, attention="reference")
     runner = TorchRunner.load(config)

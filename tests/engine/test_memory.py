@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from baton.core.model import KvLayout
 from baton.core.plan import BlockCopy, Chunk, Extents, StepPlan
 from baton.engine.inputs import build_inputs
-from baton.engine.kernels import flash_cpu, merge, reference
 from baton.engine.kv_cache import KvCache
-from baton.engine.masks import MaskBank
 from baton.engine.spans import spans
 
 CPU = torch.device("cpu")
@@ -51,30 +49,18 @@ def test_spans_are_the_places_of_positions(table: Extents, data: st.DataObject) 
     assert all(sum(a) != b[0] for a, b in pairwise(runs))
 
 
-@given(table=tables(), data=st.data(), lone_rows=st.booleans())
+@given(table=tables(), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_every_row_is_in_one_tile_of_its_own_position(
-    table: Extents, data: st.DataObject, lone_rows: bool
-) -> None:
+def test_inputs_are_the_rows_of_all_chunks(table: Extents, data: st.DataObject) -> None:
     covered = 16 * sum(count for _, count in table)
     first = data.draw(st.integers(0, covered - 1))
     count = data.draw(st.integers(1, covered - first))
-    plan = StepPlan(0, (Chunk(0, [5], 3, ((50, 1),)), Chunk(1, [7] * count, first, table)))
-    inputs = build_inputs(plan, 16, CPU, lone_rows=lone_rows)
-    assert inputs.positions[0].tolist() == [3, *range(first, first + count)]
+    plan = StepPlan(0, (Chunk(0, [5], 15, ((50, 1),)), Chunk(1, [7] * count, first, table)))
+    inputs = build_inputs(plan, 16, CPU)
+    assert inputs.token_ids[0].tolist() == [5, *[7] * count]
+    assert inputs.positions[0].tolist() == [15, *range(first, first + count)]
     assert inputs.places[1:].tolist() == [place_of(table, p) for p in range(first, first + count)]
-    targets = sorted(row for group in inputs.groups for row in group.targets.tolist())
-    assert targets == list(range(count + 1))
-    for group in inputs.groups:
-        rows = group.rows.view(len(group.tiles), group.width).tolist()
-        kept = group.rows if group.kept is None else group.rows[group.kept]
-        assert kept.tolist() == group.targets.tolist()
-        for tile, own in zip(group.tiles, rows, strict=True):
-            assert tile.end - 16 <= tile.first_position < tile.first_position + tile.count
-            assert tile.first_position + tile.count <= tile.end
-            if group.width == 16:
-                offset = tile.first_position % 16
-                assert own[offset] == tile.first_row
+    assert inputs.chunks == plan.chunks
     end = first + count
     fresh = end % 16 != 0 and end // 16 * 16 >= first
     ahead = [place_of(table, p) for p in range(end, -(-end // 16) * 16)] if fresh else []
@@ -126,36 +112,3 @@ def test_copying_clears_what_lies_ahead_in_the_tile() -> None:
     cache.copy(BlockCopy(0, 3, 5))
     assert bool((cache.keys[:, :, 96:101] == 2).all())
     assert bool((cache.keys[:, :, 101:112] == 0).all())
-
-
-@pytest.mark.parametrize("window", [None, 5, 16, 40])
-def test_masks_show_each_position_its_past(window: int | None) -> None:
-    bank = MaskBank(torch.float32, CPU)
-    for end, length in ((16, 16), (64, 64), (1600, 1600), (64, 48)):
-        mask = bank.take(window, 2, length)
-        for row in range(32):
-            position = end - 16 + row // 2
-            keys = torch.arange(end - length, end)
-            seen = keys <= position
-            if window is not None:
-                seen &= keys > position - window
-            assert torch.equal(mask[row] == 0, seen)
-
-
-@pytest.mark.parametrize("size", [16, 24, 64])
-def test_kernels_agree_and_parts_merge(size: int) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(3, count, size) for count in (32, 640, 640))
-    mask = MaskBank(torch.float32, CPU).take(100, 2, 640)
-    whole, whole_lse = reference(query, key, value, mask, 0.3, None)
-    fast, fast_lse = flash_cpu(query, key, value, mask, 0.3, None)
-    torch.testing.assert_close(fast, whole, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(fast_lse, whole_lse, rtol=1e-4, atol=1e-5)
-    cuts = [16, 512, 112]
-    masks = torch.split(mask, cuts, 1)
-    for kernel in (reference, flash_cpu):
-        pieces = zip(torch.split(key, cuts, 1), torch.split(value, cuts, 1), masks, strict=True)
-        parts = [kernel(query, k, v, seen, 0.3, None) for k, v, seen in pieces]
-        merged, lse = merge(parts, masks)
-        torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-5)

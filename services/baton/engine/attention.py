@@ -14,12 +14,13 @@ import torch
 from transformers import AttentionInterface
 
 from baton.core.errors import Internal
-from baton.engine.config import TILE
-from baton.engine.inputs import StepInputs, Tile, TileGroup
+from baton.core.plan import Chunk
+from baton.engine.inputs import StepInputs
 from baton.engine.kernels import Kernel, merge
 from baton.engine.kv_cache import KvCache
-from baton.engine.masks import MaskBank
-from baton.engine.spans import spans
+from baton.engine.reader import Reader, Reading
+from baton.engine.routes import Routes, find_routes
+from baton.engine.tiles import Tile, exact_tiles, loose_tiles
 
 # No mask function is registered under this name, so transformers builds no masks at all. The name
 # avoids the substrings that transformers treats specially.
@@ -93,126 +94,108 @@ AttentionInterface.register(INTERFACE, paged)
 
 
 class PagedAttention:
-    """Runs the attention of steps over one KvCache.
+    """Runs the attention of steps over one KvCache, tile by tile.
 
-    exact: a query's bits depend on its sequence's tokens alone. Keys that lie in several extents
-    are then gathered, so that the kernel always sees the one run it would see unfragmented;
-    otherwise each extent is read in place and the parts are merged by log-sum-exp, which is faster
-    and differs in the last bits. lone_rows: how many rows a query that is alone in its tile is
-    padded to, see `kernels.fewest_rows`; None computes whole tiles only.
+    exact: a query's bits depend on its sequence's tokens alone. lone_rows: how many rows a query
+    that is alone in its tile is padded to, see `kernels.fewest_rows`; None, in exact mode, computes
+    whole tiles only.
     """
 
     def __init__(self, cache: KvCache, kernel: Kernel, *, exact: bool, lone_rows: int | None):
+        self.cache = cache
+        self.kernel = kernel
         self.lone_rows = lone_rows
-        self._cache = cache
-        self._kernel = kernel
+        self.reader = Reader(cache, exact=exact)
         self._exact = exact
-        self._masks = MaskBank(cache.keys.dtype, cache.keys.device)
 
     def step(self, inputs: StepInputs) -> StepAttention:
         if inputs.stale.numel():
-            self._cache.clear(inputs.stale)
+            self.cache.clear(inputs.stale)
+        self.reader.begin()
         return StepAttention(self, inputs)
+
+    def tiles(self, chunk: Chunk, first_row: int) -> tuple[Tile, ...]:
+        if self._exact:
+            return tuple(exact_tiles(chunk, first_row, lone=self.lone_rows is not None))
+        return tuple(loose_tiles(chunk, first_row))
+
+
+class StepAttention:
+    """The context object of one step. What does not depend on the layer is computed once."""
+
+    def __init__(self, attention: PagedAttention, inputs: StepInputs):
+        self._attention = attention
+        self._cache = attention.cache
+        self._kernel = attention.kernel
+        self._places = inputs.places
+        self._chunks: list[tuple[Chunk, tuple[Tile, ...]]] = []
+        row = 0
+        for chunk in inputs.chunks:
+            self._chunks.append((chunk, attention.tiles(chunk, row)))
+            row += len(chunk.token_ids)
+        self._routes: Routes | None = None
+        self._readings: dict[int | None, list[Reading]] = {}
 
     def attend(
         self,
         arguments: LayerArguments,
-        inputs: StepInputs,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Stores the step's KV, then attends. Shapes as in AttentionContext."""
-        self._cache.write(arguments.layer, inputs.places, key, value)
-        query = query.transpose(0, 1)
-        output = query.new_empty(*query.shape[:2], value.shape[-1])
-        for group in inputs.groups:
-            rows = self._group(arguments, group, query)
-            output[group.targets] = rows if group.kept is None else rows[group.kept]
-        return output
+        self._cache.write(arguments.layer, self._places, key, value)
+        heads, count, size = query.shape
+        routes = self._routes or self._find_routes(heads)
+        queries = routes.scatter(query.transpose(0, 1).reshape(count * heads, size))
+        readings = self._readings.get(arguments.window)
+        if readings is None:
+            readings = self._read(arguments.window, heads // routes.kv_heads)
+        parts = self._tiles(arguments, queries, readings)
+        output = routes.gather([part for part, _ in parts])
+        output = output.view(count, heads, -1)[..., : self._cache.layout.value_size]
+        if arguments.sinks is None:
+            return output
+        lse = routes.gather([part for _, part in parts]).view(count, heads)
+        # Not torch.sigmoid, whose last bits depend on where in an array a number stands.
+        share = 1 / (1 + torch.exp(arguments.sinks.float() - lse))
+        return output * share.unsqueeze(-1).to(output.dtype)
 
-    def _group(
-        self, arguments: LayerArguments, group: TileGroup, query: torch.Tensor
-    ) -> torch.Tensor:
-        """query [T, heads, D] -> the group's rows, [tiles * width, heads, Dv]."""
-        layout = self._cache.layout
-        kv_heads, per_head = layout.num_kv_heads, query.shape[1] // layout.num_kv_heads
-        tiles, rows = len(group.tiles), group.width * per_head
-        queries = query[group.rows].view(tiles, group.width, kv_heads, per_head, -1)
-        queries = queries.transpose(1, 2).reshape(tiles, kv_heads, rows, -1)
-        if group.width == 1 and self.lone_rows is not None and rows < self.lone_rows:
-            queries = torch.nn.functional.pad(queries, (0, 0, 0, self.lone_rows - rows))
-        parts = [
-            self._tile(arguments, tile, queries[i], per_head, group.width)
-            for i, tile in enumerate(group.tiles)
-        ]
-        output = torch.stack(parts)[:, :, :rows, : layout.value_size]
-        output = output.view(tiles, kv_heads, group.width, per_head, -1).transpose(1, 2)
-        return output.reshape(tiles * group.width, kv_heads * per_head, -1)
+    def _tiles(
+        self, arguments: LayerArguments, queries: list[torch.Tensor], readings: list[Reading]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every tile's output [1, kv_heads, n, Dv] and log-sum-exps [1, kv_heads, n]."""
+        kernel, layer = self._kernel, arguments.layer
+        scale, softcap = arguments.scale, arguments.softcap
+        parts = []
+        rest = iter(queries)
+        for reading in readings:
+            if reading.places is not None:
+                keys, values = self._attention.reader.gather(layer, reading.places)
+                for tile in reading.tiles:
+                    key = keys.narrow(2, tile.first, tile.length)
+                    value = values.narrow(2, tile.first, tile.length)
+                    parts.append(kernel(next(rest), key, value, tile.mask, scale, softcap))
+                continue
+            for tile in reading.tiles:
+                query = next(rest)
+                runs = [
+                    kernel(query, keys[layer], values[layer], tile.mask, scale, softcap)
+                    for keys, values in tile.runs
+                ]
+                parts.append(runs[0] if len(runs) == 1 else merge(runs))
+        return parts
 
-    def _tile(
-        self,
-        arguments: LayerArguments,
-        tile: Tile,
-        query: torch.Tensor,
-        per_head: int,
-        width: int,
-    ) -> torch.Tensor:
-        first = 0
-        if arguments.window is not None:
-            first = max(0, tile.end - TILE - arguments.window + 1) // TILE * TILE
-        mask = self._masks.take(arguments.window, per_head, tile.end - first)
-        if width == 1:
-            row = tile.first_position % TILE * per_head
-            mask = mask[row].expand(query.shape[1], -1)
-        keys, values = self._cache.keys[arguments.layer], self._cache.values[arguments.layer]
-        runs = list(spans(tile.extents, first, tile.end - first, self._cache.block_size))
-        if len(runs) > 1 and self._exact:
-            key = torch.cat([keys.narrow(1, *run) for run in runs], 1)
-            value = torch.cat([values.narrow(1, *run) for run in runs], 1)
-            output, lse = self._kernel(query, key, value, mask, arguments.scale, arguments.softcap)
-        else:
-            parts = []
-            masks = torch.split(mask, [length for _, length in runs], 1)
-            for run, seen in zip(runs, masks, strict=True):
-                key, value = keys.narrow(1, *run), values.narrow(1, *run)
-                parts.append(
-                    self._kernel(query, key, value, seen, arguments.scale, arguments.softcap)
-                )
-            output, lse = parts[0] if len(parts) == 1 else merge(parts, masks)
-        if arguments.sinks is not None:
-            output = _with_sinks(output, lse, arguments.sinks, per_head)
-        return output
+    def _find_routes(self, heads: int) -> Routes:
+        kv_heads = self._cache.layout.num_kv_heads
+        lone_rows = self._attention.lone_rows or heads // kv_heads
+        tiles = [tile for _, own in self._chunks for tile in own]
+        device = self._places.device
+        self._routes = find_routes(tiles, heads, kv_heads, lone_rows, device)
+        return self._routes
 
-
-class StepAttention:
-    """The context object of one step."""
-
-    def __init__(self, attention: PagedAttention, inputs: StepInputs):
-        self._attention = attention
-        self._inputs = inputs
-
-    def attend(
-        self,
-        arguments: LayerArguments,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._attention.attend(arguments, self._inputs, query, key, value)
-
-
-def _with_sinks(
-    output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, per_head: int
-) -> torch.Tensor:
-    """Adds each query head's sink to the softmax's denominator.
-
-    output [kv_heads, rows, Dv], lse [kv_heads, rows], sinks [heads]. Rows are laid out position by
-    position, per_head query heads each; padding rows get any sink.
-    """
-    heads = sinks.float().view(-1, per_head)
-    repeats = -(-lse.shape[1] // per_head)
-    sink = heads.repeat(1, repeats)[:, : lse.shape[1]]
-    # Not torch.sigmoid, whose last bits depend on where in an array a number stands.
-    share = 1 / (1 + torch.exp(sink - lse))
-    return output * share.unsqueeze(-1).to(output.dtype)
+    def _read(self, window: int | None, per_head: int) -> list[Reading]:
+        read = self._attention.reader.read
+        found = [read(chunk, tiles, window, per_head) for chunk, tiles in self._chunks]
+        self._readings[window] = found
+        return found

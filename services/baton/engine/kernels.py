@@ -6,25 +6,28 @@ A kernel knows neither blocks nor layers. Both have the signature of `Kernel`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from baton.engine.config import TILE
 from baton.engine.masks import MaskBank
+from baton.engine.tiles import Tile
 
 # How many keys torch's CPU kernel handles before it rescales; its algorithm repeats beyond.
 _FLASH_RUN = 512
 
-_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# Bound to its overload, because looking for one takes longer than a short tile's arithmetic.
+_flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Kernel(Protocol):
-    """query [heads, rows, D], key [heads, n, D], value [heads, n, Dv], mask [rows, n] with 0 where
-    a row sees a key and -inf where not. Rows are all queries that share a KV head.
+    """query [1, heads, rows, D], key [1, heads, n, D], value [1, heads, n, Dv], mask [1, 1, rows
+    or 1, n] with 0 where a row sees a key and -inf where not, or None when all rows see all keys.
+    Rows are all queries that share a KV head.
 
-    Returns output [heads, rows, Dv] and the log-sum-exp of the scores, float32 [heads, rows]; both
-    mean nothing for a row that sees no key at all.
+    Returns output [1, heads, rows, Dv] and the log-sum-exp of the scores, float32 [1, heads, rows];
+    both mean nothing for a row that sees no key at all.
     """
 
     def __call__(
@@ -32,7 +35,7 @@ class Kernel(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | None,
         scale: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -42,16 +45,17 @@ def reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch, scores in float32; runs on every device and does everything."""
-    scores = torch.matmul(query, key.transpose(1, 2)).float() * scale
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask.float()
-    # A row that sees nothing in this run has -inf everywhere; exp(-inf - 0) is the 0 it should be.
+    if mask is not None:
+        scores = scores + mask.float()
+    # A row that sees nothing has -inf everywhere; exp(-inf - 0) is the 0 it should be.
     top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
@@ -63,20 +67,14 @@ def flash_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Torch's tiled CPU kernel, which reads keys and values in place. Needs D == Dv, no softcap."""
     assert softcap is None
-    output, lse = _flash_cpu(
-        query.unsqueeze(0),
-        key.unsqueeze(0),
-        value.unsqueeze(0),
-        attn_mask=mask.unsqueeze(0).unsqueeze(0),
-        scale=scale,
-    )
-    return output[0], lse[0]
+    output, lse = _flash_cpu(query, key, value, attn_mask=mask, scale=scale)
+    return output, lse
 
 
 def choose_kernel(
@@ -98,22 +96,26 @@ def fewest_rows(
     """
     generator = torch.Generator().manual_seed(11)
     lengths = [*range(TILE, 2 * _FLASH_RUN + 1, 3 * TILE), 4 * _FLASH_RUN, 8 * _FLASH_RUN]
-    masks = MaskBank(dtype, device)
+    masks = MaskBank(dtype, device, TILE)
 
     def random(count: int) -> torch.Tensor:
-        return torch.randn(heads, count, size, generator=generator).to(dtype).to(device)
+        return torch.randn(1, heads, count, size, generator=generator).to(dtype).to(device)
 
     query, key, value = random(TILE * per_head), random(lengths[-1]), random(lengths[-1])
 
+    def attend(rows: torch.Tensor, tile: Tile) -> torch.Tensor:
+        mask = masks.take(tile, None, per_head)
+        seen = key[:, :, : tile.end], value[:, :, : tile.end]
+        return kernel(rows, *seen, mask, size**-0.5, None)[0]
+
     def same(rows: int, length: int, offset: int) -> bool:
-        mask = masks.take(None, per_head, length)
-        whole, _ = kernel(query, key[:, :length], value[:, :length], mask, size**-0.5, None)
-        row = offset * per_head
-        lone = torch.nn.functional.pad(query[:, row : row + per_head], (0, 0, 0, rows - per_head))
-        got, _ = kernel(
-            lone, key[:, :length], value[:, :length], mask[row].expand(rows, -1), size**-0.5, None
+        start, row = length - TILE, offset * per_head
+        whole = attend(query, Tile(0, start, TILE, start, length, False))
+        lone = torch.nn.functional.pad(
+            query[:, :, row : row + per_head], (0, 0, 0, rows - per_head)
         )
-        return torch.equal(got[:, :per_head], whole[:, row : row + per_head])
+        got = attend(lone, Tile(0, start + offset, 1, start, length, True))
+        return torch.equal(got[:, :, :per_head], whole[:, :, row : row + per_head])
 
     for rows in range(per_head, TILE * per_head):
         if all(same(rows, length, offset) for length in lengths for offset in (0, 5, TILE - 1)):
@@ -121,19 +123,12 @@ def fewest_rows(
     return None
 
 
-def merge(
-    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], masks: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over several runs of keys from what a kernel gave for each, by log-sum-exps.
 
-    parts: (output [heads, rows, Dv], log-sum-exp [heads, rows]) per run, with its mask [rows, n].
+    parts: (output [..., rows, Dv], log-sum-exp [..., rows]) per run; every row sees all keys.
     """
-    # The CPU kernel says 0 rather than -inf for a row that sees nothing of a run.
-    lses = [
-        lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
-        for (_, lse), mask in zip(parts, masks, strict=True)
-    ]
-    lse = torch.stack(lses)
+    lse = torch.stack([lse for _, lse in parts])
     total = torch.logsumexp(lse, 0)
     weights = torch.exp(lse - total).unsqueeze(-1)
     outputs = torch.stack([output for output, _ in parts])
