@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from baton.engine.products import NotExact, Product, prove, tiled
+from baton.engine.products import NotExact, Product, in_tiles, prove, random_rows, tiled
 
 _MATMULS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
 _WITH_TAILS = {
@@ -35,6 +35,8 @@ _WITH_TAILS = {
     F.mish,
     F.elu,
 }
+# The most rows of a caught product that are computed at once.
+_MOST = 256
 # Torch gives a thread at least this many elements, and shares out what is more than that evenly.
 _GRAIN = 32768
 # A multiple of two vectors of any element type on any CPU, which is what its loops unroll to.
@@ -144,7 +146,8 @@ class ExactMode(TorchFunctionMode):
         self, key: tuple[object, ...], product: Product, weight: torch.Tensor
     ) -> frozenset[int]:
         if key not in self._sizes:
-            self._sizes[key] = prove(product, weight.shape[1], weight.dtype, weight.device)
+            rows = random_rows(weight.shape[1], weight.dtype, weight.device, _MOST)
+            self._sizes[key] = prove(product, rows, in_tiles(product, rows))
         return self._sizes[key]
 
 

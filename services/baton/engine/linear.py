@@ -1,98 +1,79 @@
 """Linear layers with weights packed once for this CPU; knows modules, but not their meaning.
 
-`swap` replaces every linear layer of a model in place, one at a time, so that memory never holds
-two copies of the whole model.
+`swap` replaces every linear layer and, on CPUs, all experts of a model in place, one at a time, so
+that memory never holds two copies of the whole model.
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from baton.engine.products import Product, prove, tiled
+from baton.engine.choice import Bound, Chooser
+from baton.engine.experts import PackedExperts, are_known_experts
+from baton.engine.products import BASE, MOST
+
+log = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
-    """Does what nn.Linear does, with oneDNN's packed weights where the CPU has them.
+    """Does what nn.Linear does, in the form that the chooser finds best.
 
-    exact: compute in proven row counts only. `weight` is left behind as a shape without memory,
-    because some models look at its dtype.
+    `weight` is left behind as a shape without memory, because some models look at its dtype.
     """
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        exact: bool,
-        known: dict[tuple[object, ...], frozenset[int]],
+        self, weight: torch.Tensor, bias: torch.Tensor | None, chooser: Chooser, *, most: int = MOST
     ):
-        """weight: [outputs, inputs]. known: what was proven for shapes seen before, added to."""
+        """weight: [outputs, inputs]. most: rows computed at once in exact mode. Raises NotExact."""
         super().__init__()
-        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
         self.weight = weight.detach().to("meta")
         self.bias = bias
-        self._product = _packed(weight, bias) if _packs(weight) else _plain(weight, bias)
-        self._sizes: frozenset[int] | None = None
-        if exact:
-            key = (*weight.shape, weight.stride(), weight.dtype, bias is None)
-            if key not in known:
-                known[key] = prove(self._product, weight.shape[1], weight.dtype, weight.device)
-            self._sizes = known[key]
+        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
+        self._product = chooser.bind(weight, bias, most=most)
+
+    @property
+    def products(self) -> list[Bound]:
+        return [self._product]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
-        rows = x.reshape(-1, self.in_features)
-        if self._sizes is None:
-            output = self._product(rows)
-        else:
-            output = tiled(self._product, rows, self._sizes)
-        return output.view(*x.shape[:-1], self.out_features)
+        return self._product(x)
 
 
-def swap(model: nn.Module, *, exact: bool) -> None:
-    """Replaces nn.Linear and GPT-2's Conv1D. Raises NotExact when exact cannot be had."""
-    known: dict[tuple[object, ...], frozenset[int]] = {}
-    for parent in list(model.modules()):
+def swap(network: nn.Module, *, exact: bool, quantize: str = "none", max_batch: int = 64) -> None:
+    """Replaces nn.Linear, GPT-2's Conv1D and experts.
+
+    quantize: "none" or "int8". max_batch: how many sequences a step decodes at most. Raises
+    NotExact when exact cannot be had; `loosen` then makes the best of it.
+    """
+    chooser = Chooser(exact=exact, quantize=quantize, max_batch=max_batch)
+    head = getattr(network, "get_output_embeddings", lambda: None)()
+    on_cpu = all(weight.device.type != "cuda" for weight in network.parameters())
+    logits_rows = min(MOST, max(BASE, max_batch))
+    for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                packed = PackedLinear(child.weight, child.bias, exact=exact, known=known)
+                # Logits are computed for the rows that are sampled only, so never for many.
+                most = logits_rows if child is head else MOST
+                packed: nn.Module = PackedLinear(child.weight, child.bias, chooser, most=most)
             elif type(child) is Conv1D:
-                packed = PackedLinear(
-                    child.weight.t().contiguous(), child.bias, exact=exact, known=known
-                )
+                packed = PackedLinear(child.weight.t(), child.bias, chooser)
+            elif on_cpu and are_known_experts(child):
+                packed = PackedExperts(child, chooser)
             else:
                 continue
             setattr(parent, name, packed)
+    log.info("weights: %s", chooser.summary())
 
 
-def _packs(weight: torch.Tensor) -> bool:
-    """Packing pays in float32, and in bfloat16 on CPUs that multiply it natively."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
-
-
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, packed, bias, "none", [], ""
-        )
-        return output
-
-    return product
-
-
-def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    held = weight.detach()
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, held, bias)
-
-    return product
+def loosen(network: nn.Module, *, quantize: str = "none", max_batch: int = 64) -> None:
+    """Gives exactness up after NotExact: swaps what was not swapped yet, and computes any rows."""
+    for module in network.modules():
+        if isinstance(module, (PackedLinear, PackedExperts)):
+            for product in module.products:
+                product.loosen()
+    swap(network, exact=False, quantize=quantize, max_batch=max_batch)
