@@ -176,6 +176,9 @@ def test_other_logits_than_the_models_own_are_refused() -> None:
     right, wrong = torch.zeros(10), torch.ones(10)
     tables = together(2, 3)
     selfcheck.check_parity(forward, tables, texts, [right, right])
-    for expected in ([right, wrong], [right, wrong * torch.nan]):
-        with pytest.raises(UnsupportedModel, match="packed prompts give other logits"):
-            selfcheck.check_parity(forward, tables, texts, expected)
+    with pytest.raises(UnsupportedModel, match="packed prompts give other logits"):
+        selfcheck.check_parity(forward, tables, texts, [right, wrong])
+    with pytest.raises(UnsupportedModel, match="tokens one by one give other logits"):
+        selfcheck.check_decode(forward, tables, texts, [wrong, right])
+    with pytest.raises(InvalidArgument, match="no numbers in float32"):
+        selfcheck.check_parity(forward, tables, texts, [right, wrong * torch.nan])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from baton.core.plan import SampleRow
 from baton.core.request import SamplingParams
-from baton.engine.sampler import SamplingFailed, adjust, keep, sample
+from baton.engine.sampler import distances, draw, head, keep, penalize, weigh
 
 VOCAB = 1200
 
@@ -21,18 +18,18 @@ def logits(seed: int = 0, vocab: int = VOCAB, spread: float = 2.0) -> torch.Tens
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def row(params: SamplingParams, **fields: Any) -> SampleRow:
-    return SampleRow(0, fields.pop("choice", 0), fields.pop("position", 0), params, **fields)
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
-def test_greedy_is_argmax_and_the_lowest_of_equals() -> None:
-    scores = logits()
-    greedy = SamplingParams(temperature=0.0)
-    assert sample(scores, row(greedy)).token_id == int(scores.argmax())
-    scores[[700, 30, 900]] = 50.0
-    assert sample(scores, row(greedy)).token_id == 30
+def kept(rows: torch.Tensor, **settings: float) -> torch.Tensor:
+    """Weights of rows [n, vocab] under the same settings for each."""
+    temperature = column(*[settings.pop("temperature", 1.0)] * len(rows))
+    filters = {name: column(*[value] * len(rows)) for name, value in settings.items()}
+    return keep(distances(rows, temperature.float()), **filters)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "settings",
@@ -51,7 +48,10 @@ def test_greedy_is_argmax_and_the_lowest_of_equals() -> None:
         {"min_p": 0.0001, "temperature": 2.0},
     ],
 )
-def test_filters_keep_what_transformers_keeps(settings: dict[str, Any], seed: int) -> None:
+def test_filters_keep_what_transformers_keeps(
+    settings: dict[str, Any], seed: int, rows: int
+) -> None:
+    """One row takes another way than several do: both must be right."""
     params = SamplingParams(**settings)
     warpers: list[Any] = [transformers.TemperatureLogitsWarper(params.temperature)]
     if params.top_k:
@@ -60,119 +60,78 @@ def test_filters_keep_what_transformers_keeps(settings: dict[str, Any], seed: in
         warpers.append(transformers.TopPLogitsWarper(params.top_p))
     if params.min_p:
         warpers.append(transformers.MinPLogitsWarper(params.min_p))
-    scores = logits(seed)
-    warped = scores[None]
+    scores = torch.stack([logits(seed + i) for i in range(rows)])
+    warped = scores
     for warper in warpers:
-        warped = warper(torch.zeros(1, 1, dtype=torch.int64), warped)
-    tokens, weights = keep(scores, params)
-    wanted = torch.softmax(warped[0], 0)
-    assert set(tokens.tolist()) == set(torch.nonzero(wanted).flatten().tolist())
-    torch.testing.assert_close(weights / weights.sum(), wanted[tokens])
-    assert len(tokens) == VOCAB or weights.tolist() == sorted(weights.tolist(), reverse=True)
+        warped = warper(torch.zeros(rows, 1, dtype=torch.int64), warped)
+    weights = kept(scores, **settings)
+    wanted = torch.softmax(warped, 1)
+    assert torch.equal(weights > 0, wanted > 0)
+    share = (weights / weights.sum(1, keepdim=True)).float()
+    torch.testing.assert_close(share, wanted, rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_head_is_the_shortest_start_of_the_sorted_tokens(seed: int) -> None:
+    """Against a sort, with many ties; one row by itself against the same row among others."""
+    numbers = torch.Generator().manual_seed(seed)
+    distance = torch.randint(0, 40, (4, 500), generator=numbers) / 7.0
+    distance[3] = 0.0
+    amounts = weigh(distance)
+    for limit in (column(1, 7, 250, 499), amounts.sum(1, keepdim=True) * 0.37):
+        counted = amounts if limit[0] > 1 else torch.ones_like(amounts)
+        got = head(distance, counted, limit)
+        order = torch.sort(distance, dim=1, stable=True).indices
+        ranked = counted.gather(1, order)
+        before = ranked.cumsum(1) - ranked
+        wanted = torch.zeros_like(got).scatter_(1, order, before < limit)
+        assert torch.equal(got, wanted)
+        alone = [head(distance[i : i + 1], counted[i : i + 1], limit[i : i + 1]) for i in range(4)]
+        assert torch.equal(torch.cat(alone), wanted)
+
+
+def test_weights_are_whole_and_their_sums_exact() -> None:
+    weights = weigh(distances(torch.stack([logits(), torch.zeros(VOCAB)]), column(1, 1).float()))
+    assert torch.equal(weights, weights.round())
+    assert weights.sum(1).max() <= 2**52
+    forward, backward = weights.cumsum(1)[:, -1], weights.flip(1).cumsum(1)[:, -1]
+    assert torch.equal(forward, backward)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
 def test_repetition_penalty_is_transformers_own(penalty: float) -> None:
-    history = (5, 9, 9, 700, 1199)
-    scores = logits()
+    history = [5, 9, 9, 700, 1199]
+    scores = logits()[None]
     processor: Any = transformers.RepetitionPenaltyLogitsProcessor(penalty)
-    wanted = processor(torch.tensor([history]), scores[None].clone())[0]
-    params = SamplingParams(repetition_penalty=penalty)
-    got = adjust(scores, row(params, history=history, num_prompt_tokens=3))
+    wanted = processor(torch.tensor([history]), scores.clone())
+    seen = torch.zeros(1, VOCAB, dtype=torch.bool)
+    seen[0, history] = True
+    none = torch.zeros(1, 1)
+    used = torch.zeros(1, VOCAB)
+    got = penalize(scores, seen, used, torch.tensor([[penalty]]), none, none)
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
-def test_presence_and_frequency_count_output_tokens_only() -> None:
-    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    scores = logits()
-    got = adjust(scores, row(params, history=(1, 2, 3, 7, 7, 8), num_prompt_tokens=3))
+def test_presence_counts_once_and_frequency_every_time() -> None:
+    scores = logits()[None]
+    used = torch.zeros(1, VOCAB)
+    used[0, 7], used[0, 8] = 2.0, 1.0
+    one = torch.ones(1, 1)
+    got = penalize(scores, used > 0, used, one, one * 0.5, one * 0.25)
     wanted = scores.clone()
-    wanted[7] -= 0.5 + 2 * 0.25
-    wanted[8] -= 0.5 + 0.25
+    wanted[0, 7] -= 0.5 + 2 * 0.25
+    wanted[0, 8] -= 0.5 + 0.25
     torch.testing.assert_close(got, wanted)
 
 
-def test_bias_and_bans_do_not_change_the_callers_logits() -> None:
-    scores = logits()
-    before = scores.clone()
-    params = SamplingParams(temperature=0.0, logit_bias=((17, 100.0), (18, 50.0)))
-    assert sample(scores, row(params)).token_id == 17
-    assert sample(scores, row(params, banned=(17,))).token_id == 18
-    assert torch.equal(scores, before)
-
-
-def test_banning_everything_fails_the_row() -> None:
-    with pytest.raises(SamplingFailed, match="banned"):
-        sample(logits(vocab=4), row(SamplingParams(), banned=(0, 1, 2, 3)))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_a_number_fails_the_row(value: float) -> None:
-    scores = logits(vocab=8)
-    scores[3 if value != -math.inf else slice(None)] = value
-    with pytest.raises(SamplingFailed, match="not a number"):
-        sample(scores, row(SamplingParams()))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.6},
-        {"temperature": 1.8, "top_k": 6},
-        {"top_p": 0.8},
-        {"min_p": 0.1, "logit_bias": ((3, 1.5),)},
-        {"presence_penalty": 1.0},
-    ],
-)
-def test_draws_follow_the_distribution(settings: dict[str, Any]) -> None:
-    params = SamplingParams(**settings, seed=11)
-    scores = logits(3, vocab=12, spread=1.0)
-    history = (1, 2, 2)
-    draws = 4000
-    counts = torch.zeros(12)
-    for position in range(draws):
-        here = row(params, position=position, choice=position % 3, history=history)
-        counts[sample(scores, here).token_id] += 1
-    tokens, weights = keep(adjust(scores, row(params, history=history)), params)
-    expected = torch.zeros(12)
-    expected[tokens] = weights / weights.sum() * draws
-    assert counts[expected == 0].sum() == 0
-    likely = expected > 0
-    chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
-    assert chi_square < 31.3  # 0.1 % of true samples exceed this at 11 degrees of freedom
-
-
-def test_a_draw_depends_on_its_key_alone() -> None:
-    params = SamplingParams(temperature=1.5, top_p=0.95, seed=5)
-    scores = logits()
-    first = [sample(scores, row(params, position=i)).token_id for i in range(50)]
-    batch = torch.stack([logits(9), scores, torch.full((VOCAB,), 3.0)])
-    again = [sample(batch[1], row(params, position=i)).token_id for i in reversed(range(50))]
-    assert first == again[::-1]
-    other = replace(params, seed=6)
-    assert first != [sample(scores, row(other, position=i)).token_id for i in range(50)]
-    assert first != [sample(scores, row(params, position=i, choice=1)).token_id for i in range(50)]
-
-
-def test_logprobs_are_of_the_raw_logits() -> None:
-    scores = logits()
-    wanted = torch.log_softmax(scores, 0)
-    params = SamplingParams(temperature=0.3, top_k=3, logit_bias=((4, 80.0),), top_logprobs=5)
-    token = sample(scores, row(params, banned=(int(scores.argmax()),)))
-    assert token.token_id == 4
-    assert token.logprobs is not None
-    assert token.logprobs.logprob == pytest.approx(float(wanted[4]))
-    best = torch.topk(wanted, 5)
-    assert [t for t, _ in token.logprobs.top] == best.indices.tolist()
-    assert [v for _, v in token.logprobs.top] == pytest.approx(best.values.tolist())
-    none = sample(scores, row(replace(params, top_logprobs=None)))
-    assert none.logprobs is None
-    assert sample(scores, row(replace(params, top_logprobs=0))).logprobs is not None
-
-
 def test_equal_logits_are_cut_by_id() -> None:
-    params = SamplingParams(top_k=3)
-    tokens, weights = keep(torch.zeros(1000), params)
-    assert tokens.tolist() == [0, 1, 2]
-    assert weights.tolist() == pytest.approx([0.001] * 3)
+    weights = kept(torch.zeros(2, 1000), top_k=3)
+    assert weights.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    assert set(weights.flatten().tolist()) == {0.0, 2.0**42}
+
+
+def test_draws_take_every_kept_token_in_its_share() -> None:
+    weights = torch.tensor([[0.0, 3.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
+    numbers = [0.0, 0.74999, 0.75, 1 - 2**-53]
+    drawn = draw(weights.expand(4, -1).contiguous(), column(*numbers))
+    assert drawn.tolist() == [1, 1, 3, 3]

@@ -35,10 +35,13 @@ class EngineConfig:
 
     model: folder, or hub id. model_name: the name it is served under, else the folder's.
     dtype: auto is float32 on CPU, because exactness outranks speed, and the checkpoint's on a GPU.
-    num_blocks: 0 takes as many as fit kv_memory_bytes, which at 0 is memory_share of what is free
-    once the weights are loaded. max_model_len: positions, 0 is the model's.
-    exact: a row's logits do not depend on what else is in the batch. threads: 0 is torch's default.
+    num_blocks: 0 takes as many as fit kv_memory_bytes, which at 0 is what weights and activations
+    leave of memory_share of the memory that is free at start. max_model_len: positions, 0 is the
+    model's, or as many as the pool holds.
+    exact: a row's logits do not depend on what else is in the batch; None is yes on a CPU, where it
+    costs little, and no on a GPU. threads: 0 is torch's default.
     max_batch: how many sequences are expected at once; bounds the pool when it is sized by memory.
+    max_step_tokens: most tokens of a step; memory is kept free for their activations.
     tokenizer_digest: hex, passed on in the model's description. quantize: weights of linear layers.
     swap_host_bytes, swap_disk_bytes: for KV of preempted sequences; swap_folder: where the file for
     the latter is made, "" is the system's folder for temporary files. graphs: record CUDA graphs.
@@ -53,10 +56,11 @@ class EngineConfig:
     kv_memory_bytes: int = 512 * MIB
     memory_share: float = 0.8
     max_model_len: int = 0
-    exact: bool = True
+    exact: bool | None = None
     attention: str = "auto"
     threads: int = 0
     max_batch: int = 64
+    max_step_tokens: int = 512
     tokenizer_digest: str = ""
     quantize: str = "none"
     swap_host_bytes: int = 0
@@ -77,8 +81,9 @@ class EngineConfig:
         for name in _AT_LEAST_0:
             if getattr(self, name) < 0:
                 raise InvalidArgument(f"{name} must be 0 or more", field=name)
-        if self.max_batch <= 0:
-            raise InvalidArgument("max_batch must be more than 0", field="max_batch")
+        for name in ("max_batch", "max_step_tokens"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgument(f"{name} must be more than 0", field=name)
         if not 0.0 < self.memory_share <= 1.0:
             raise InvalidArgument("memory_share must be above 0, at most 1", field="memory_share")
 

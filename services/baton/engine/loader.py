@@ -15,11 +15,13 @@ import torch
 import transformers
 from torch import nn
 
+from baton.core.errors import InvalidArgument
 from baton.core.model import ModelDescription
 from baton.engine.attention import INTERFACE
 from baton.engine.config import EngineConfig
 from baton.engine.digest import model_digest
 from baton.engine.guards import UnsupportedModel, check_class, check_files, rope_limit
+from baton.engine.int8 import check_int8
 from baton.engine.kv_cache import DTYPES
 from baton.engine.progress import Bar, Progress, quiet
 
@@ -28,7 +30,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """network: in eval mode, with its own eager attention still; `wire` switches it to ours."""
+    """network: in eval mode, with its own eager attention still; `wire` switches it to ours.
+    device: where it runs; without weights, see `outline`, where it would.
+    """
 
     network: nn.Module
     description: ModelDescription
@@ -41,15 +45,17 @@ def load(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
     Weights are read twice, once for the digest (which also warms the page cache) and once into
     memory; progress counts both.
     """
-    folder = _folder(config.model)
+    folder = _folder(config.model, ["*.safetensors", "*.json", "*.jinja"])
     weights = check_files(folder)
     settings = _settings(folder)
     model_class = _model_class(settings)
     check_class(model_class, settings)
-    device = _device(config.device)
+    device = choose_device(config.device)
+    if config.quantize == "int8":
+        check_int8(device)
     total = 2 * sum(file.stat().st_size for file in weights)
     bar = Bar(progress, total)
-    digest = model_digest(folder / "config.json", weights, bar.advance)
+    digest = model_digest(folder / "config.json", weights, config.quantize, bar.advance)
     network = _network(model_class, folder, settings, _dtype(config.dtype, device, settings), bar)
     return LoadedModel(
         network=network.to(device),
@@ -65,16 +71,48 @@ def load(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
     )
 
 
-def wire(network: nn.Module) -> None:
-    """Routes all attention of the model through `attention.paged`, and experts through their loop.
+def outline(config: EngineConfig) -> LoadedModel:
+    """The wired model without weights: shapes on torch's meta device, and an empty digest.
 
-    The batched forms of experts make a token's bits depend on how many others chose its expert, and
-    are no faster on CPUs.
+    Needs config.json alone, also of a hub id. Raises UnsupportedModel like `load`.
+    """
+    settings = _settings(_folder(config.model, ["config.json"]))
+    check_class(_model_class(settings), settings)
+    device = choose_device(config.device)
+    if config.quantize == "int8" and device.type != "cpu":
+        check_int8(device)
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, dtype=_dtype(config.dtype, device, settings), attn_implementation="eager"
+        )
+    wire(network)
+    if network._can_set_experts_implementation():
+        # The only form whose shapes do not depend on which experts the tokens choose.
+        network.set_experts_implementation("batched_mm")
+    return LoadedModel(
+        network=network.eval(),
+        description=ModelDescription(
+            name=config.model_name or Path(config.model).name,
+            digest="",
+            max_model_len=_max_model_len(config.max_model_len, settings),
+            vocab_size=int(settings.get_text_config().vocab_size),
+            eos_token_ids=(),
+        ),
+        device=device,
+    )
+
+
+def wire(network: nn.Module) -> None:
+    """Routes all attention of the model through `attention.paged`.
+
+    On CPUs, experts that `experts` does not know go through their loop: the batched forms make a
+    token's bits depend on how many others chose its expert, and are no faster.
     """
     network.set_attn_implementation(INTERFACE)  # type: ignore[operator]
     if network.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
         raise UnsupportedModel("the model did not take our attention")
-    if network._can_set_experts_implementation():  # type: ignore[operator]
+    on_cpu = next(network.parameters()).device.type == "cpu"
+    if on_cpu and network._can_set_experts_implementation():  # type: ignore[operator]
         network.set_experts_implementation("eager")  # type: ignore[operator]
 
 
@@ -103,7 +141,8 @@ def run_network(
     return logits
 
 
-def _folder(model: str) -> Path:
+def _folder(model: str, files: list[str]) -> Path:
+    """The model's folder; a hub id's `files` are fetched."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -113,7 +152,7 @@ def _folder(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
+        return Path(snapshot_download(model, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UnsupportedModel(f"model {model} cannot be fetched from the hub") from error
 
@@ -158,13 +197,18 @@ def _network(
     return eval_mode
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of a configured name; auto is the GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def _dtype(name: str, device: torch.device, settings: Any) -> torch.dtype:
+    """Raises InvalidArgument for one that this GPU does not compute in."""
+    gpu = device.type == "cuda" and torch.cuda.is_available()
+    if gpu and name == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise InvalidArgument("this GPU does not compute in bfloat16", field="dtype")
     if name != "auto":
         return DTYPES[name]
     own = getattr(settings.get_text_config(), "dtype", None)

@@ -21,6 +21,7 @@ class KvProbe:
         self.layers: list[int] = []
         self.shapes: set[tuple[int, int, int, int]] = set()
         self.softcap = False
+        self.sliding = 0
 
     def attend(
         self,
@@ -32,16 +33,20 @@ class KvProbe:
         self.layers.append(arguments.layer)
         self.shapes.add((query.shape[0], key.shape[0], key.shape[-1], value.shape[-1]))
         self.softcap |= arguments.softcap is not None
+        self.sliding += arguments.window is not None
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention of a model looks like. per_head: query heads per KV head."""
+    """What attention of a model looks like. per_head: query heads per KV head. sliding_layers: how
+    many look back over a window only.
+    """
 
     layout: KvLayout
     per_head: int
     softcap: bool
+    sliding_layers: int = 0
 
 
 def probe_attention(loaded: LoadedModel) -> AttentionShape:
@@ -53,8 +58,9 @@ def probe_attention(loaded: LoadedModel) -> AttentionShape:
     network = loaded.network
     name = network.config.model_type  # type: ignore[union-attr]
     probe = KvProbe()
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=loaded.device)
-    positions = torch.arange(2, device=loaded.device)[None]
+    device = next(network.parameters()).device
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    positions = torch.arange(2, device=device)[None]
     try:
         run_network(network, tokens, positions, tokens[0, :1], probe)
     except Internal as error:
@@ -75,4 +81,4 @@ def probe_attention(loaded: LoadedModel) -> AttentionShape:
         key_size=key_size,
         value_size=value_size,
     )
-    return AttentionShape(layout, query_heads // heads, probe.softcap)
+    return AttentionShape(layout, query_heads // heads, probe.softcap, probe.sliding)

@@ -9,45 +9,54 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from baton.core.errors import Internal, InvalidArgument
+from baton.core.errors import Internal
 from baton.core.model import KvLayout, ModelDescription
-from baton.core.plan import Extents, SampledToken, StepPlan, StepResult
+from baton.core.plan import Extents, StepPlan, StepResult
 from baton.engine import selfcheck
-from baton.engine.attention import PagedAttention
+from baton.engine.backend import Backend, ForwardPass
+from baton.engine.backends import open_backend
 from baton.engine.check import check_plan
 from baton.engine.config import EngineConfig
+from baton.engine.device_sampler import SampledStep, sample_step
 from baton.engine.exact import confine
-from baton.engine.inputs import build_inputs
-from baton.engine.kernels import choose_kernel, fewest_rows, flash_cpu
-from baton.engine.kv_cache import KvCache
-from baton.engine.linear import swap
-from baton.engine.loader import LoadedModel, load, run_network, wire
+from baton.engine.footprint import largest_step
+from baton.engine.free_memory import give_back_freed
+from baton.engine.graphs import DecodeGraphs, cuda_recorder
+from baton.engine.kv_cache import DTYPES
+from baton.engine.last_tokens import LastTokens
+from baton.engine.linear import loosen, swap
+from baton.engine.loader import LoadedModel, choose_device, load, run_network, wire
+from baton.engine.moved import Moved
 from baton.engine.probe import AttentionShape, probe_attention
 from baton.engine.products import NotExact
 from baton.engine.progress import Progress
-from baton.engine.sampler import SamplingFailed, sample
+from baton.engine.sizing import allocate, free_bytes, size_pool
+from baton.engine.swap import SwapMemory
 
 log = logging.getLogger(__name__)
 
 
 class TorchRunner:
-    """Runs steps synchronously: `submit` computes, `collect` hands the result out.
+    """Puts steps in the device's queue; `collect` waits for the oldest one's tokens.
 
-    Made by `load`. Not thread-safe; called by the engine thread only.
+    On a GPU `submit` waits for nothing, so that the next step is prepared while one runs; on a CPU
+    it computes. Made by `load`. Not thread-safe; called by the engine thread only.
     """
 
     def __init__(
         self,
         network: nn.Module,
         model: ModelDescription,
-        cache: KvCache,
-        attention: PagedAttention,
+        backend: Backend,
+        swap_memory: SwapMemory,
     ):
         self._network = network
         self._model = model
-        self._cache = cache
-        self._attention = attention
-        self._results: deque[StepResult] = deque()
+        self._backend = backend
+        self._swap = swap_memory
+        self._last = LastTokens(backend.memory.device)
+        self._graphs: DecodeGraphs | None = None
+        self._running: deque[tuple[SampledStep, Moved]] = deque()
         self.not_exact_because = "exact mode is off"
 
     @classmethod
@@ -61,16 +70,35 @@ class TorchRunner:
         """
         if config.threads:
             torch.set_num_threads(config.threads)
-        loaded = load(config, progress)
+        free = free_bytes(choose_device(config.device))
+        return cls.over(load(config, progress), config, free)
+
+    @classmethod
+    @torch.inference_mode()
+    def over(cls, loaded: LoadedModel, config: EngineConfig, free: int) -> TorchRunner:
+        """Like `load`, of a model that is in memory. free: bytes of its device before it was."""
+        if config.exact is None:
+            config = replace(config, exact=loaded.device.type == "cpu")
         texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
         expected = [_eager_logits(loaded, text) for text in texts]
         wire(loaded.network)
         shape = probe_attention(loaded)
-        cache, attention = _memory(config, loaded, shape)
-        fits = min(loaded.description.max_model_len, cache.num_blocks * cache.block_size)
-        model = replace(loaded.description, max_model_len=fits)
-        runner = cls(loaded.network, model, cache, attention)
-        runner._prepare(config.exact, texts, expected)
+        memory = size_pool(
+            config, loaded, shape, free=free, peak=lambda: _peak(config, loaded, shape)
+        )
+        log.info("memory: %s", "; ".join(f"{name} {text}" for name, text in memory.lines()))
+        model = replace(loaded.description, max_model_len=memory.max_model_len)
+        backend = allocate(memory, lambda: open_backend(config, loaded, shape, memory.num_blocks))
+        swap_memory = SwapMemory(
+            backend.memory,
+            host_bytes=config.swap_host_bytes,
+            disk_bytes=config.swap_disk_bytes,
+            folder=config.swap_folder,
+        )
+        runner = cls(loaded.network, model, backend, swap_memory)
+        runner._prepare(config, texts, expected)
+        # Weights were packed one by one: malloc keeps most of what the unpacked ones took.
+        give_back_freed()
         return runner
 
     @property
@@ -79,23 +107,23 @@ class TorchRunner:
 
     @property
     def layout(self) -> KvLayout:
-        return self._cache.layout
+        return self._backend.memory.layout
 
     @property
     def num_blocks(self) -> int:
-        return self._cache.num_blocks
+        return self._backend.memory.num_blocks
 
     @property
     def block_size(self) -> int:
-        return self._cache.block_size
+        return self._backend.memory.block_size
 
     @property
     def num_swap_blocks(self) -> tuple[int, int]:
-        return 0, 0
+        return self._swap.num_blocks
 
     @property
     def depth(self) -> int:
-        return 1
+        return 2 if self._backend.memory.device.type == "cuda" else 1
 
     @property
     def exact(self) -> bool:
@@ -110,80 +138,109 @@ class TorchRunner:
             block_size=self.block_size,
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
+            num_swap_blocks=self._swap.num_blocks,
         )
-        self._results.append(self._sample(plan, self.forward(plan)))
+        moved = self._swap.move(plan)
+        with torch.inference_mode():
+            step = sample_step(plan, self.forward(plan), self._last)
+        self._running.append((step, moved))
 
     def collect(self) -> StepResult:
-        if not self._results:
+        if not self._running:
             raise Internal("no step was submitted")
-        return self._results.popleft()
+        step, moved = self._running.popleft()
+        return moved.told_in(step.result())
 
     @torch.inference_mode()
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
-        self._cache.pack(extents, first_position, count, out)
+        self._backend.memory.pack(extents, first_position, count, out)
 
     @torch.inference_mode()
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
     ) -> None:
-        self._cache.unpack(extents, first_position, count, payload)
+        self._backend.memory.unpack(extents, first_position, count, payload)
 
     def close(self) -> None:
         """Drops weights and KV; the runner is not used after."""
-        self._results.clear()
-        self.__dict__.pop("_network", None)
-        self.__dict__.pop("_attention", None)
-        self.__dict__.pop("_cache", None)
+        self._running.clear()
+        self._swap.close()
+        for name in ("_graphs", "_network", "_backend"):
+            self.__dict__.pop(name, None)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Does a plan's copies and forward pass: logits [chunks with samples, vocab]."""
+        """Does a plan's copies and forward pass: logits [chunks with samples, vocab].
+
+        They hold until the next call.
+        """
         for copy in plan.copies:
-            self._cache.copy(copy)
+            self._backend.memory.copy(copy)
         if not plan.chunks:
-            return torch.empty(0, self._model.vocab_size)
-        device = self._cache.keys.device
-        lone_rows = self._attention.lone_rows is not None
-        inputs = build_inputs(plan, self.block_size, device, lone_rows=lone_rows)
-        context = self._attention.step(inputs)
-        return run_network(
-            self._network, inputs.token_ids, inputs.positions, inputs.sampled, context
-        )
+            # On the device, so that collecting the step waits for its copies.
+            return torch.empty(0, self._model.vocab_size, device=self._backend.memory.device)
+        if self._graphs is not None and self._graphs.fits(plan):
+            return self._graphs.run(plan, self._last)
+        inputs = self._backend.begin(plan)
+        self._last.fill(plan, inputs.token_ids[0])
+        return self._run(inputs)
 
-    @torch.inference_mode()
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
-        tokens: list[SampledToken] = []
-        failed: list[tuple[int, str]] = []
-        sampled = (chunk for chunk in plan.chunks if chunk.samples)
-        for row_logits, chunk in zip(logits, sampled, strict=True):
-            for row in chunk.samples:
-                try:
-                    tokens.append(sample(row_logits, row))
-                except SamplingFailed as error:
-                    failed.append((row.sequence_id, str(error)))
-        return StepResult(plan.step, tuple(tokens), tuple(failed))
-
-    def _prepare(self, exact: bool, texts: list[list[int]], expected: list[torch.Tensor]) -> None:
+    def _prepare(
+        self, config: EngineConfig, texts: list[list[int]], expected: list[torch.Tensor]
+    ) -> None:
         """Packs the weights, checks against the model's own attention, and settles exactness.
 
-        What cannot be made exact stays as it is: right, but not bit-equal.
+        What cannot be made exact stays as it is: right, but not bit-equal. Weights that are to be
+        quantized are checked before, because after it logits are the model's no more.
         """
         blocks = -(-max(map(len, texts)) // self.block_size)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
+        quantize, max_batch = config.quantize, config.max_batch
+        on_gpu = self._backend.memory.device.type == "cuda"
+        if quantize != "none":
+            selfcheck.check_parity(self.forward, tables, texts, expected)
         try:
-            swap(self._network, exact=exact)
-            if exact:
+            # A GPU's libraries have no packed weights; only exactness needs layers of our own.
+            if config.exact or not on_gpu:
+                exact = bool(config.exact)
+                swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
+            if config.exact:
                 confine(self._network, lambda: selfcheck.whole(self.forward, tables, texts))
                 selfcheck.check_exact(self.forward, tables, texts)
                 self.not_exact_because = ""
+            elif on_gpu:
+                self.not_exact_because = "a GPU's products depend on how many rows they have"
         except NotExact as error:
             self.not_exact_because = str(error)
             log.warning("exact mode cannot be had: %s", error)
-            swap(self._network, exact=False)
-        selfcheck.check_parity(self.forward, tables, texts, expected)
+            loosen(self._network, quantize=quantize, max_batch=max_batch)
+        if quantize == "none":
+            selfcheck.check_parity(self.forward, tables, texts, expected)
+        if config.graphs and on_gpu:
+            self._record(max_batch)
+            if self._graphs is not None:
+                selfcheck.check_decode(self.forward, tables, texts, expected)
         # Only what was used: clearing the rest would take its memory before anyone needs it.
-        used = len(texts) * blocks * self.block_size
-        self._cache.clear(torch.arange(used, device=self._cache.keys.device))
+        for table in tables:
+            self._backend.forget(table)
+
+    def _record(self, max_rows: int) -> None:
+        """Records decode steps where the backend can; a network that cannot runs as usual."""
+        buffers = self._backend.decode_buffers(max_rows)
+        if buffers is None:
+            return
+        memory = self._backend.memory
+        shape = max_rows, self._model.vocab_size
+        logits = torch.empty(shape, dtype=DTYPES[memory.layout.dtype], device=memory.device)
+        try:
+            self._graphs = DecodeGraphs(self._run, buffers, logits, cuda_recorder())
+        except RuntimeError as error:
+            log.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])
+
+    def _run(self, inputs: ForwardPass) -> torch.Tensor:
+        return run_network(
+            self._network, inputs.token_ids, inputs.positions, inputs.sampled, inputs.context
+        )
 
 
 def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
@@ -193,28 +250,13 @@ def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
     return run_network(loaded.network, tokens, positions, positions[0, -1:], None)[0]
 
 
-def _memory(
-    config: EngineConfig, loaded: LoadedModel, shape: AttentionShape
-) -> tuple[KvCache, PagedAttention]:
-    """The block pool's memory and the attention over it. Raises InvalidArgument when too small."""
-    layout, device = shape.layout, loaded.device
-    max_model_len = loaded.description.max_model_len
-    block_bytes = layout.bytes_per_position * config.block_size
-    wanted = config.max_batch * -(-max_model_len // config.block_size)
-    num_blocks = config.num_blocks or min(wanted, config.kv_memory_bytes // block_bytes)
-    if num_blocks * config.block_size < min(max_model_len, 128):
-        raise InvalidArgument(
-            f"a block of {config.block_size} positions takes {block_bytes} bytes: "
-            f"{num_blocks} of them are too few",
-            field="num_blocks" if config.num_blocks else "kv_memory_bytes",
-        )
-    kernel = choose_kernel(
-        config.attention, device, layout.key_size, layout.value_size, softcap=shape.softcap
-    )
-    even = kernel is flash_cpu
-    cache = KvCache(layout, num_blocks, config.block_size, device, even=even)
-    lone_rows: int | None = shape.per_head
-    if config.exact:
-        size, dtype = layout.key_size, cache.keys.dtype
-        lone_rows = fewest_rows(kernel, layout.num_kv_heads, shape.per_head, size, dtype, device)
-    return cache, PagedAttention(cache, kernel, exact=config.exact, lone_rows=lone_rows)
+def _peak(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> int:
+    """Bytes that the largest step takes at most on a GPU, beside weights and KV; runs it."""
+    step = largest_step(config, loaded.description.max_model_len)
+    blocks = sum(count for chunk in step.chunks for _, count in chunk.extents)
+    backend = open_backend(replace(config, exact=False), loaded, shape, blocks)
+    trial = TorchRunner(loaded.network, loaded.description, backend, SwapMemory(backend.memory))
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    sample_step(step, trial.forward(step), trial._last)
+    return torch.cuda.max_memory_allocated(loaded.device) - before

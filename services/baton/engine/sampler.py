@@ -1,127 +1,126 @@
-"""Draws tokens from logits, one row at a time; knows neither sequences' KV nor batches.
+"""Draws tokens from rows of logits, as tensors on any device; knows neither plans nor sequences.
 
-A row's token is a function of that row's logits, its SampleRow and nothing else, so neighbours
-never change it. Order of steps: penalties, bias and bans; temperature; top-k; top-p; min-p; draw.
-Repetition penalty and the filters follow transformers' logits processors; presence and frequency
-penalties follow OpenAI's definition and count output tokens only.
+A row's token is a function of that row's inputs alone: neighbours, devices' ways to add and the
+number of threads never change it. For that, every token's weight is a *whole number* held in
+float64, small enough that sums of them are exact in any order. Nothing here waits for a device.
+
+The tokens of a row are ordered by falling logit, then by id. Every filter keeps a head of that
+order: top-k, then top-p over what top-k left, then min-p, as transformers' processors do. The draw
+is an inverse transform over what is left, by id.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from baton.core.attempt import Logprobs
-from baton.core.plan import SampledToken, SampleRow
-from baton.core.request import SamplingParams
-from baton.engine.random import uniform
-
-_CANDIDATES = (256, 4096)
+# A float32 that is not negative orders like its bits: 31 of them, looked at from the top.
+_DIGITS = ((20, 2048), (10, 1024), (0, 1024))
 
 
-class SamplingFailed(Exception):
-    """One row cannot be sampled. Its text may be shown to the client."""
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [rows, vocab] of any float type -> highest value [rows] and its lowest id, int64
+    [rows]. The value is not finite where a row cannot be sampled."""
+    return torch.max(logits, 1)
 
 
-def sample(logits: torch.Tensor, row: SampleRow) -> SampledToken:
-    """logits: [vocab] of any float type, not changed. Raises SamplingFailed."""
-    raw = logits.float()
-    if not math.isfinite(raw.amax().item()):
-        raise SamplingFailed("the model's output is not a number")
-    adjusted = adjust(raw, row)
-    best = adjusted.argmax()
-    if adjusted[best].item() == -math.inf:
-        raise SamplingFailed("every token is banned")
-    token = int(best) if row.params.greedy else draw(adjusted, row)
-    return SampledToken(row.sequence_id, row.choice, token, logprobs(raw, token, row.params))
+def penalize(
+    logits: torch.Tensor,
+    seen: torch.Tensor,
+    used: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Penalized float32 logits [rows, vocab].
 
-
-def adjust(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
-    """Penalties, bias and bans. Returns the input itself when there are none."""
-    params = row.params
-    if not (params.needs_history or params.logit_bias or row.banned):
-        return logits
-    adjusted = logits.clone()
-    if params.repetition_penalty != 1.0 and row.history:
-        seen = torch.unique(torch.tensor(row.history, device=logits.device))
-        score = adjusted[seen]
-        penalty = params.repetition_penalty
-        adjusted[seen] = torch.where(score < 0, score * penalty, score / penalty)
-    output = row.history[row.num_prompt_tokens :]
-    if output and (params.presence_penalty or params.frequency_penalty):
-        drawn = torch.tensor(output, device=logits.device)
-        used, counts = torch.unique(drawn, return_counts=True)
-        adjusted[used] -= params.presence_penalty + params.frequency_penalty * counts
-    for token, bias in params.logit_bias:
-        adjusted[token] += bias
-    if row.banned:
-        adjusted[list(row.banned)] = -math.inf
-    return adjusted
-
-
-def draw(adjusted: torch.Tensor, row: SampleRow) -> int:
-    """One token by inverse transform over the kept tokens, most likely first."""
-    tokens, weights = keep(adjusted, row.params)
-    cumulative = weights.double().cumsum(0)
-    number = uniform(row.params.seed, row.choice, row.position) * cumulative[-1]
-    index = int(torch.searchsorted(cumulative, number, right=True))
-    # Rounding may leave the number at the total; the last kept token with weight is then meant.
-    return int(tokens[min(index, int((weights > 0).sum()) - 1)])
-
-
-def keep(adjusted: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids that survive top-k, top-p and min-p, most likely first, and their weights.
-
-    Weights are float32 and need not sum to 1. Equal logits keep the order of their ids.
+    seen: bool [rows, vocab], tokens of prompt or output. used: float32 [rows, vocab], how often the
+    output has a token. The penalties are float32 [rows, 1]. Repetition is transformers'; presence
+    and frequency follow OpenAI's definition and count output tokens only.
     """
-    scaled = adjusted / params.temperature
-    probabilities = torch.softmax(scaled, 0)
-    vocab = len(probabilities)
-    limit = min(params.top_k, vocab) if params.top_k > 0 else vocab
-    if params.top_p < 1.0 or params.min_p > 0.0 or limit < vocab:
-        weights, tokens = _leading(probabilities, limit, params)
-    else:
-        tokens = torch.arange(vocab, device=adjusted.device)
-        return tokens, probabilities
-    total = weights.sum() if limit < vocab else probabilities.new_ones(())
-    if params.top_p < 1.0:
-        before = weights.cumsum(0) - weights
-        kept = int((before < params.top_p * total).sum())
-        tokens, weights = tokens[: max(kept, 1)], weights[: max(kept, 1)]
-    if params.min_p > 0.0:
-        kept = int((weights >= params.min_p * weights[0]).sum())
-        tokens, weights = tokens[: max(kept, 1)], weights[: max(kept, 1)]
-    return tokens, weights
+    repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
+    return torch.where(seen, repeated, logits) - (presence * (used > 0) + frequency * used)
 
 
-def _leading(
-    probabilities: torch.Tensor, limit: int, params: SamplingParams
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens, as many as the filters can possibly keep, in a stable order.
+def distances(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """How far each token lies under its row's best, in units of temperature: float32
+    [rows, vocab], 0 for the best. temperature: float32 [rows, 1], above 0."""
+    return (logits.amax(1, keepdim=True) - logits) / temperature
 
-    Sorting a whole vocabulary is what sampling costs; nearly always a few hundred tokens hold all
-    that top-p or min-p keep, hence the widening looks.
+
+def weigh(distance: torch.Tensor) -> torch.Tensor:
+    """Whole numbers proportional to the probabilities, float64 [rows, vocab].
+
+    They add up to at most 2**52, below which float64 knows every whole number. What is less likely
+    than the best token by about 2**-35 (in a vocabulary of 128 Ki) weighs nothing.
     """
-    for look in (*_CANDIDATES, len(probabilities)):
-        count = limit if limit < len(probabilities) else min(look, limit)
-        found = torch.topk(probabilities, count)
-        lowest = found.values[-1]
-        enough_p = params.top_p < 1.0 and float(found.values.sum()) > params.top_p
-        enough_min = params.min_p > 0.0 and bool(lowest < params.min_p * found.values[0])
-        if count == limit or enough_p or enough_min:
-            break
-    # Ties at the cut and within: by id, so that the order does not depend on topk's internals.
-    candidates = torch.nonzero(probabilities >= lowest).flatten()
-    weights, order = torch.sort(probabilities[candidates], descending=True, stable=True)
-    return weights[:count], candidates[order][:count]
+    scale = 2.0 ** (52 - (distance.shape[1] - 1).bit_length())
+    return torch.exp(-distance).mul_(scale).round_().double()
 
 
-def logprobs(raw: torch.Tensor, token: int, params: SamplingParams) -> Logprobs | None:
-    """Natural log of the softmax of the untouched logits [vocab], float32."""
-    if params.top_logprobs is None:
-        return None
-    scores = torch.log_softmax(raw, 0)
-    top = torch.topk(scores, min(params.top_logprobs, len(scores)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return Logprobs(float(scores[token]), tuple(pairs))
+def head(distance: torch.Tensor, amounts: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Which tokens are kept, bool [rows, vocab]: those before which less than `limit` has come.
+
+    amounts: whole numbers, float64 [rows, vocab], a function of the distance. limit: float64
+    [rows, 1], above 0. With amounts of 1 this is top-k, with weights it is top-p. Radix select: the
+    bin of the last kept token is found digit by digit, and ties with it are counted by id.
+    """
+    whole = bits = distance.view(torch.int32)
+    ids = None
+    before = torch.zeros_like(limit)
+    last = torch.zeros_like(limit, dtype=torch.int32)
+    for shift, size in _DIGITS:
+        # The mask also takes the sign off NaN, which only rows hold that fail anyway.
+        digits = ((bits >> shift) & (size - 1)).long()
+        sums = amounts.new_zeros(len(bits), size).scatter_add_(1, digits, amounts)
+        starts = before + sums.cumsum(1) - sums
+        places = torch.arange(size, device=bits.device)
+        found = torch.where((starts < limit) & (sums > 0), places, 0).amax(1, keepdim=True)
+        before = starts.gather(1, found)
+        last = (last * size).bitwise_or_(found.int())
+        inside = (bits >> shift) == last
+        if len(bits) == 1 and not bits.is_cuda:
+            # What is left is little. To know how little a GPU would have to be waited for.
+            left = inside.nonzero()[:, 1]
+            bits, amounts = bits[:, left], amounts[:, left]
+            ids = left if ids is None else ids[left]
+        else:
+            amounts = torch.where(inside, amounts, 0.0)
+    fits = before + amounts.cumsum(1) - amounts < limit
+    kept = whole < last
+    if ids is None:
+        return kept | (inside & fits)
+    return kept.index_copy_(1, ids, fits)
+
+
+def keep(
+    distance: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Weights of the tokens that survive the filters and 0 for the others, float64 [rows, vocab].
+
+    Filters are float64 [rows, 1], or None where no row has one. top_k: as large as the vocabulary
+    keeps all; top_p: a share of what top-k left; min_p: relative to the likeliest token.
+    """
+    weights = weigh(distance)
+    if top_k is not None:
+        weights = torch.where(head(distance, torch.ones_like(weights), top_k), weights, 0.0)
+    if top_p is not None:
+        limit = top_p * weights.sum(1, keepdim=True)
+        weights = torch.where(head(distance, weights, limit), weights, 0.0)
+    if min_p is not None:
+        least = min_p * weights.amax(1, keepdim=True)
+        weights = torch.where(weights >= least, weights, 0.0)
+    return weights
+
+
+def draw(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """One id per row, int64 [rows], each token with its share of the weights [rows, vocab].
+
+    number: float64 [rows, 1] in [0, 1).
+    """
+    cumulative = weights.cumsum(1)
+    found = torch.searchsorted(cumulative, number * cumulative[:, -1:], right=True)
+    # A row that fails anyway may hold NaN; its id must still be one.
+    return found.squeeze(1).clamp_max(weights.shape[1] - 1)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from baton.core.errors import InvalidArgument
 from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
 from baton.core.request import SamplingParams
 from baton.engine.guards import UnsupportedModel
@@ -47,20 +48,36 @@ def check_parity(
 ) -> None:
     """Raises UnsupportedModel when packed or chunked logits differ from eager ones.
 
-    expected: per prompt the last position's logits [vocab], from the model's own attention.
+    expected: per prompt the last position's logits [vocab], from the model's own attention. Raises
+    InvalidArgument naming `dtype` when those are no numbers already: the model needs a wider range.
     """
-    packed = whole(forward, tables, texts)
-    chunked = _in_chunks(forward, tables, texts, _CHUNK)
-    for got, how in ((packed, "packed"), (chunked, "chunked")):
-        for row, wanted in zip(got.float(), expected, strict=True):
-            wanted = wanted.float()
-            limit = _TOLERANCE[expected[0].dtype] * max(1.0, float(wanted.abs().max()))
-            worst = float((row - wanted).abs().max())
-            if not worst <= limit:
-                raise UnsupportedModel(
-                    f"{how} prompts give other logits than the model's own attention "
-                    f"(by {worst:.2g}): it cannot be served correctly"
-                )
+    if any(bool(row.isnan().any()) for row in expected):
+        dtype = str(expected[0].dtype).removeprefix("torch.")
+        raise InvalidArgument(f"the model's logits are no numbers in {dtype}", field="dtype")
+    _compare(whole(forward, tables, texts), expected, "packed prompts")
+    _compare(_in_chunks(forward, tables, texts, _CHUNK), expected, "chunked prompts")
+
+
+def check_decode(
+    forward: Forward,
+    tables: Sequence[Extents],
+    texts: list[list[int]],
+    expected: list[torch.Tensor],
+) -> None:
+    """Like check_parity, for prompts that are given token by token, as decode computes."""
+    _compare(_in_chunks(forward, tables, texts, 1), expected, "tokens one by one")
+
+
+def _compare(got: torch.Tensor, expected: list[torch.Tensor], how: str) -> None:
+    for row, wanted in zip(got.float(), expected, strict=True):
+        wanted = wanted.float()
+        limit = _TOLERANCE[expected[0].dtype] * max(1.0, float(wanted.abs().max()))
+        worst = float((row - wanted).abs().max())
+        if not worst <= limit:
+            raise UnsupportedModel(
+                f"{how} give other logits than the model's own attention "
+                f"(by {worst:.2g}): it cannot be served correctly"
+            )
 
 
 def check_exact(forward: Forward, tables: Sequence[Extents], texts: list[list[int]]) -> None:
@@ -82,7 +99,7 @@ def _in_chunks(
         live = [i for i, text in enumerate(texts) if start < len(text)]
         chunks = tuple(_chunk(i, texts[i][start : start + size], tables[i], start) for i in live)
         for i, row in zip(live, forward(StepPlan(0, chunks)), strict=True):
-            last[i] = row
+            last[i] = row.clone()
     return torch.stack([last[i] for i in range(len(texts))])
 
 

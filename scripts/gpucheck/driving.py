@@ -1,0 +1,97 @@
+"""Drives a runner as the engine's loop does, with steps planned ahead; knows no scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.core.plan import PENDING, Chunk, SampleRow, StepPlan
+from baton.core.ports import ModelRunner
+from baton.core.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Batch:
+    """Sequences that decode together. lengths: positions that have KV, or will by then. known:
+    their last tokens, as far as they have been collected."""
+
+    lengths: list[int]
+    blocks_each: int
+    known: dict[int, int] = field(default_factory=dict)
+    params: SamplingParams = GREEDY
+    position: int = 0
+    step: int = 0
+
+    def prompt(self, sequence: int, tokens: Sequence[int], *, last: bool) -> StepPlan:
+        """The next chunk of one sequence's prompt."""
+        first = self.lengths[sequence]
+        self.lengths[sequence] += len(tokens)
+        return self._plan([self._chunk(sequence, tokens, first, sampled=last)])
+
+    def decode(self) -> StepPlan:
+        """The next token of all, from those that are known at first, then still to come."""
+        self.position += 1
+        chunks = [
+            self._chunk(i, (self.known.get(i, PENDING),), length, sampled=True)
+            for i, length in enumerate(self.lengths)
+        ]
+        self.known = {}
+        self.lengths = [length + 1 for length in self.lengths]
+        return self._plan(chunks)
+
+    def _chunk(self, i: int, tokens: Sequence[int], first: int, *, sampled: bool) -> Chunk:
+        table = ((i * self.blocks_each, self.blocks_each),)
+        rows = (SampleRow(i, 0, self.position, self.params),) if sampled else ()
+        return Chunk(i, tokens, first, table, rows)
+
+    def _plan(self, chunks: list[Chunk]) -> StepPlan:
+        self.step += 1
+        return StepPlan(self.step, tuple(chunks))
+
+
+def run(
+    runner: ModelRunner,
+    plans: int,
+    make: Callable[[], StepPlan],
+    around: Callable[[Callable[[], None]], None] = lambda submit: submit(),
+) -> list[list[int]]:
+    """Tokens of each step, with up to runner.depth steps submitted. around: called with each
+    submission, which it has to do."""
+    waiting = 0
+    made: list[list[int]] = []
+
+    def collect() -> None:
+        made.append([token.token_id for token in runner.collect().tokens])
+
+    for _ in range(plans):
+        plan = make()
+        around(lambda plan=plan: runner.submit(plan))  # type: ignore[misc]
+        waiting += 1
+        if waiting == runner.depth:
+            collect()
+            waiting -= 1
+    for _ in range(waiting):
+        collect()
+    return made
+
+
+def generate(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], new_tokens: int, chunk: int = 2048
+) -> list[list[int]]:
+    """Greedy continuations, all sequences decoding together after their prompts."""
+    longest = max(map(len, prompts)) + new_tokens
+    batch = Batch([0] * len(prompts), -(-longest // runner.block_size))
+    texts: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        starts = range(0, len(prompt), chunk)
+        plans = [
+            batch.prompt(i, prompt[s : s + chunk], last=s + chunk >= len(prompt)) for s in starts
+        ]
+        texts.append(run(runner, len(plans), iter(plans).__next__)[-1])
+        batch.known[i] = texts[i][0]
+    for step in run(runner, new_tokens - 1, batch.decode):
+        for text, token in zip(texts, step, strict=True):
+            text.append(token)
+    return texts

@@ -1,0 +1,161 @@
+"""Our Triton attention against float64 arithmetic on the same GPU, and its memory traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.cli.results import Result, compared
+from baton.core.model import KvLayout
+from baton.core.plan import Chunk, StepPlan
+from baton.engine.attention import LayerArguments
+from baton.engine.probe import AttentionShape
+from baton.engine.triton_backend import TritonBackend
+from gpucheck.timing import seconds
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's attention. window, softcap, sinks: as models have them."""
+
+    name: str
+    heads: int = 32
+    kv_heads: int = 8
+    size: int = 128
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+CASES = (
+    Case("llama"),
+    Case("odd head", heads=12, kv_heads=4, size=80),
+    Case("wide head", heads=8, kv_heads=4, size=256, softcap=50.0),
+    Case("window", window=100),
+    Case("sinks", heads=64, kv_heads=8, size=64, window=128, sinks=True),
+    Case("one KV head", heads=8, kv_heads=1),
+)
+# Of each sequence, how many positions have KV and how many are computed now.
+PARTS = ((0, 40), (515, 1), (300, 70), (16, 1), (0, 1), (1023, 1))
+# Relative errors of a sound kernel, see the bounds of bfloat16's and float32's own rounding.
+_LIMITS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def correctness(kind: str, device: str = "cuda") -> list[Result]:
+    """Relative errors of a step that mixes chunks and single tokens, over fragmented blocks."""
+    found = []
+    for case in CASES:
+        error = _error(case, kind, device)
+        limit = _LIMITS[kind]
+        result = Result(
+            f"attention error, {kind}, {case.name}",
+            error,
+            "of norm",
+            goal=limit,
+            met=error <= limit,
+        )
+        found.append(result)
+    return found
+
+
+def decode_traffic(bandwidth: float, batch: int, context: int) -> Result:
+    """One layer's decode attention alone, as a share of the memory's bandwidth."""
+    case = CASES[0]
+    backend, layout = _backend(case, "bfloat16", batch, context, "cuda")
+    blocks = -(-context // BLOCK)
+    chunks = tuple(Chunk(i, [0], context - 1, ((i * blocks, blocks),)) for i in range(batch))
+    backend.memory.storage.normal_()
+    step = backend.begin(StepPlan(0, chunks)).context
+    query, key, value = _inputs(case, layout, batch, "cuda")
+    taken = seconds(lambda: step.attend(_arguments(case, None), query, key, value))
+    moved = 2 * batch * context * case.kv_heads * 2 * case.size
+    return compared(
+        f"attention alone, batch {batch}, {context} positions", moved / taken, "B/s", bandwidth
+    )
+
+
+def _error(case: Case, kind: str, device: str) -> float:
+    torch.manual_seed(5)
+    blocks = -(-max(map(sum, PARTS)) // BLOCK)
+    backend, layout = _backend(case, kind, len(PARTS), blocks * BLOCK, device)
+    sinks = torch.randn(case.heads, device=device) if case.sinks else None
+    arguments = _arguments(case, sinks)
+    chunks, history = [], []
+    for i, (before, count) in enumerate(PARTS):
+        # Blocks of all sequences are interleaved, in falling order.
+        table = tuple((j * len(PARTS) + i, 1) for j in reversed(range(blocks)))
+        chunks.append(Chunk(i, [0] * count, before, table))
+        past = _inputs(case, layout, before + count, device)
+        history.append(past)
+        if before:
+            step = backend.begin(StepPlan(0, (Chunk(i, [0] * before, 0, table),))).context
+            step.attend(arguments, *(t[:, :before] for t in past))
+    counts = [count for _, count in PARTS]
+    now = [
+        torch.cat([past[:, -count:] for past, count in zip(one, counts, strict=True)], 1)
+        for one in zip(*history, strict=True)
+    ]
+    step = backend.begin(StepPlan(1, tuple(chunks))).context
+    got = step.attend(arguments, now[0], now[1], now[2]).double()
+    wanted = torch.cat(
+        [_exact(case, sinks, h, count) for h, count in zip(history, counts, strict=True)]
+    )
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def _exact(
+    case: Case, sinks: torch.Tensor | None, past: tuple[torch.Tensor, ...], count: int
+) -> torch.Tensor:
+    """Attention of the last `count` positions in float64, [count, heads, size]."""
+    query, key, value = (tensor.double() for tensor in past)
+    length = key.shape[1]
+    group = case.heads // case.kv_heads
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    scores = query[:, -count:] @ key.transpose(1, 2) * case.size**-0.5
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    at = torch.arange(length, device=query.device)
+    mine = at[-count:, None]
+    seen = at[None] <= mine
+    if case.window is not None:
+        seen &= at[None] > mine - case.window
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.double()[:, None, None].expand(-1, count, 1)
+        scores = torch.cat([scores, sink], 2)
+    weights = torch.softmax(scores, 2)[:, :, :length]
+    return (weights @ value).transpose(0, 1)
+
+
+def _backend(
+    case: Case, kind: str, sequences: int, longest: int, device: str
+) -> tuple[TritonBackend, KvLayout]:
+    layout = KvLayout("", kind, 1, case.kv_heads, case.size, case.size)
+    shape = AttentionShape(layout, case.heads // case.kv_heads, case.softcap is not None)
+    backend = TritonBackend(
+        shape,
+        sequences * -(-longest // BLOCK),
+        BLOCK,
+        torch.device(device),
+        max_model_len=longest,
+        max_batch=sequences,
+        exact=False,
+    )
+    return backend, layout
+
+
+def _arguments(case: Case, sinks: torch.Tensor | None) -> LayerArguments:
+    return LayerArguments(0, case.size**-0.5, case.window, case.softcap, sinks)
+
+
+def _inputs(
+    case: Case, layout: KvLayout, count: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random query, key and value of `count` positions, heads first."""
+    dtype = getattr(torch, layout.dtype)
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    query, key, value = (torch.randn(n, count, case.size, device=device).to(dtype) for n in heads)
+    return query, key, value

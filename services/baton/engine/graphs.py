@@ -1,0 +1,99 @@
+"""Decode steps as recorded CUDA graphs; knows batch sizes and buffers, not what a forward pass is.
+
+A step in which every sequence computes one token runs the same kernels every time, on the same
+memory if its inputs are put where they were when it was recorded. So the host has one launch to do
+instead of hundreds. Steps are padded to the next recorded number of rows; padding works on a block
+that belongs to nobody. All else, prompts above all, runs as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from baton.core.plan import StepPlan
+from baton.engine.backend import DecodeBuffers, ForwardPass
+from baton.engine.last_tokens import LastTokens
+from baton.engine.transfer import upload
+
+Forward = Callable[[ForwardPass], torch.Tensor]
+"""Runs the network: logits [S, vocab] of the sampled rows."""
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Runs what it is given once or more, and returns how to run it again on the same memory."""
+
+
+def batch_sizes(most: int) -> list[int]:
+    """The numbers of rows that are recorded, `most` being the largest. A padded row costs little
+    where reading the weights is what takes time; further up, sizes differ by an eighth or so."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)}
+    sizes |= set(range(320, most, 64))
+    return sorted({size for size in sizes if size < most} | {most})
+
+
+def cuda_recorder() -> Record:
+    """Records CUDA graphs that share their temporary memory: they never run at the same time."""
+    pool = torch.cuda.graph_pool_handle()
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        # Once as usual, off the main stream: compiles kernels, and lets libraries get their memory.
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local: what other threads do with the device meanwhile is not our recording's.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    return record
+
+
+class DecodeGraphs:
+    """Steps of up to max_rows sequences, one token each."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        buffers: DecodeBuffers,
+        logits: torch.Tensor,
+        record: Record,
+    ):
+        """logits: [max_rows, vocab], as the network makes them. Records every size, the largest
+        first, so that the smaller ones fit into its memory. Raises RuntimeError for a network that
+        cannot be recorded, because it looks at values on the way.
+        """
+        self._buffers = buffers
+        self._logits = logits
+        self._sizes = batch_sizes(len(logits))
+        self._replays = {rows: record(self._step(forward, rows)) for rows in reversed(self._sizes)}
+
+    def fits(self, plan: StepPlan) -> bool:
+        return len(plan.chunks) <= self._sizes[-1] and all(
+            len(chunk.token_ids) == 1 for chunk in plan.chunks
+        )
+
+    def run(self, plan: StepPlan, last: LastTokens) -> torch.Tensor:
+        """A plan that fits: logits [chunks with samples, vocab], which hold until the next run."""
+        count = len(plan.chunks)
+        rows = next(size for size in self._sizes if size >= count)
+        self._buffers.fill(plan, rows)
+        last.fill(plan, self._buffers.forward_pass(rows).token_ids[0])
+        self._replays[rows]()
+        sampled = [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
+        if len(sampled) == count:
+            return self._logits[:count]
+        return self._logits.index_select(0, upload(sampled, torch.int64, self._logits.device))
+
+    def _step(self, forward: Forward, rows: int) -> Callable[[], None]:
+        self._buffers.fill(StepPlan(0, ()), rows)
+        inputs = self._buffers.forward_pass(rows)
+
+        def run() -> None:
+            # One buffer for all sizes: logits are the largest thing that a graph leaves behind.
+            self._logits[:rows].copy_(forward(inputs))
+
+        return run

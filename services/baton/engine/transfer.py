@@ -1,0 +1,42 @@
+"""Moves numbers between host and device without waiting for the device; knows not what they mean.
+
+On a GPU host memory is pinned, and torch's allocator of pinned memory hands a block out again only
+when the copies that use it are done: dropping a tensor too early is safe. Both directions are
+ordered with all other work of the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers, or rows of numbers, as a tensor on the device."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+class Download:
+    """Tensors of one device on their way to the host."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        """Starts the copies. On the host nothing is copied: the tensors must not change then."""
+        self._event: torch.cuda.Event | None = None
+        if not any(tensor.is_cuda for tensor in tensors):
+            self._tensors = list(tensors)
+            return
+        self._tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+        for host, tensor in zip(self._tensors, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        # Blocking: the waiting thread sleeps, instead of spinning on a core that asyncio can use.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the host, in the order given, once all have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors

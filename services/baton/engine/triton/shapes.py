@@ -1,0 +1,93 @@
+"""How large the tiles of the attention kernels are; knows sizes, but no GPU and no Triton.
+
+There is no tuning at run time: it would cost minutes at start, differ from start to start, and with
+it the last bits of logits. The figures follow from two bounds: keys and values that are read ahead
+must fit into the 99 to 227 KiB of shared memory of a multiprocessor, and a tile's output, in
+float32, into its registers. That they do is seen by compiling, for which no GPU is needed. On
+compute capability 9.0 none of these shapes spills more than two registers, on 8.0 and 8.9 none more
+than twenty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PART = 256
+"""Positions that are attended to before results are merged: a multiple of every `keys` below."""
+
+_FEWEST_ROWS = 16
+_STAGE_BYTES = 32 * 1024
+# Of Triton's stages, the look-up in the block table takes half: 5 read the next keys and values
+# while these are computed on, 3 hold one tile of them at a time.
+_READ_AHEAD = 5
+_READ_ONE = 3
+_PARTS_IN_ALL = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """rows: queries of a tile, over positions and the query heads of one KV head. keys: positions
+    read at a time. warps, stages: of Triton's compiler.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def positions(self, per_head: int) -> int:
+        """Positions in a tile when per_head query heads share a KV head."""
+        return self.rows // per_head
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a head of this size is padded to in registers."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def decode_shape(
+    per_head: int, key_size: int, value_size: int, item_bytes: int, shared_bytes: int
+) -> TileShape:
+    """One position's queries; 16 rows are the fewest that a matrix unit takes.
+
+    Two programs should fit a multiprocessor, each reading ahead while it computes.
+    """
+    rows = max(_FEWEST_ROWS, 1 << (per_head - 1).bit_length())
+    pair = (padded(key_size) + padded(value_size)) * item_bytes
+    keys = _keys(pair, most=64)
+    ahead = 2 * 2 * keys * pair <= shared_bytes
+    return TileShape(rows, keys, 4, _READ_AHEAD if ahead else _READ_ONE)
+
+
+def prefill_shape(
+    per_head: int, key_size: int, value_size: int, item_bytes: int, shared_bytes: int
+) -> TileShape:
+    """As many rows as registers allow, because keys and values are read once for all of them."""
+    widest = max(padded(key_size), padded(value_size))
+    pair = (padded(key_size) + padded(value_size)) * item_bytes
+    fewest = max(_FEWEST_ROWS, 1 << (per_head - 1).bit_length())
+    if item_bytes == 4:
+        # Exact float32 products do not run on matrix units and want registers for both operands.
+        return TileShape(max(32, fewest), 16, 8, 2)
+    rows = max(128 if widest <= 128 else 64, fewest)
+    keys = _keys(pair, most=64)
+    # On Hopper a matrix unit reads from a stage while two more are filled.
+    ahead = rows * padded(key_size) * item_bytes + 3 * keys * pair <= shared_bytes
+    return TileShape(rows, keys, 8, _READ_AHEAD if ahead else _READ_ONE)
+
+
+def most_parts(kv_heads: int, max_model_len: int) -> int:
+    """Into how many parts a sequence is cut at most: enough to fill a GPU with one sequence.
+
+    A part has PART positions, or as many times twice that as it takes to stay below this number.
+    It is fixed for a model, so that the cuts depend on a sequence's own length alone.
+    """
+    wanted = -(-max_model_len // PART)
+    return 1 + min(wanted, max(16, min(64, _PARTS_IN_ALL // kv_heads)))
+
+
+def _keys(pair_bytes: int, most: int) -> int:
+    keys = most
+    while keys > 16 and keys * pair_bytes > _STAGE_BYTES:
+        keys //= 2
+    return keys

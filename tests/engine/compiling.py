@@ -1,0 +1,126 @@
+"""Compiles the Triton kernels for a GPU that need not be there, and says what they take of it.
+
+Run as a program, because a process that interprets kernels cannot compile them:
+    python compiling.py CAPABILITY SHARED_BYTES DTYPE PER_HEAD KEY_SIZE VALUE_SIZE WINDOW SOFTCAP
+prints JSON: for each kernel its shared memory, its stack (which holds what registers cannot) and
+the matrix instructions in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from baton.engine.triton import copies, decode, merge, prefill, shapes
+
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_FLOAT32 = {"tops", "totals", "outputs"}
+_OF_MODEL = {
+    "query",
+    "keys",
+    "values",
+    "target",
+    "sinks",
+    "source_keys",
+    "source_values",
+    "wire",
+}
+
+
+def _type(name: str, dtype: str) -> str:
+    if name in _OF_MODEL:
+        return "*" + dtype
+    if name in _FLOAT32:
+        return "*fp32"
+    if name == "scale":
+        return "fp32"
+    return "i32" if name == "count" or name.endswith("_stride") else "*i32"
+
+
+def compiled(
+    kernel: Any, dtype: str, constants: dict[str, Any], capability: int, warps: int, stages: int
+) -> dict[str, Any]:
+    names = kernel.arg_names
+    types = {name: _type(name, dtype) for name in names}
+    aligned = [n for n, t in types.items() if n not in constants and (t[0] == "*" or "str" in n)]
+    source = ASTSource(
+        kernel,
+        signature={n: "constexpr" if n in constants else t for n, t in types.items()},
+        constexprs={(names.index(n),): v for n, v in constants.items() if n in names},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    options = {"num_warps": warps, "num_stages": stages}
+    result = triton.compile(source, target=target, options=options)
+    instructions = [i for i in ("wgmma", "mma.sync") if i in result.asm["ptx"]]
+    return {
+        "shared": result.metadata.shared,
+        "stack": _stack(result.asm["cubin"]),
+        "instructions": instructions,
+    }
+
+
+def _stack(cubin: bytes) -> int:
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [str(program), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1])
+
+
+def main(arguments: list[str]) -> None:
+    capability, shared_bytes = int(arguments[0]), int(arguments[1])
+    dtype, per_head = arguments[2], int(arguments[3])
+    key_size, value_size, window = map(int, arguments[4:7])
+    sizes = per_head, key_size, value_size, _ITEM_BYTES[dtype], shared_bytes
+    small, large = shapes.decode_shape(*sizes), shapes.prefill_shape(*sizes)
+    kernels = {
+        "decode": (decode._decode, small, {}),
+        "merge": (merge._merge, small, {}),
+        "prefill": (prefill._prefill, large, {"NESTED": False}),
+        "exact prefill": (prefill._prefill, small, {"NESTED": True}),
+        "write": (copies._write, small, {}),
+        "pack": (copies._wire, small, {"PACKING": True}),
+        "unpack": (copies._wire, small, {"PACKING": False}),
+    }
+    report = {}
+    for name, (kernel, shape, own) in kernels.items():
+        constants = {
+            "PER_HEAD": per_head,
+            "ROWS": shape.rows,
+            "POSITIONS": shape.positions(per_head),
+            "PARTS": 33,
+            "KEY_SIZE": key_size,
+            "KEY_PADDED": shapes.padded(key_size),
+            "VALUE_SIZE": value_size,
+            "VALUE_PADDED": shapes.padded(value_size),
+            "BLOCK_SIZE": 16,
+            "KEYS": shape.keys,
+            "WINDOW": window,
+            "SOFTCAP": float(arguments[7]),
+            "SINKS": window > 0,
+            "UNROLLED": merge._UNROLLED,
+            "PLACES": copies._PLACES,
+            **own,
+        }
+        constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
+        report[name] = compiled(kernel, dtype, constants, capability, shape.warps, shape.stages)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

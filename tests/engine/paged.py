@@ -1,0 +1,162 @@
+"""Random sequences over scattered blocks, attended to by TritonAttention and by plain torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.core.model import KvLayout
+from baton.core.plan import Chunk, Extents, StepPlan
+from baton.engine.attention import LayerArguments
+from baton.engine.block_cache import BlockCache, block_ids, places_of
+from baton.engine.step_builder import StepBuilder
+from baton.engine.triton_attention import TritonAttention
+
+NUM_BLOCKS = 96
+LAYER = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    per_head: int = 2
+    kv_heads: int = 1
+    key_size: int = 64
+    value_size: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: str = "float32"
+    block_size: int = 16
+    spans: tuple[tuple[int, int], ...] = ((0, 5), (20, 38), (262, 290))
+    """Of each sequence, which positions are computed; those before only have their KV."""
+
+    @property
+    def longest(self) -> int:
+        return max(end for _, end in self.spans)
+
+    @property
+    def scale(self) -> float:
+        return float(self.key_size**-0.5)
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout("d", self.dtype, 2, self.kv_heads, self.key_size, self.value_size)
+
+
+@dataclass
+class PagedSequence:
+    """One sequence: query [heads, n, D], key [kv_heads, n, D], value [kv_heads, n, Dv]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    extents: Extents
+    start: int
+    done: int
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.key.shape[1]
+
+
+class Paged:
+    """A case's sequences, the same for every instance. Unwritten memory holds NaN, so that reading
+    any of it shows."""
+
+    def __init__(self, case: Case, device: str, *, exact: bool, shift: int = 0):
+        """shift: moves all block tables, so that two instances lay sequences out otherwise."""
+        self.case = case
+        self.device = torch.device(device)
+        self.cache = BlockCache(case.layout, NUM_BLOCKS, case.block_size, self.device)
+        self.cache.storage.fill_(torch.nan)
+        self.attention = TritonAttention(
+            self.cache, per_head=case.per_head, max_model_len=640, max_batch=4, exact=exact
+        )
+        self.builder = StepBuilder(case.block_size, self.attention.tile_positions, self.device)
+        self.sequences, self.sinks = self._random(shift)
+        self.arguments = LayerArguments(LAYER, case.scale, case.window, case.softcap, self.sinks)
+        for sequence in self.sequences:
+            self._fill(sequence)
+
+    def _fill(self, sequence: PagedSequence) -> None:
+        if sequence.start:
+            table = block_ids(sequence.extents)
+            places = places_of(table, 0, sequence.start, self.case.block_size)
+            key, value = (t[:, : sequence.start] for t in (sequence.key, sequence.value))
+            self.cache.write(LAYER, torch.from_numpy(places).to(self.device), key, value)
+
+    def _random(self, shift: int) -> tuple[list[PagedSequence], torch.Tensor | None]:
+        case = self.case
+        generator = torch.Generator().manual_seed(7)
+        dtype = self.cache.storage.dtype
+        heads = case.kv_heads * case.per_head
+
+        def tensor(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(self.device)
+
+        free = list(range(NUM_BLOCKS))
+        random.Random(shift).shuffle(free)
+        sequences = []
+        for start, length in case.spans:
+            blocks = [free.pop() for _ in range(-(-length // case.block_size))]
+            # As models give them: heads are the second dimension of memory, not the first.
+            query = tensor(length, heads, case.key_size).transpose(0, 1)
+            key = tensor(length, case.kv_heads, case.key_size).transpose(0, 1)
+            value = tensor(length, case.kv_heads, case.value_size).transpose(0, 1)
+            extents = tuple((block, 1) for block in blocks)
+            sequences.append(PagedSequence(query, key, value, extents, start, start))
+        return sequences, tensor(heads) if case.sinks else None
+
+    def step(self, ends: dict[int, int]) -> None:
+        """Advances sequences to the given ends in one step."""
+        chunks, parts = [], []
+        for i, end in ends.items():
+            sequence = self.sequences[i]
+            own = slice(sequence.done, end)
+            chunks.append(Chunk(i, [1] * (end - sequence.done), sequence.done, sequence.extents))
+            parts.append([t[:, own] for t in (sequence.query, sequence.key, sequence.value)])
+        context = self.attention.step(self.builder.build(StepPlan(0, tuple(chunks))))
+        query, key, value = (torch.cat(list(part), 1) for part in zip(*parts, strict=True))
+        output = context.attend(self.arguments, query, key, value)
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        for chunk, rows in zip(chunks, torch.split(output, counts), strict=True):
+            sequence = self.sequences[chunk.sequence_id]
+            sequence.outputs.append(rows)
+            sequence.done = chunk.end_position
+
+    def run(self, ends: Iterable[int], only: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Steps in which all sequences advance to each of `ends` in turn, as far as they go; their
+        outputs [length - start, heads, Dv]."""
+        chosen = range(len(self.sequences)) if only is None else only
+        for end in [*ends, self.case.longest]:
+            limits = {i: min(end, self.sequences[i].length) for i in chosen}
+            step = {i: limit for i, limit in limits.items() if limit > self.sequences[i].done}
+            if step:
+                self.step(step)
+        return [torch.cat(self.sequences[i].outputs) for i in chosen]
+
+    def expected(self) -> list[torch.Tensor]:
+        """In float64, by the definition."""
+        return [self._plain(sequence) for sequence in self.sequences]
+
+    def _plain(self, sequence: PagedSequence) -> torch.Tensor:
+        case = self.case
+        key, value = (
+            t.double().repeat_interleave(case.per_head, 0) for t in (sequence.key, sequence.value)
+        )
+        scores = sequence.query.double() @ key.transpose(1, 2) * case.scale
+        if case.softcap is not None:
+            scores = torch.tanh(scores / case.softcap) * case.softcap
+        back = torch.arange(sequence.length, device=self.device)
+        back = back[:, None] - back[None]
+        seen = (back >= 0) & (back < (case.window or sequence.length))
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double().view(-1, 1, 1).expand(-1, sequence.length, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : sequence.length]
+        return (weights @ value).transpose(0, 1)[sequence.start :]

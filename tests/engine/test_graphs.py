@@ -1,0 +1,169 @@
+"""Recorded decode steps over the real kernels.
+
+What a graph adds on a GPU is that it runs on the memory of its recording. That everything is put
+there, and padding harms nobody, shows without one too: kernels are interpreted then, and a
+recording just runs again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core.plan import PENDING, Chunk, SampleRow, StepPlan
+from baton.engine.config import EngineConfig
+from baton.engine.graphs import DecodeGraphs, Record, batch_sizes, cuda_recorder
+from baton.engine.runner import TorchRunner
+from tests.engine.devices import CUDA, INTERPRETER
+from tests.engine.driving import GREEDY, generate, random_prompts, scattered
+
+pytest.importorskip("triton")
+
+MOST = 4
+
+
+@pytest.fixture(scope="module", params=[CUDA, INTERPRETER])
+def runner(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Iterator[TorchRunner]:
+    torch.set_num_threads(1)
+    made = TorchRunner.load(
+        EngineConfig(
+            str(saved("llama")),
+            device=request.param,
+            dtype="float32",
+            attention="triton",
+            num_blocks=40,
+            max_model_len=128,
+            exact=False,
+            graphs=False,
+        )
+    )
+    yield made
+    made.close()
+
+
+class Recorder:
+    """Counts the replays of each recording."""
+
+    def __init__(self, record: Record) -> None:
+        self.replays: list[int] = []
+        self._record = record
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        replay = self._record(run)
+        index = len(self.replays)
+        self.replays.append(0)
+
+        def counted() -> None:
+            self.replays[index] += 1
+            replay()
+
+        return counted
+
+
+def run_again(run: Callable[[], None]) -> Callable[[], None]:
+    """Runs once, as recording does."""
+    run()
+    return run
+
+
+@pytest.fixture(scope="module")
+def recorder(runner: TorchRunner) -> Iterator[Recorder]:
+    device = runner._backend.memory.device
+    recorder = Recorder(cuda_recorder() if device.type == "cuda" else run_again)
+    with torch.inference_mode():
+        buffers = runner._backend.decode_buffers(MOST)
+        assert buffers is not None
+        logits = torch.full((MOST, runner.model.vocab_size), torch.nan, device=device)
+        runner._graphs = DecodeGraphs(runner._run, buffers, logits, recorder)
+    yield recorder
+    runner._graphs = None
+
+
+def test_sizes_grow_up_to_the_largest_batch() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(3) == [1, 2, 3]
+    assert batch_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert batch_sizes(500)[-4:] == [320, 384, 448, 500]
+    for most in (7, 100, 256, 1000):
+        sizes = batch_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+        assert all(after <= max(2 * size, 8) for size, after in itertools.pairwise(sizes))
+
+
+def test_recorded_steps_give_the_tokens_of_others(runner: TorchRunner, recorder: Recorder) -> None:
+    """A batch that fits, one that is padded, and one that is larger than any recorded."""
+    texts = random_prompts((1, 15, 16, 17, 30), 1000)
+    tables = scattered(5, 4)
+    # More than are recorded, so these run as usual.
+    wanted = generate(runner, texts, tables, 2)
+    assert recorder.replays == [0, 0, 0]
+    for count in (1, 3):
+        assert generate(runner, texts[:count], tables[:count], 2) == wanted[:count]
+    # Recorded largest first: 4, 2, 1. A prompt of one token is a step of one token too.
+    assert recorder.replays == [1, 0, 2]
+
+
+def test_padding_leaves_every_block_alone(runner: TorchRunner, recorder: Recorder) -> None:
+    memory = runner._backend.memory
+    texts = random_prompts((20, 21, 22), 1000)
+    generate(runner, texts, scattered(3, 2), 1)
+    before = torch.empty(memory.num_blocks, memory.block_bytes, dtype=torch.uint8)
+    memory.blocks_out(0, memory.num_blocks, before)
+    chunks = tuple(
+        Chunk(i, [7], 20 + i, table, (SampleRow(i, 0, 1, GREEDY),))
+        for i, table in enumerate(scattered(3, 2))
+    )
+    runner.submit(StepPlan(9, chunks))
+    assert len(runner.collect().tokens) == 3
+    after = torch.empty_like(before)
+    memory.blocks_out(0, memory.num_blocks, after)
+    changed = (before != after).any(1).nonzero().flatten().tolist()
+    assert changed == sorted(table[1][0] for table in scattered(3, 2))
+
+
+def test_pending_tokens_and_rows_without_samples(runner: TorchRunner, recorder: Recorder) -> None:
+    texts = random_prompts((5, 6, 7), 1000)
+    tables = scattered(3, 2)
+    wanted = generate(runner, texts, tables, 2)
+    first = tuple(
+        Chunk(i, text, 0, tables[i], (SampleRow(i, 0, 0, GREEDY),)) for i, text in enumerate(texts)
+    )
+    runner.submit(StepPlan(0, first))
+    # Another order, and one of them not sampled.
+    second = tuple(
+        Chunk(
+            i,
+            [PENDING],
+            len(texts[i]),
+            tables[i],
+            (SampleRow(i, 0, 1, GREEDY),) if i != 1 else (),
+        )
+        for i in (2, 1, 0)
+    )
+    replays = sum(recorder.replays)
+    runner.submit(StepPlan(1, second))
+    assert sum(recorder.replays) == replays + 1
+    assert [[t.token_id] for t in runner.collect().tokens] == [text[:1] for text in wanted]
+    drawn = {token.sequence_id: token.token_id for token in runner.collect().tokens}
+    assert drawn == {2: wanted[2][1], 0: wanted[0][1]}
+
+
+def test_a_network_that_cannot_be_recorded_runs_as_usual(
+    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def record(run: Callable[[], None]) -> Callable[[], None]:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        return record
+
+    monkeypatch.setattr("baton.engine.runner.cuda_recorder", refuse)
+    monkeypatch.setattr(runner, "_graphs", None)
+    runner._record(2)
+    assert runner._graphs is None
+    assert "without CUDA graphs: operation not permitted when stream is capturing" in caplog.text
+    assert len(generate(runner, random_prompts((3,), 1000), scattered(1, 2), 2)[0]) == 2

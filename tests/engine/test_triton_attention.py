@@ -1,0 +1,150 @@
+"""Triton's attention against its definition, and bit by bit against itself in other batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from baton.engine.triton import decode, shapes
+from tests.engine.devices import CUDA, INTERPRETER
+from tests.engine.paged import Case, Paged
+
+TOLERANCE = {"float32": 2e-6, "float16": 3e-3, "bfloat16": 3e-2}
+
+CASES = {
+    "plain": Case(),
+    "one_head_each": Case(per_head=1, kv_heads=2, spans=((0, 17), (250, 258))),
+    "three_heads_80": Case(per_head=3, key_size=80, value_size=80, spans=((30, 37), (258, 270))),
+    "four_heads_96": Case(per_head=4, key_size=96, value_size=96, spans=((0, 20), (60, 65))),
+    "eight_heads_128": Case(per_head=8, key_size=128, value_size=128, spans=((0, 6), (60, 70))),
+    "size_256": Case(key_size=256, value_size=256, spans=((0, 9), (30, 40))),
+    "mla": Case(per_head=1, kv_heads=3, key_size=24, value_size=16, spans=((0, 20), (258, 260))),
+    "window": Case(window=24),
+    "softcap": Case(softcap=5.0),
+    "sinks": Case(sinks=True, spans=((0, 3), (40, 50), (265, 270))),
+    "everything": Case(3, 2, 80, 48, 100, 3.0, True, "float32", 32, ((34, 40), (275, 280))),
+    "half": Case(dtype="float16"),
+}
+
+SLOW_CASES = {
+    f"{per_head}x{size}": Case(
+        per_head, 2, size, size, block_size=32, spans=((0, 5), (0, 64), (250, 260), (500, 600))
+    )
+    for per_head in (1, 3, 4, 8)
+    for size in (64, 80, 96, 128, 256)
+}
+
+
+def check(case: Case, device: str, *, exact: bool) -> None:
+    """In pieces of several sizes and single tokens, all rows equal the definition."""
+    paged = Paged(case, device, exact=exact)
+    ends = [1, 4, 33, 34, 35, case.longest - 9, case.longest - 1]
+    for got, wanted in zip(paged.run(ends), paged.expected(), strict=True):
+        worst = float((got.double() - wanted).abs().max())
+        assert worst <= TOLERANCE[case.dtype] * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_what_it_is_defined_to_be(name: str, device: str) -> None:
+    check(CASES[name], device, exact=False)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_so_is_the_exact_form(name: str, device: str) -> None:
+    check(CASES[name], device, exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_all_head_sizes_and_groups(name: str, exact: bool) -> None:
+    check(SLOW_CASES[name], "cuda" if torch.cuda.is_available() else "cpu", exact=exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", CASES | SLOW_CASES)
+def test_short_floats_on_the_device(name: str, dtype: str) -> None:
+    check(replace((CASES | SLOW_CASES)[name], dtype=dtype), "cuda", exact=False)
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_a_batch_and_its_blocks_do_not_show_in_any_bit(name: str, device: str) -> None:
+    case = CASES[name]
+    ends = [36, 37, case.longest - 1]
+    together = Paged(case, device, exact=False).run(ends)
+    alone = [
+        Paged(case, device, exact=False, shift=1).run(ends, only=[i])[0]
+        for i in range(len(case.spans))
+    ]
+    assert equal(together, alone)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("name", ["three_heads_80", "window"])
+def test_the_cuts_of_a_prompt_do_not_show_in_any_bit(name: str, device: str) -> None:
+    """But for pieces of one token, which are decode's."""
+    whole = Paged(CASES[name], device, exact=False).run([])
+    assert equal(Paged(CASES[name], device, exact=False).run([3, 33, 260, 267]), whole)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_in_the_exact_form_tokens_one_by_one_have_the_bits_of_a_chunk(
+    name: str, device: str
+) -> None:
+    case = replace(CASES[name], spans=((28, 36), (252, 260)))
+    whole = Paged(case, device, exact=True).run([])
+    one_by_one = [*range(29, 37), *range(253, 261)]
+    assert equal(Paged(case, device, exact=True).run(one_by_one), whole)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("window", [None, 300])
+def test_long_sequences_are_cut_into_larger_parts(
+    device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With at most three parts, one of the 530 positions has 512, or of 300 seen ones 256."""
+    monkeypatch.setattr(shapes, "most_parts", lambda *_: 3)
+    case = Case(window=window, spans=((200, 203), (508, 520)))
+    check(case, device, exact=False)
+    whole = Paged(case, device, exact=True).run([])
+    assert equal(Paged(case, device, exact=True).run(range(510, 520)), whole)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+def test_it_does_not_matter_how_many_programs_share_a_sequence(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(spans=((39, 40), (598, 600)))
+    wanted = Paged(case, device, exact=False).run([599])
+    monkeypatch.setattr(decode, "_PROGRAMS", 1)
+    assert equal(Paged(case, device, exact=False).run([599]), wanted)
+
+
+# The interpreter's maximum of nothing but NaN is a warning of numpy's.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+def test_a_sequence_of_no_numbers_spoils_no_other(device: str) -> None:
+    def run(*, spoiled: bool) -> list[torch.Tensor]:
+        paged = Paged(Case(spans=((0, 5), (0, 20), (30, 38))), device, exact=False)
+        if spoiled:
+            paged.sequences[1].key.fill_(torch.nan)
+            paged.sequences[1].value.fill_(torch.inf)
+        return paged.run([19])
+
+    wanted, got = run(spoiled=False), run(spoiled=True)
+    assert equal([got[0], got[2]], [wanted[0], wanted[2]])
+    assert bool(got[1].isnan().all())

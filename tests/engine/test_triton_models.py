@@ -1,0 +1,115 @@
+"""Whole models over Triton's attention and block-major memory against their own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from baton.core.plan import Chunk, StepPlan
+from baton.engine import selfcheck
+from baton.engine.block_cache import BlockCache
+from baton.engine.config import EngineConfig
+from baton.engine.decode_buffers import DecodeBuffers
+from baton.engine.loader import load, run_network, wire
+from baton.engine.probe import probe_attention
+from baton.engine.step_builder import StepBuilder
+from baton.engine.step_tensors import StepTensors
+from baton.engine.triton_attention import TritonAttention
+from tests.engine.devices import CUDA, INTERPRETER
+from tests.engine.driving import random_prompts, scattered
+from tests.engine.tiny_models import ARCHS, VOCAB, build
+
+BLOCKS = 4
+# More than the windows of these models have.
+LENGTH = 26
+SOME = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
+
+
+class Model:
+    """A model of two sequences over Triton's attention."""
+
+    def __init__(self, folder: Path, device: str):
+        loaded = load(EngineConfig(str(folder), dtype="float32", device=device))
+        wire(loaded.network)
+        shape = probe_attention(loaded)
+        self._network = loaded.network
+        self.cache = BlockCache(shape.layout, 2 * BLOCKS, 16, loaded.device)
+        self.cache.storage.fill_(torch.nan)
+        self._attention = TritonAttention(
+            self.cache,
+            per_head=shape.per_head,
+            max_model_len=16 * BLOCKS,
+            max_batch=4,
+            exact=False,
+        )
+        self._builder = StepBuilder(16, self._attention.tile_positions, loaded.device)
+        self.buffers = DecodeBuffers(16, self.cache.trash_block, 4, BLOCKS, loaded.device)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        return self.run(self._builder.build(plan))
+
+    @torch.inference_mode()
+    def run(self, tensors: StepTensors) -> torch.Tensor:
+        context = self._attention.step(tensors)
+        return run_network(
+            self._network, tensors.token_ids, tensors.positions, tensors.sampled, context
+        )
+
+
+def check(folder: Path, arch: str, device: str) -> None:
+    """Prompts packed and chunked, then tokens of decode in a batch with padding."""
+    model = Model(folder, device)
+    own = build(arch).to(device)
+    texts = selfcheck.prompts(VOCAB, LENGTH)
+    tables = scattered(2, BLOCKS)
+
+    @torch.inference_mode()
+    def expected() -> list[torch.Tensor]:
+        return [own(torch.tensor([text], device=device)).logits[0, -1] for text in texts]
+
+    selfcheck.check_parity(model.forward, tables, texts, expected())
+    for token in (7, 8):
+        chunks = []
+        for i, text in enumerate(texts):
+            text.append(token + i)
+            chunks.append(Chunk(i, text[-1:], len(text) - 1, tables[i]))
+        logits = model.run(model.buffers.fill(StepPlan(0, tuple(chunks)), 4))
+        assert logits.shape == (4, VOCAB)
+        torch.testing.assert_close(logits[:2], torch.stack(expected()), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("arch", SOME)
+def test_logits_equal_those_of_the_models_own_attention(
+    arch: str, device: str, saved: Callable[[str], Path]
+) -> None:
+    check(saved(arch), arch, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in SOME])
+def test_so_they_do_for_all_other_architectures(arch: str, saved: Callable[[str], Path]) -> None:
+    check(saved(arch), arch, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+def test_kv_moves_to_other_blocks_of_another_cache(
+    device: str, saved: Callable[[str], Path]
+) -> None:
+    giver, taker = Model(saved("llama"), device), Model(saved("llama"), device)
+    (text,) = random_prompts([40], VOCAB)
+    here, there = scattered(2, BLOCKS)
+    giver.forward(StepPlan(0, (Chunk(0, text[:39], 0, here),)))
+    for first, count in ((0, 5), (5, 16), (21, 18)):
+        payload = bytearray(count * giver.cache.layout.bytes_per_position)
+        giver.cache.pack(here, first, count, memoryview(payload))
+        taker.cache.unpack(there, first, count, memoryview(payload))
+    steps = [StepPlan(0, (Chunk(0, text[39:], 39, table),)) for table in (here, there)]
+    wanted = giver.run(giver.buffers.fill(steps[0], 1))
+    assert torch.equal(taker.run(taker.buffers.fill(steps[1], 1)), wanted)
