@@ -7,8 +7,11 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Where a benchmark leaves its figures and its plot.
+figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
+
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint model bench tables test-chaos test-slow clean
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine tables test-chaos test-slow clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -71,6 +74,13 @@ model: install ## Train the bundled model again (long)
 
 bench: install ## Measure the relay against the same engine in one process
 	@$(BIN)/baton bench relay --json docs/benchmarks/relay.json
+	@$(BIN)/python scripts/tables.py
+
+bench-engine: install ## Measure the engine and its rivals (about 20 minutes; LLAMA_PYTHON=an interpreter with llama_cpp)
+	@$(BIN)/baton bench engine --peers $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) $(call figures,engine)
+	@$(BIN)/baton bench cost $(call figures,cost)
+	@$(BIN)/baton bench batching $(call figures,batching)
+	@$(BIN)/baton bench stalls $(call figures,stalls)
 	@$(BIN)/python scripts/tables.py
 
 tables: install ## Write the tables of docs from docs/benchmarks

@@ -1,6 +1,7 @@
 """Writes the tables of docs and README from docs/benchmarks/*.json; measures nothing.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME.json is the file.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME.json is the file; the
+plot NAME.svg follows it when there is one. What has not been measured yet keeps the text it has.
 `--check` writes nothing and fails when a table differs from its file.
 """
 
@@ -8,10 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from baton.cli.results import goal_text, number
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "docs/benchmarks"
@@ -25,16 +30,22 @@ def render(said: dict[str, Any]) -> str:
         unit = f" {r['unit']}" if r["unit"] else ""
         against = "" if r["against"] is None else f"{number(r['against'])}{unit}"
         ratio = "" if r["ratio"] is None else f"{r['ratio']:.2f}"
-        goal = "" if r["goal"] is None else f"{r['goal']:g} ({'met' if r['met'] else 'missed'})"
-        lines.append(f"| {r['name']} | {number(r['value'])}{unit} | {against} | {ratio} | {goal} |")
+        lines.append(
+            f"| {r['name']} | {number(r['value'])}{unit} | {against} | {ratio} | {goal_text(r)} |"
+        )
     source = f"`{said['command']}`, commit {said['commit']}, {said['machine']}, seed {said['seed']}"
     return "\n".join([*lines, "", source, ""])
 
 
-def number(value: float) -> str:
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+def fill(place: re.Match[str], folder: Path) -> str:
+    """What stands at a table's place on a page of this folder."""
+    measured, plot = BENCHMARKS / f"{place[2]}.json", BENCHMARKS / f"{place[2]}.svg"
+    if not measured.exists():
+        return place[0]
+    text = render(json.loads(measured.read_text()))
+    if plot.exists():
+        text += f"\n![{place[2]}]({os.path.relpath(plot, folder)})\n"
+    return place[1] + text + place[3]
 
 
 def main() -> None:
@@ -44,10 +55,7 @@ def main() -> None:
     stale = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text()
-        fresh = PLACE.sub(
-            lambda m: m[1] + render(json.loads((BENCHMARKS / f"{m[2]}.json").read_text())) + m[3],
-            text,
-        )
+        fresh = PLACE.sub(partial(fill, folder=page.parent), text)
         if fresh != text:
             stale.append(str(page.relative_to(ROOT)))
             if not check:

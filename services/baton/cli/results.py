@@ -7,8 +7,10 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,28 @@ def compared(
     """A figure beside the one it is measured against in the same run; the goal is a least ratio."""
     ratio = value / against
     return Result(name, value, unit, against, ratio, goal, None if goal is None else ratio >= goal)
+
+
+def at_most(
+    name: str, value: float, unit: str, goal: float, against: float | None = None
+) -> Result:
+    """A figure that is not to exceed its goal: its ratio to another figure, or itself."""
+    ratio = None if against is None else value / against
+    met = (value if ratio is None else ratio) <= goal
+    return Result(name, value, unit, against, ratio, goal, met)
+
+
+def goal_text(result: Mapping[str, Any]) -> str:
+    """ "≥ 3 (met)": a goal is for the ratio if there is one, else for the value. "" without one.
+
+    Whether it is a least or a greatest one follows from whether it was met.
+    """
+    goal, met = result["goal"], result["met"]
+    if goal is None:
+        return ""
+    reached = result["value"] if result["ratio"] is None else result["ratio"]
+    sign = "≥" if (reached >= goal) == met else "≤"
+    return f"{sign} {goal:g} ({'met' if met else 'missed'})"
 
 
 def machine() -> str:
@@ -64,7 +88,7 @@ def commit() -> str:
 
 def write(path: Path, seed: int, results: list[Result]) -> None:
     said = {
-        "command": " ".join(["baton", *sys.argv[1:]]),
+        "command": " ".join(["baton", *map(_portable, sys.argv[1:])]),
         "commit": commit(),
         "machine": machine(),
         "seed": seed,
@@ -74,14 +98,27 @@ def write(path: Path, seed: int, results: list[Result]) -> None:
     path.write_text(json.dumps(said, indent=2) + "\n")
 
 
+def _portable(word: str) -> str:
+    """An argument without the folders of this machine."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
+def number(value: float) -> str:
+    """Three digits that matter, all of a whole number."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
 def table(results: list[Result]) -> str:
     """The figures as lines for a terminal."""
     lines = []
+    width = max((len(r.name) for r in results), default=0)
     for r in results:
-        line = f"{r.name:<44} {r.value:>12,.4g} {r.unit}"
+        line = f"{r.name:<{width}} {number(r.value):>10} {r.unit:<12}"
         if r.against is not None and r.ratio is not None:
-            line += f"   against {r.against:,.4g}: {r.ratio:.2f}x"
-        if r.met is not None:
-            line += f"   goal {r.goal}: {'met' if r.met else 'missed'}"
+            line += f" against {number(r.against):>10}: {r.ratio:.2f}x"
+        if r.goal is not None:
+            line += f"   goal {goal_text(asdict(r))}"
         lines.append(line)
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)

@@ -13,13 +13,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 
-from baton.cli.bench_load import Load, Outcome
-from baton.core.attempt import Attempt
-from baton.core.block_pool import BlockPool
+from baton.cli.bench import serving
+from baton.cli.bench.load import Load, Outcome
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Failed, Tokens
 from baton.core.loop import EngineLoop
-from baton.core.request import SamplingParams, StopParams
 from baton.decode.config import DecodeConfig
 from baton.worker.engine import open_runner
 
@@ -28,20 +25,12 @@ def open_loop(model: str, threads: int) -> EngineLoop[DecodeScheduler]:
     """An engine with the options that a decode worker has by default."""
     options = DecodeConfig(model=model, threads=threads)
     runner = open_runner(options)
-    policy = DecodePolicy(
+    rules = DecodePolicy(
         max_sequences=options.max_running,
         token_budget=options.max_running + options.step_tokens,
         prefill_budget=options.step_tokens,
     )
-    scheduler = DecodeScheduler(
-        BlockPool(runner.num_blocks, runner.block_size),
-        policy,
-        eos_token_ids=runner.model.eos_token_ids,
-        max_model_len=runner.model.max_model_len,
-        vocab_size=runner.model.vocab_size,
-        model_digest=runner.model.digest,
-    )
-    return EngineLoop(runner, scheduler)
+    return serving.open_loop(runner, rules)
 
 
 def drive(loop: EngineLoop[DecodeScheduler], load: Load) -> Outcome:
@@ -52,11 +41,7 @@ def drive(loop: EngineLoop[DecodeScheduler], load: Load) -> Outcome:
     began = time.perf_counter()
     running = _start(loop, load, waiting, asked, load.concurrency)
     while running:
-        for event in loop.step(time.monotonic()):
-            if isinstance(event, Failed):
-                raise event.error
-            if not isinstance(event, Tokens):
-                continue
+        for event in serving.step(loop):
             for tokens in event.tokens:
                 index = int(tokens.key.request_id)
                 if not outcome.token_ids[index]:
@@ -83,15 +68,7 @@ def _start(
             return started
         index, prompt = following
         asked[index] = time.perf_counter()
-        attempt = Attempt(
-            request_id=str(index),
-            attempt=1,
-            choices=(0,),
-            token_ids=prompt,
-            num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopParams(max_tokens=load.output_tokens, ignore_eos=True),
-        )
+        attempt = serving.attempt(str(index), prompt, load.output_tokens)
         loop.scheduler.add(attempt, time.monotonic())
     raise AssertionError
 

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 
-from baton.cli.bench_load import Load, Outcome, drive
+from baton.cli.bench.load import Load, Outcome, drive
+from baton.cli.bench.report import Report
 from baton.cli.layout import UpOptions, plan, resolve_model
 from baton.cli.results import Result, compared
 from baton.cli.supervisor import Supervisor
@@ -27,10 +28,10 @@ ENGINE_CORE, OTHER_CORE = "0", "1"
 HTTP_PORT, GRPC_PORT = 18000, 18051
 
 
-def measure(args: argparse.Namespace) -> list[Result]:
+def measure(args: argparse.Namespace) -> Report:
     """Runs both sides and returns the figures. Raises BatonError when tokens differ."""
     os.sched_setaffinity(0, {int(OTHER_CORE)})
-    return asyncio.run(_measure(args))
+    return Report(asyncio.run(_measure(args)))
 
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
@@ -118,7 +119,7 @@ class _Single:
                 ENGINE_CORE,
                 sys.executable,
                 "-m",
-                "baton.cli.bench_single",
+                "baton.cli.bench.single",
                 model,
                 "1",
             ],

@@ -1,0 +1,160 @@
+"""The flags of every benchmark, and how long each takes; imports no benchmark.
+
+Times are estimates for the 100m shape on two otherwise idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(kinds: Any) -> None:
+    """Adds a parser for every benchmark."""
+    _relay(kinds)
+    _engine(kinds)
+    _cost(kinds)
+    _batching(kinds)
+    _stalls(kinds)
+
+
+def _relay(kinds: Any) -> None:
+    relay = _kind(
+        kinds, "relay", "five processes against the same engine in one process", plot=False
+    )
+    relay.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    relay.add_argument("--requests", type=int, default=64, metavar="N")
+    relay.add_argument("--concurrency", type=int, default=16, metavar="N")
+    relay.add_argument("--prompt-tokens", type=int, default=256, metavar="N")
+    relay.add_argument("--output-tokens", type=int, default=64, metavar="N")
+    relay.add_argument("--transport", choices=("nixl", "loopback"), default="nixl")
+    relay.add_argument("--rounds", type=int, default=3, metavar="N", help="pairs, interleaved")
+
+
+def _engine(kinds: Any) -> None:
+    engine = _kind(
+        kinds,
+        "engine",
+        "the engine against what one would run instead",
+        "About 3 minutes; with --peers about 9, most of it theirs. For 500m: --requests 8.",
+    )
+    _model(engine, threads=2)
+    engine.add_argument(
+        "--peers", action="store_true", help="transformers and llama.cpp take part as well"
+    )
+    engine.add_argument(
+        "--llama-python",
+        default="",
+        metavar="PATH",
+        help="an interpreter that has llama_cpp and gguf (default: this one, if it has llama_cpp)",
+    )
+    engine.add_argument(
+        "--quantize",
+        choices=("none", "int8"),
+        default="int8",
+        help="int8: Baton in int8 takes part as well (default); none: it does not",
+    )
+    engine.add_argument("--requests", type=int, default=32, metavar="N")
+    engine.add_argument("--rounds", type=int, default=2, metavar="N", help="at most, interleaved")
+    engine.add_argument(
+        "--seconds",
+        type=float,
+        default=50.0,
+        metavar="S",
+        help="a contender begins no further round, nor static batch, that would not end in S",
+    )
+    engine.set_defaults(seed=42)
+
+
+def _cost(kinds: Any) -> None:
+    cost = _kind(
+        kinds,
+        "cost",
+        "what a step, a prompt, the scheduler and the blocks cost",
+        "About 4 minutes.",
+    )
+    _model(cost, threads=1)
+    _device(cost)
+    cost.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True)
+    cost.add_argument(
+        "--contexts", type=_numbers, default=(128, 512, 2048, 8192), metavar="N,N", help="positions"
+    )
+    cost.add_argument("--batches", type=_numbers, default=(1, 4, 16, 64), metavar="N,N")
+    cost.add_argument("--prompts", type=_numbers, default=(128, 512, 2048, 8192), metavar="N,N")
+    cost.add_argument("--chunks", type=_numbers, default=(512, 2048), metavar="N,N")
+    cost.add_argument(
+        "--kv-gb", type=float, default=8.0, metavar="GB", help="larger batches are left out"
+    )
+    cost.add_argument("--sequences", type=int, default=256, metavar="N", help="of the scheduler")
+    cost.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="CSV",
+        help="real requests' lengths, columns ContextTokens and GeneratedTokens (default: drawn)",
+    )
+
+
+def _batching(kinds: Any) -> None:
+    batching = _kind(
+        kinds, "batching", "continuous against static batching, one engine", "About 3 minutes."
+    )
+    _model(batching, threads=1)
+    _device(batching)
+    batching.add_argument("--requests", type=int, default=32, metavar="N")
+    batching.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once")
+    batching.set_defaults(seed=42)
+
+
+def _stalls(kinds: Any) -> None:
+    stalls = _kind(
+        kinds,
+        "stalls",
+        "what arriving long prompts do to sequences that run",
+        "About 4 minutes.",
+    )
+    _model(stalls, threads=1)
+    _device(stalls)
+    stalls.add_argument("--running", type=int, default=16, metavar="N", help="sequences that run")
+    stalls.add_argument("--output-tokens", type=int, default=160, metavar="N", help="of each")
+    stalls.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
+    stalls.add_argument("--arrivals", type=int, default=3, metavar="N", help="long prompts")
+    stalls.add_argument("--chunks", type=_numbers, default=(256, 512), metavar="N,N")
+
+
+def _kind(
+    kinds: Any, name: str, what: str, takes: str = "", *, plot: bool = True
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        name, help=what, description=f"Measures {what}. {takes}"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    if plot:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw an SVG here")
+    else:
+        parser.set_defaults(plot=None)
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser, threads: int) -> None:
+    parser.add_argument(
+        "--shape",
+        default="100m",
+        help="tiny, 100m, 500m: random weights, built once; or a model's folder or hub id",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=threads,
+        metavar="N",
+        help=f"of the engine, which is pinned to as many cores (default: {threads})",
+    )
+
+
+def _device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))

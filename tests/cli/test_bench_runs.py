@@ -1,0 +1,85 @@
+"""Every benchmark runs to its end on the tiny shape and says what it says it measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.main import main
+
+Bench = Callable[..., dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model is built once for all."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Runs a benchmark; its results by name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+    def run(kind: str, *flags: str) -> dict[str, dict[str, Any]]:
+        file, plot = tmp_path / "figures.json", tmp_path / "plot.svg"
+        where = ["--json", str(file), "--plot", str(plot)]
+        assert main(["bench", kind, "--shape", "tiny", "--threads", "1", *flags, *where]) == 0
+        assert "<svg" in plot.read_text()
+        said = json.loads(file.read_text())
+        assert str(tmp_path) not in said["command"]
+        return {result["name"]: result for result in said["results"]}
+
+    return run
+
+
+def test_batching(bench: Bench) -> None:
+    found = bench("batching", "--requests", "6", "--batch", "2")
+    assert found["requests with equal tokens"]["value"] == 100
+    steps = found["steps"]
+    assert steps["value"] < steps["against"]
+
+
+def test_engine(bench: Bench) -> None:
+    found = bench("engine", "--requests", "3", "--rounds", "1", "--quantize", "none")
+    assert found["requests"]["value"] == 3
+    assert found["Baton float32, not exact: requests with tokens equal to exact"]["unit"] == "%"
+    assert found["one sequence, exact, against the bound of memory"]["goal"] == 0.7
+    for name in ("step of exact mode, batch 32", "prefill in exact mode"):
+        assert found[name]["met"] is (found[name]["ratio"] <= 1.1)
+
+
+@pytest.mark.slow
+def test_engine_against_transformers(bench: Bench) -> None:
+    found = bench("engine", "--requests", "10", "--rounds", "1", "--peers")
+    for rival in ("continuous batching", "generate, batches of 8", "generate, batches of 32"):
+        equal = found[f"transformers {rival}: requests with tokens equal to exact"]
+        assert equal["value"] == 100
+    against = found["Baton float32, exact against transformers continuous batching"]
+    assert against["goal"] == 3
+    assert against["met"] is (against["ratio"] >= 3)
+
+
+@pytest.mark.slow
+def test_cost(bench: Bench) -> None:
+    small = ("--contexts", "64,256", "--batches", "1,4", "--prompts", "64,256")
+    found = bench("cost", *small, "--chunks", "64,256", "--kv-gb", "0.0005")
+    assert "decode step, batch 1, context 256" in found
+    assert "decode step, batch 4, context 256" not in found
+    assert "prefill of 256 in chunks of 64" in found
+    assert found["scheduler, per step of 256 sequences, p50"]["goal"] == 300
+    assert found["KV memory unused, chat requests"]["met"] is True
+    assert found["blocks saved by sharing, 8 system prompts, 256 users"]["value"] > 30
+
+
+@pytest.mark.slow
+def test_stalls(bench: Bench) -> None:
+    few = ("--running", "3", "--output-tokens", "48", "--prompt-tokens", "512", "--arrivals", "2")
+    found = bench("stalls", *few, "--chunks", "64")
+    for name in ("chunks of 64", "no chunks"):
+        assert found[f"between tokens, p99 against p50, {name}"]["value"] > 0
+        assert found[f"first token of a long prompt, p50, {name}"]["value"] > 0
