@@ -30,6 +30,8 @@ class UpOptions:
     grpc_port: int = 50051
     transport: str = "nixl"
     exact: bool = True
+    dtype: str = "auto"
+    quantize: str = "none"
     threads: int = 0
     runner: str = "torch"
     kv_memory_mib: int = 0
@@ -120,6 +122,7 @@ def plan(options: UpOptions) -> Layout:
         *served,
         *("--threads", str(threads), "--transport", options.transport, "--runner", options.runner),
         *("--exact", str(options.exact).lower()),
+        *("--dtype", options.dtype, "--quantize", options.quantize),
         *memory,
     )
     for role, count, flags in (

@@ -47,6 +47,14 @@ def add_parser(subparsers: Any) -> None:
         help="same tokens whatever runs beside them (default on)",
     )  # fmt: skip
     parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=defaults.dtype,
+        help="number type of weights and KV (default auto: float32 on CPUs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quantize", choices=("none", "int8"), default=defaults.quantize,
+        help="weights of linear layers as 8-bit integers (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--threads", type=int, default=0, metavar="N",
         help="torch threads of an engine process (default: cores shared out)",
     )  # fmt: skip
