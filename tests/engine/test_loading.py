@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,10 +132,20 @@ def test_threads_are_configured_before_torch_only() -> None:
         "from baton.engine.threads import configure\n"
         "configure(3)\n"
         "assert 'torch' not in sys.modules\n"
-        "print(os.environ['OMP_WAIT_POLICY'], os.environ['OMP_NUM_THREADS'])\n"
+        "names = ('OMP_WAIT_POLICY', 'OMP_NUM_THREADS', 'GOMP_SPINCOUNT')\n"
+        "print(*(os.environ.get(name) for name in names))\n"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert output.stdout.split() == [b"PASSIVE", b"3"]
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+
+    def configured(threads: int) -> list[str]:
+        """What the environment of OpenMP is then."""
+        lines = program.replace("(3)", f"({threads})")
+        output = subprocess.check_output([sys.executable, "-c", lines], env=environment, text=True)
+        return output.split()
+
+    assert configured(3) == ["PASSIVE", "3", "20000"]
+    environment.pop("OMP_NUM_THREADS", None)
+    assert configured(0) == ["PASSIVE", "None", "None"]
 
 
 def test_the_fake_and_the_settings_need_no_torch() -> None:

@@ -59,6 +59,8 @@ class BlockPool:
         self._newest_completed = 0
         self._deferred: deque[tuple[int, list[int]]] = deque()
         self._claimed: list[int] = []
+        self.num_uncopied = 0
+        """Tables whose copy is not claimed yet."""
 
     @property
     def num_free(self) -> int:
@@ -131,6 +133,7 @@ class BlockPool:
         child.extend(self._take(num_blocks - full, child.blocks[-1] if full else None))
         if partial:
             child.copy = BlockCopy(table.blocks[full], child.blocks[full], partial)
+            self.num_uncopied += 1
             self._refer(child.copy.source)
         self._tables.add(child)
         return child
@@ -142,6 +145,7 @@ class BlockPool:
         """
         copy, table.copy = table.copy, None
         if copy is not None:
+            self.num_uncopied -= 1
             self._claimed.append(copy.source)
         return copy
 
@@ -173,6 +177,7 @@ class BlockPool:
         # Last block first: of a cached prefix the head is worth more, so it is evicted later.
         blocks = table.blocks[::-1]
         if table.copy is not None:
+            self.num_uncopied -= 1
             blocks.append(table.copy.source)
         self._drop(blocks)
 
@@ -221,6 +226,8 @@ class BlockPool:
             covered = [first + i for first, count in table.extents for i in range(count)]
             if covered != table.blocks:
                 raise InvariantBroken("a table's extents are not its blocks")
+        if self.num_uncopied != sum(table.copy is not None for table in self._tables):
+            raise InvariantBroken("tables that need a copy are miscounted")
         for block in range(self.num_blocks):
             if owned[block] != self._references[block]:
                 raise InvariantBroken(f"block {block}: its references are miscounted")

@@ -45,7 +45,8 @@ class CachedUnits:
         self._next.setdefault(link.parent, set()).add(link.digest)
         if link.depth and link.parent not in self._found:
             return
-        for found in self._and_after(link):
+        found_now = self._and_after(link) if link.digest in self._next else (link,)
+        for found in found_now:
             self._found.add(found.digest)
             for unit in found.units:
                 if unit not in self._holders:

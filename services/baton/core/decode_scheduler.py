@@ -16,7 +16,7 @@ sequence that was preempted meanwhile; only what ended takes no more tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ from baton.core.intake import Intake
 from baton.core.launched import InputChunk, Launched
 from baton.core.local_prefill import LocalPrefill
 from baton.core.model import ModelDescription
-from baton.core.plan import Extents, StepPlan, StepResult, StepWork
+from baton.core.plan import BlockCopy, Extents, StepPlan, StepResult, StepWork
 from baton.core.room import Room
 from baton.core.roster import Roster
 from baton.core.scheduling import Load, QueueLimit, earliest
@@ -234,10 +234,11 @@ class DecodeScheduler:
         if waiting:
             fetched = self._room.let_in(waiting, self._prefill.left(ready), now)
             ready = [s for s in ready if s.table is not None] + fetched
-        forks = [s.table for s in ready if s.table is not None and s.table.copy is not None]
-        copies = [copy for table in forks if (copy := self._pool.claim_copy(table))]
-        context = sum([sequence.reach for sequence in ready])
-        chunks = next_chunks(ready)
+        copies: list[BlockCopy] = []
+        if self._pool.num_uncopied:
+            tables = [sequence.table for sequence in ready if sequence.table is not None]
+            copies = [copy for table in tables if (copy := self._pool.claim_copy(table))]
+        chunks, context = next_chunks(ready)
         more, inputs = self._prefill.plan(ready) if self._roster.prefilling else ([], [])
         chunks += more
         if not chunks:
@@ -325,17 +326,15 @@ class DecodeScheduler:
 
     def _ready(self, now: float) -> list[Sequence]:
         """Running sequences whose next position can be computed now, with a block for it."""
-        pipelined = self._pipelined
-        ready: list[Sequence] = []
-        short: list[Sequence] = []
-        for sequence in self._roster.running.values():
-            if sequence.in_flight and (sequence.serial or not pipelined):
-                continue
-            reach = sequence.reach
-            if reach < sequence.ceiling:
-                (ready if reach < sequence.room else short).append(sequence)
-        if short:
-            return self._room.grow(short, ready, now, in_flight=bool(self._launched))
+        running: Collection[Sequence] = self._roster.running.values()
+        if self._launched:
+            ahead = self._pipelined
+            running = [s for s in running if not s.in_flight or (ahead and not s.serial)]
+        ready = [s for s in running if s.reach < s.limit]
+        if len(ready) < len(running):
+            short = [s for s in running if s.limit <= s.reach < s.ceiling]
+            if short:
+                return self._room.grow(short, ready, now, in_flight=bool(self._launched))
         return ready
 
     def _launch(

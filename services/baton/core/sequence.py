@@ -105,7 +105,8 @@ class Sequence:
     sampled from there on (0: no limit). serial: a row of it needs all tokens before.
 
     While it runs: reach is how many positions have KV once all launched steps are done, so it is
-    the next position to compute; it must stay below ceiling, and needs a block from room on.
+    the next position to compute; it must stay below ceiling, and needs a block from room on. limit
+    is the lesser of the two.
     """
 
     __slots__ = (
@@ -122,6 +123,7 @@ class Sequence:
         "id",
         "in_flight",
         "key",
+        "limit",
         "logprobs",
         "lost",
         "max_unconfirmed",
@@ -158,6 +160,7 @@ class Sequence:
         self.lost = False
         self.reach = 0
         self.room = 0
+        self.limit = 0
         self._sampling = attempt.sampling
         self._num_prompt = attempt.num_prompt_tokens
         self._own: list[int] = []
@@ -208,6 +211,7 @@ class Sequence:
         """Takes note of its table: it has changed."""
         assert self.table is not None
         self.room = len(self.table.blocks) * block_size
+        self.limit = min(self.room, self.ceiling)
         self._extents = self.table.extents
 
     def sample_row(self) -> SampleRow:
@@ -275,16 +279,20 @@ class Sequence:
         if self.max_unconfirmed:
             ahead = self._num_prompt + self.confirmed + self.max_unconfirmed - 1
             self.ceiling = min(self.ceiling, ahead)
+        self.limit = min(self.room, self.ceiling)
 
 
-def next_chunks(sequences: Iterable[Sequence]) -> list[Chunk]:
-    """The next position of each, for the step that is planned now and launched next.
+def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
+    """The next position of each, for the step that is planned now and launched next; and how many
+    positions they look back on together.
 
     One loop for all, because a call for each would cost as much as what it does.
     """
     chunks = []
+    context = 0
     for one in sequences:
         position, in_flight, num_prompt = one.reach, one.in_flight, one._num_prompt
+        context += position
         end = position + 1
         if end >= one._plain_from:
             fields = (one.id, one.key[1], end - num_prompt, one._sampling, (), (), num_prompt)
@@ -295,4 +303,4 @@ def next_chunks(sequences: Iterable[Sequence]) -> list[Chunk]:
         one.in_flight = in_flight + 1
         token_ids = _PENDING_ID if in_flight else one._last
         chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,))))
-    return chunks
+    return chunks, context

@@ -45,6 +45,8 @@ from baton.worker.report import Report, describe
 
 log = logging.getLogger(__name__)
 
+_YOUNG_OBJECTS = 50_000
+
 
 class WorkerService(Protocol):
     """A role's business, as far as the process needs it."""
@@ -117,8 +119,10 @@ async def run_worker(
         )
         await engine.start()
         # What loading made stays for good: no full collection needs to walk through it in a step.
+        # A step makes thousands of tuples that die without the collector's help.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_YOUNG_OBJECTS)
         ends.push_async_callback(engine.stop)
         runner, scheduler = made[0].runner, made[0].scheduler
         staging = await Staging.open(
