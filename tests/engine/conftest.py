@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,12 +10,6 @@ import pytest
 import torch
 
 from baton.core.ports import ModelRunner
-
-# Without a GPU, kernels run in Triton's interpreter. Triton decides when it is first imported,
-# which models of transformers do as they run: so it is settled before any test does.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from tests.engine.contract import MakeRunner, open_runner
 from tests.engine.tiny_models import save_tiny_model
 
