@@ -12,6 +12,7 @@ from baton.core.plan import Chunk, StepPlan
 from baton.engine.attention import LayerArguments
 from baton.engine.probe import AttentionShape
 from baton.engine.triton_backend import TritonBackend
+from gpucheck.definition import attention
 from gpucheck.timing import seconds
 
 BLOCK = 16
@@ -101,33 +102,20 @@ def _error(case: Case, kind: str, device: str) -> float:
     step = backend.begin(StepPlan(1, tuple(chunks))).context
     got = step.attend(arguments, now[0], now[1], now[2]).double()
     wanted = torch.cat(
-        [_exact(case, sinks, h, count) for h, count in zip(history, counts, strict=True)]
+        [
+            attention(
+                past[0][:, -count:],
+                past[1],
+                past[2],
+                scale=arguments.scale,
+                window=case.window,
+                softcap=case.softcap,
+                sinks=sinks,
+            )
+            for past, count in zip(history, counts, strict=True)
+        ]
     )
     return float((got - wanted).norm() / wanted.norm())
-
-
-def _exact(
-    case: Case, sinks: torch.Tensor | None, past: tuple[torch.Tensor, ...], count: int
-) -> torch.Tensor:
-    """Attention of the last `count` positions in float64, [count, heads, size]."""
-    query, key, value = (tensor.double() for tensor in past)
-    length = key.shape[1]
-    group = case.heads // case.kv_heads
-    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-    scores = query[:, -count:] @ key.transpose(1, 2) * case.size**-0.5
-    if case.softcap is not None:
-        scores = torch.tanh(scores / case.softcap) * case.softcap
-    at = torch.arange(length, device=query.device)
-    mine = at[-count:, None]
-    seen = at[None] <= mine
-    if case.window is not None:
-        seen &= at[None] > mine - case.window
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        sink = sinks.double()[:, None, None].expand(-1, count, 1)
-        scores = torch.cat([scores, sink], 2)
-    weights = torch.softmax(scores, 2)[:, :, :length]
-    return (weights @ value).transpose(0, 1)
 
 
 def _backend(

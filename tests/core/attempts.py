@@ -13,6 +13,7 @@ from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.events import Event, FirstTokens, Started, Tokens
 from baton.core.loop import EngineLoop
+from baton.core.plan import StepPlan, StepResult
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.core.request import SamplingParams, StopParams
 from baton.core.scheduling import Scheduler
@@ -99,15 +100,17 @@ def decode_loop(
     num_swap_blocks: tuple[int, int] = (0, 0),
     lost_swap_blocks: Iterable[int] = (),
     depth: int = 1,
+    delay_steps: int | None = None,
 ) -> EngineLoop[DecodeScheduler]:
-    """depth: how many steps are in flight; with more than one they are planned ahead."""
+    """depth: how many steps are in flight; with more than one they are planned ahead. delay_steps:
+    of the runner, by default as late as that allows."""
     engine = runner(
         num_blocks,
         eos_every=eos_every,
         num_swap_blocks=num_swap_blocks,
         lost_swap_blocks=lost_swap_blocks,
         depth=depth,
-        delay_steps=depth - 1,
+        delay_steps=depth - 1 if delay_steps is None else delay_steps,
     )
     scheduler = DecodeScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
@@ -117,6 +120,12 @@ def decode_loop(
         pipelined=depth > 1,
     )
     return EngineLoop(engine, scheduler)
+
+
+def run(loop: EngineLoop[Scheduler], plan: StepPlan) -> StepResult:
+    """Computes one step to its end, with no other in flight."""
+    loop.submit(plan)
+    return loop.collect()[1]
 
 
 def run_out(loop: EngineLoop[Scheduler], now: float = 0.0, *, most: int = 2000) -> list[Event]:

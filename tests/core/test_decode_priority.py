@@ -16,6 +16,7 @@ from tests.core.attempts import (
     expected,
     fill_in,
     handed_over,
+    run,
     run_out,
 )
 
@@ -165,7 +166,7 @@ def timed_steps(loop: EngineLoop[DecodeScheduler], count: int) -> list[StepPlan]
         if plan is None:
             break
         plans.append(plan)
-        result = loop.run(plan)
+        result = run(loop, plan)
         loop.scheduler.observe(plan, seconds(plan.work))
         loop.apply(result, 0.0)
     return plans

@@ -24,6 +24,7 @@ from tests.core.attempts import (
     attempt,
     decode_loop,
     expected,
+    run,
     run_out,
 )
 
@@ -57,7 +58,7 @@ def test_a_cancel_in_flight_frees_when_the_step_is_done() -> None:
     assert plan is not None
     loop.scheduler.cancel(one.key)
     assert loop.scheduler.load.free_blocks < 32
-    assert loop.apply(loop.run(plan), 0.0) == []
+    assert loop.apply(run(loop, plan), 0.0) == []
     assert loop.scheduler.load.free_blocks == 32
 
 
@@ -67,14 +68,14 @@ def test_local_prefill_shares_steps_under_its_budget() -> None:
     loop.scheduler.add(attempt("first", size=40, max_tokens=30), 0.0)
     plan = loop.plan(0.0)
     assert plan is not None and plan.num_tokens == 40, "nothing runs yet: the whole budget"
-    loop.apply(loop.run(plan), 0.0)
+    loop.apply(run(loop, plan), 0.0)
     loop.scheduler.add(attempt("second", size=40, seed=1), 0.0)
     sizes = []
     for _ in range(6):
         plan = loop.plan(0.0)
         assert plan is not None
         sizes.append(sorted(len(chunk.token_ids) for chunk in plan.chunks))
-        loop.apply(loop.run(plan), 0.0)
+        loop.apply(run(loop, plan), 0.0)
     assert sizes == [[1, 8]] * 5 + [[1, 1]]
 
 

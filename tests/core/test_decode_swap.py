@@ -12,7 +12,7 @@ from baton.core.plan import StepPlan, StepResult
 from baton.core.request import SamplingParams
 from baton.core.sequence import SequenceState
 from baton.core.swap_space import SwapPlace
-from tests.core.attempts import Outputs, attempt, decode_loop, expected, run_out
+from tests.core.attempts import Outputs, attempt, decode_loop, expected, run, run_out
 
 TIGHT = DecodePolicy(headroom=4)
 
@@ -108,7 +108,7 @@ def test_what_the_prefix_cache_still_has_is_not_moved_back() -> None:
         assert plan is not None
         moved_out += sum(len(swap.blocks) for swap in plan.swap_out)
         moved_in += sum(len(swap.blocks) for swap in plan.swap_in)
-        outputs.take(loop.apply(loop.run(plan), 0.0))
+        outputs.take(loop.apply(run(loop, plan), 0.0))
     assert 0 < moved_in < moved_out, "the others' blocks of the same prompt were still there"
     for one in shared:
         assert outputs.of(one) == expected(one)
@@ -155,7 +155,7 @@ class Priced:
         while self.loop.scheduler.has_work:
             plan = self.loop.plan(0.0)
             assert plan is not None
-            result = self.loop.run(plan)
+            result = run(self.loop, plan)
             self.loop.scheduler.observe(plan, 0.001 + plan.work.prefill * self.position_s)
             self.loop.apply(self.timed(plan, result), 0.0)
 

@@ -20,7 +20,7 @@ from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.scheduling import QueueLimit, first_come
-from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run_out
+from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run, run_out
 
 
 def planned(plan: StepPlan | None) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ def test_what_overflows_goes_on_in_the_next_step_chunk_by_chunk() -> None:
     while (plan := loop.plan(1.0)) is not None:
         assert plan.num_tokens <= 10
         plans.append(planned(plan))
-        loop.apply(loop.run(plan), 1.0)
+        loop.apply(run(loop, plan), 1.0)
     assert plans == [[(0, 8)], [(8, 16)], [(16, 21), (0, 3)]], "chunks end where blocks end"
 
 
@@ -161,7 +161,7 @@ def test_cancel_while_its_step_is_in_flight_frees_when_the_step_is_done() -> Non
     loop.scheduler.take_events()
     loop.scheduler.cancel(one.key)
     assert loop.scheduler.load.free_blocks == 11
-    assert loop.apply(loop.run(plan), 1.0) == []
+    assert loop.apply(run(loop, plan), 1.0) == []
     assert loop.scheduler.load.free_blocks == 16
     loop.idle_check()
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 
 from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.loop import EngineLoop
-from baton.engine.fake import FakeRunner
+from baton.core.decode_scheduler import DecodePolicy
 from tests.core.attempts import (
     BLOCK_SIZE,
-    EOS,
-    MAX_MODEL_LEN,
-    VOCAB_SIZE,
     Outputs,
     attempt,
+    decode_loop,
     expected,
     fill_in,
     handed_over,
@@ -41,22 +37,9 @@ def test_withheld_blocks_come_back_when_the_step_is_done() -> None:
 @pytest.mark.parametrize("delay_steps", [0, 3])
 def test_what_is_handed_over_meanwhile_takes_other_blocks(delay_steps: int) -> None:
     """With a runner that is late, KV that arrives early would be swapped out as the victim's."""
-    runner = FakeRunner(
-        24,
-        BLOCK_SIZE,
-        VOCAB_SIZE,
-        MAX_MODEL_LEN,
-        (EOS,),
-        num_swap_blocks=(60, 0),
-        delay_steps=delay_steps,
-    )
-    scheduler = DecodeScheduler(
-        BlockPool(24, BLOCK_SIZE),
-        DecodePolicy(headroom=1),
-        runner.model,
-        num_swap_blocks=runner.num_swap_blocks,
-    )
-    loop, outputs = EngineLoop(runner, scheduler), Outputs()
+    policy = DecodePolicy(headroom=1)
+    loop = decode_loop(24, policy, num_swap_blocks=(60, 0), delay_steps=delay_steps)
+    scheduler, outputs = loop.scheduler, Outputs()
     drawn = [attempt(f"r{i}", size=24, seed=i, max_tokens=30) for i in range(4)]
     for one in drawn:
         scheduler.add(one, 0.0)

@@ -14,6 +14,7 @@ from baton.engine.attention import LayerArguments
 from baton.engine.block_cache import BlockCache, block_ids, places_of
 from baton.engine.step_builder import StepBuilder
 from baton.engine.triton_attention import TritonAttention
+from gpucheck.definition import attention
 
 NUM_BLOCKS = 96
 LAYER = 1
@@ -141,22 +142,16 @@ class Paged:
 
     def expected(self) -> list[torch.Tensor]:
         """In float64, by the definition."""
-        return [self._plain(sequence) for sequence in self.sequences]
-
-    def _plain(self, sequence: PagedSequence) -> torch.Tensor:
         case = self.case
-        key, value = (
-            t.double().repeat_interleave(case.per_head, 0) for t in (sequence.key, sequence.value)
-        )
-        scores = sequence.query.double() @ key.transpose(1, 2) * case.scale
-        if case.softcap is not None:
-            scores = torch.tanh(scores / case.softcap) * case.softcap
-        back = torch.arange(sequence.length, device=self.device)
-        back = back[:, None] - back[None]
-        seen = (back >= 0) & (back < (case.window or sequence.length))
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if self.sinks is not None:
-            sinks = self.sinks.double().view(-1, 1, 1).expand(-1, sequence.length, 1)
-            scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., : sequence.length]
-        return (weights @ value).transpose(0, 1)[sequence.start :]
+        return [
+            attention(
+                sequence.query[:, sequence.start :],
+                sequence.key,
+                sequence.value,
+                scale=case.scale,
+                window=case.window,
+                softcap=case.softcap,
+                sinks=self.sinks,
+            )
+            for sequence in self.sequences
+        ]

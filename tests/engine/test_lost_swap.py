@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.events import Failed
 from baton.core.loop import EngineLoop
-from baton.engine.fake import FakeRunner
 from tests.core.attempts import (
-    BLOCK_SIZE,
-    EOS,
-    MAX_MODEL_LEN,
-    VOCAB_SIZE,
     Outputs,
     attempt,
+    decode_loop,
     expected,
     run_out,
 )
@@ -25,24 +20,14 @@ DISK_BLOCKS = 60
 
 def small_loop(lost: range, depth: int) -> EngineLoop[DecodeScheduler]:
     """Three of the attempts below do not fit at once; some places on disk cannot be read."""
-    runner = FakeRunner(
+    return decode_loop(
         24,
-        BLOCK_SIZE,
-        VOCAB_SIZE,
-        MAX_MODEL_LEN,
-        (EOS,),
+        DecodePolicy(headroom=1),
         num_swap_blocks=(0, DISK_BLOCKS),
         lost_swap_blocks=lost,
         depth=depth,
+        delay_steps=0,
     )
-    scheduler = DecodeScheduler(
-        BlockPool(runner.num_blocks, BLOCK_SIZE),
-        DecodePolicy(headroom=1),
-        runner.model,
-        num_swap_blocks=runner.num_swap_blocks,
-        pipelined=depth > 1,
-    )
-    return EngineLoop(runner, scheduler)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -59,11 +59,6 @@ class EngineLoop(Generic[SchedulerT]):
             raise Internal(f"step {result.step} ended before step {plan.step}")
         return plan, result
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step to its end, with no other in flight."""
-        self.submit(plan)
-        return self.collect()[1]
-
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Takes a step's result. What one sequence did wrong ends that sequence, nothing else."""
         return self.scheduler.apply(result, now)

@@ -15,7 +15,6 @@ class DecodeConfig(WorkerOptions):
     step_tokens: int = option(
         256, "most tokens of a step, local prefill chunks included", unit="tokens", minimum=1
     )
-    max_running: int = option(64, "sequences of a step", minimum=1, maximum=4096)
     inter_token_ms: float = option(
         0.0,
         "longest time between two tokens that admission and prefill chunks aim at; 0: none",

@@ -19,11 +19,10 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from baton.core.errors import Internal
 from baton.core.model import KvLayout
 from baton.core.plan import BlockCopy, Extents
 from baton.engine.check import check_extents
-from baton.engine.kv_cache import DTYPES
+from baton.engine.wire import DTYPES, as_tensor, keys_and_values
 
 
 def block_ids(extents: Extents) -> np.ndarray:
@@ -116,7 +115,8 @@ class BlockCache:
 
             copies.pack(self.keys, self.values, places, wire)
             return wire
-        for part, memory in zip(self._parts(wire, count), (self.keys, self.values), strict=True):
+        parts = keys_and_values(self.layout, count, wire)
+        for part, memory in zip(parts, (self.keys, self.values), strict=True):
             found = memory[places // self.block_size, :, :, places % self.block_size]
             part.copy_(found.transpose(0, 1))
         return wire
@@ -131,13 +131,14 @@ class BlockCache:
 
             copies.unpack(self.keys, self.values, places, wire)
             return
-        for part, memory in zip(self._parts(wire, count), (self.keys, self.values), strict=True):
+        parts = keys_and_values(self.layout, count, wire)
+        for part, memory in zip(parts, (self.keys, self.values), strict=True):
             rows = part.transpose(0, 1)
             memory[places // self.block_size, :, :, places % self.block_size] = rows
 
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
         """See ModelRunner.pack. Fastest when `out` is pinned memory."""
-        host = self._host(count, out)
+        host = as_tensor(self.layout, count, out)
         with self._apart():
             host.copy_(self.gather(extents, first_position, count))
 
@@ -147,7 +148,7 @@ class BlockCache:
         """See ModelRunner.unpack. A read-only payload is copied once more."""
         if payload.readonly:
             payload = memoryview(bytearray(payload))
-        host = self._host(count, payload)
+        host = as_tensor(self.layout, count, payload)
         with self._apart():
             wire = host.to(self.device, non_blocking=host.is_pinned())
             self.scatter(extents, first_position, count, wire)
@@ -169,16 +170,3 @@ class BlockCache:
         check_extents(extents, first_position + count, self.num_blocks, self.block_size)
         found = places_of(block_ids(extents), first_position, count, self.block_size)
         return torch.from_numpy(found).to(self.device)
-
-    def _host(self, count: int, buffer: memoryview) -> torch.Tensor:
-        if count <= 0 or buffer.nbytes != count * self.layout.bytes_per_position:
-            raise Internal("the payload's size does not fit its positions")
-        return torch.frombuffer(buffer, dtype=self.storage.dtype)
-
-    def _parts(self, wire: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a wire tensor, as [layers, count, heads, size] views of it."""
-        layout = self.layout
-        by_layer = wire.view(layout.num_layers, -1)
-        split = count * layout.num_kv_heads * layout.key_size
-        shape = (layout.num_layers, count, layout.num_kv_heads, -1)
-        return by_layer[:, :split].view(shape), by_layer[:, split:].view(shape)

@@ -16,14 +16,12 @@ from collections.abc import Iterator
 
 import torch
 
-from baton.core.errors import Internal
 from baton.core.model import KvLayout
 from baton.core.plan import BlockCopy, Extents
 from baton.engine.check import check_extents
 from baton.engine.config import TILE
 from baton.engine.spans import spans
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from baton.engine.wire import DTYPES, as_tensor, keys_and_values
 
 
 class KvCache:
@@ -134,12 +132,5 @@ class KvCache:
         self, extents: Extents, first_position: int, count: int, buffer: memoryview
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a payload as [layers, count, heads, size] views of its bytes."""
-        layout = self.layout
         check_extents(extents, first_position + count, self.num_blocks, self.block_size)
-        if count <= 0 or buffer.nbytes != count * layout.bytes_per_position:
-            raise Internal("the payload's size does not fit its positions")
-        flat = torch.frombuffer(buffer, dtype=DTYPES[layout.dtype]).view(layout.num_layers, -1)
-        shape = (layout.num_layers, count, layout.num_kv_heads)
-        split = count * layout.num_kv_heads * layout.key_size
-        keys = flat[:, :split].view(*shape, layout.key_size)
-        return keys, flat[:, split:].view(*shape, layout.value_size)
+        return keys_and_values(self.layout, count, as_tensor(self.layout, count, buffer))

@@ -22,8 +22,8 @@ from baton.engine.config import EngineConfig
 from baton.engine.digest import model_digest
 from baton.engine.guards import UnsupportedModel, check_class, check_files, rope_limit
 from baton.engine.int8 import check_int8
-from baton.engine.kv_cache import DTYPES
 from baton.engine.progress import Bar, Progress, quiet
+from baton.engine.wire import DTYPES
 
 log = logging.getLogger(__name__)
 

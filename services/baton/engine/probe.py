@@ -10,8 +10,8 @@ from baton.core.errors import Internal
 from baton.core.model import KvLayout
 from baton.engine.attention import LayerArguments
 from baton.engine.guards import UnsupportedModel
-from baton.engine.kv_cache import DTYPES
 from baton.engine.loader import LoadedModel, run_network
+from baton.engine.wire import DTYPES
 
 
 class KvProbe:

@@ -22,7 +22,6 @@ from baton.engine.exact import confine
 from baton.engine.footprint import largest_step
 from baton.engine.free_memory import give_back_freed
 from baton.engine.graphs import DecodeGraphs, cuda_recorder
-from baton.engine.kv_cache import DTYPES
 from baton.engine.last_tokens import LastTokens
 from baton.engine.linear import loosen, swap
 from baton.engine.loader import LoadedModel, choose_device, load, run_network, wire
@@ -32,6 +31,7 @@ from baton.engine.products import NotExact
 from baton.engine.progress import Progress
 from baton.engine.sizing import allocate, free_bytes, size_pool
 from baton.engine.swap import SwapMemory
+from baton.engine.wire import DTYPES
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from baton.worker.options import WorkerOptions
 class PrefillConfig(WorkerOptions):
     """One prefill worker."""
 
-    step_tokens: int = option(512, "most prompt tokens of a step", unit="tokens", minimum=1)
     batch_window_ms: float = option(
         2.0, "longest wait for a fuller batch", unit="ms", minimum=0.0, maximum=1000.0
     )

@@ -8,7 +8,6 @@ state and a new process is the only clean one.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import socket
@@ -39,13 +38,12 @@ from baton.rpc.lifecycle import new_incarnation, run_until_stopped
 from baton.rpc.logs import setup
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
+from baton.worker import garbage
 from baton.worker.engine import open_runner
 from baton.worker.options import WorkerOptions
 from baton.worker.report import Report, describe
 
 log = logging.getLogger(__name__)
-
-_YOUNG_OBJECTS = 50_000
 
 
 class WorkerService(Protocol):
@@ -118,11 +116,7 @@ async def run_worker(
             make_loop, deliver, on_step=step_time.observe
         )
         await engine.start()
-        # What loading made stays for good: no full collection needs to walk through it in a step.
-        # A step makes thousands of tuples that die without the collector's help.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_YOUNG_OBJECTS)
+        garbage.settle()
         ends.push_async_callback(engine.stop)
         runner, scheduler = made[0].runner, made[0].scheduler
         staging = await Staging.open(

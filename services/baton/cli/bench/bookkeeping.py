@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import Any
 from baton.cli.bench import blocks
 from baton.cli.bench.replay import made_up
 from baton.cli.bench.serving import attempt
+from baton.worker import garbage
 
 TIMED_STEPS = 400
 REQUESTS = 256
@@ -49,9 +49,7 @@ def step_times(sequences: int, seed: int) -> list[float]:
         prompt = [draw.randrange(blocks.VOCAB) for _ in range(draw.randint(128, 512))]
         scheduler.add(attempt(str(index), prompt, output), 0.0)
     # As workers do once they are loaded.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000)
+    garbage.settle()
     times: list[float] = []
     while len(times) < TIMED_STEPS:
         began = time.perf_counter()

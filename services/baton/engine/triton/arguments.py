@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Scores:
     @property
     def factor(self) -> float:
         """What `tiles.attend` takes as its scale."""
-        return self.scale * _LOG2_E * (2.0 / self.softcap if self.softcap else 1.0)
+        return self.scale * LOG2_E * (2.0 / self.softcap if self.softcap else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

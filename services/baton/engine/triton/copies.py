@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from baton.engine.triton.jit import jit_of_any
+from baton.engine.triton.jit import jit, jit_of_any
 from baton.engine.triton.shapes import padded
 
 _PLACES = 16
@@ -121,16 +121,16 @@ def _write(
     block = (place // BLOCK_SIZE).to(tl.int64) * block_stride
     offset = head * BLOCK_SIZE + place % BLOCK_SIZE
     row = row.to(tl.int64)
-    element = tl.arange(0, KEY_PADDED)
-    mask = live[:, None] & (element < KEY_SIZE)[None, :]
-    start = source_keys + head.to(tl.int64) * key_head_stride
-    found = tl.load(start + (row * key_row_stride)[:, None] + element[None, :], mask=mask)
-    tl.store(keys + (block + offset * KEY_SIZE)[:, None] + element[None, :], found, mask=mask)
-    element = tl.arange(0, VALUE_PADDED)
-    mask = live[:, None] & (element < VALUE_SIZE)[None, :]
-    start = source_values + head.to(tl.int64) * value_head_stride
-    found = tl.load(start + (row * value_row_stride)[:, None] + element[None, :], mask=mask)
-    tl.store(values + (block + offset * VALUE_SIZE)[:, None] + element[None, :], found, mask=mask)
+    key_rows = source_keys + head.to(tl.int64) * key_head_stride
+    value_rows = source_values + head.to(tl.int64) * value_head_stride
+    _move(
+        key_rows, row * key_row_stride, keys, block + offset * KEY_SIZE,
+        live, KEY_SIZE, KEY_PADDED,
+    )  # fmt: skip
+    _move(
+        value_rows, row * value_row_stride, values, block + offset * VALUE_SIZE,
+        live, VALUE_SIZE, VALUE_PADDED,
+    )  # fmt: skip
 
 
 @jit_of_any("count")
@@ -163,19 +163,28 @@ def _wire(
     # In elements of one layer's part of the wire, keys come before values.
     rows = count.to(tl.int64) * heads
     start = wire + layer * rows * (KEY_SIZE + VALUE_SIZE)
-    element = tl.arange(0, KEY_PADDED)
-    mask = live[:, None] & (element < KEY_SIZE)[None, :]
-    stored = keys + (block + offset * KEY_SIZE)[:, None] + element[None, :]
-    sent = start + (row * KEY_SIZE)[:, None] + element[None, :]
+    key_spots, value_spots = block + offset * KEY_SIZE, block + offset * VALUE_SIZE
+    sent_values = start + rows * KEY_SIZE
     if PACKING:
-        tl.store(sent, tl.load(stored, mask=mask), mask=mask)
+        _move(keys, key_spots, start, row * KEY_SIZE, live, KEY_SIZE, KEY_PADDED)
+        _move(values, value_spots, sent_values, row * VALUE_SIZE, live, VALUE_SIZE, VALUE_PADDED)
     else:
-        tl.store(stored, tl.load(sent, mask=mask), mask=mask)
-    element = tl.arange(0, VALUE_PADDED)
-    mask = live[:, None] & (element < VALUE_SIZE)[None, :]
-    stored = values + (block + offset * VALUE_SIZE)[:, None] + element[None, :]
-    sent = start + rows * KEY_SIZE + (row * VALUE_SIZE)[:, None] + element[None, :]
-    if PACKING:
-        tl.store(sent, tl.load(stored, mask=mask), mask=mask)
-    else:
-        tl.store(stored, tl.load(sent, mask=mask), mask=mask)
+        _move(start, row * KEY_SIZE, keys, key_spots, live, KEY_SIZE, KEY_PADDED)
+        _move(sent_values, row * VALUE_SIZE, values, value_spots, live, VALUE_SIZE, VALUE_PADDED)
+
+
+@jit
+def _move(
+    source: tl.tensor,
+    source_spots: tl.tensor,
+    target: tl.tensor,
+    target_spots: tl.tensor,
+    live: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Copies the rows of SIZE elements that are live; spots: where each begins, [rows]."""
+    element = tl.arange(0, PADDED)
+    mask = live[:, None] & (element < SIZE)[None, :]
+    found = tl.load(source + source_spots[:, None] + element[None, :], mask=mask)
+    tl.store(target + target_spots[:, None] + element[None, :], found, mask=mask)

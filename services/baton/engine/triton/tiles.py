@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from baton.engine.triton import shapes
+from baton.engine.triton import arguments, shapes
 from baton.engine.triton.jit import jit
 
 PART = tl.constexpr(shapes.PART)
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(arguments.LOG2_E)
 
 
 @jit
