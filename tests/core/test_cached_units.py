@@ -7,18 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.cached_units import CachedUnits, Change, units_in
-from baton.core.prefix import UNIT_TOKENS, PrefixChain, PrefixLink, namespace, prefix_hashes
+from baton.core.prefix import UNIT_TOKENS, PrefixLink, prefix_hashes
 from tests.core.cache_replica import hashes
+from tests.core.chains import TOKENIZER, chain_of
 
-SALT, TOKENIZER = b"salt", "tokenizer"
 SIZES = (16, 32, 48, 64, 96, 128, 160)
 LENGTH = 480
-
-
-def chain_of(tokens: list[int], size: int) -> PrefixChain:
-    chain = PrefixChain(namespace(SALT, "model"), namespace(SALT, TOKENIZER), size)
-    chain.extend(tokens, len(tokens) // size)
-    return chain
 
 
 def history(turns: tuple[int, ...]) -> list[int]:
@@ -32,7 +26,7 @@ def test_a_chain_names_the_units_that_tokenizers_name(size: int) -> None:
     chain = chain_of(tokens, size)
     named = [unit for link in chain.links for unit in link.units]
     full = LENGTH // size * size
-    assert named == hashes(prefix_hashes(tokens[:full], SALT, TOKENIZER))
+    assert named == hashes(prefix_hashes(tokens[:full], b"", TOKENIZER))
     for index, link in enumerate(chain.links):
         assert link.depth == index
         assert len(link.units) == (index + 1) * size // UNIT_TOKENS - index * size // UNIT_TOKENS
@@ -86,4 +80,4 @@ def findable(text: list[int], size: int, here: dict[bytes, PrefixLink]) -> set[b
         if link.digest not in here:
             break
         length += size
-    return set(hashes(prefix_hashes(text[:length], SALT, TOKENIZER)))
+    return set(hashes(prefix_hashes(text[:length], b"", TOKENIZER)))

@@ -6,6 +6,10 @@ A block is in exactly one of three states:
     cached   owned by nobody, its content can be found by its prefix; evicted oldest first
     unused   owned by nobody, its content is worth nothing
 
+Attention reads a run of consecutive blocks where it lies and gathers what is scattered, so a table
+that will grow is placed where unused blocks follow. These are *kept* for it: others take them only
+when nothing else is left. That is a preference and no ownership; they count as free.
+
 Ownership is a `BlockTable`: whoever got one releases it exactly once. Steps in flight still read
 and write blocks whose table was released, so the pool itself keeps those references until the
 newest step launched before the release is done. Whoever launches steps therefore calls `launched`
@@ -23,12 +27,14 @@ from baton.core.cached_units import CachedUnits, Tell, units_in
 from baton.core.plan import BlockCopy
 from baton.core.prefix import PrefixChain, PrefixLink
 
-_GROWTH_ROOM = 8
+_GROWTH_ROOM = 16
 """A table that cannot grow in place goes on where it finds this many blocks in a row, so that it
 can then grow in place for a while."""
 
-_UNUSED = b"\x01"
-_TAKEN = b"\x00"
+_WORTH_EVICTING = 8
+"""Blocks of the prefix cache that are evicted at most so that a table has room to grow into."""
+
+_TAKEN, _UNUSED, _KEPT = b"\x00", b"\x01", b"\x02"
 _RUNS = re.compile(_UNUSED + b"+")
 
 
@@ -49,6 +55,7 @@ class BlockPool:
         self.block_size = block_size
         self._unused = bytearray(_UNUSED * num_blocks)
         self._num_unused = num_blocks
+        self._num_kept = 0
         self._references = [0] * num_blocks
         self._links: dict[int, PrefixLink] = {}
         self._by_digest: dict[bytes, int] = {}
@@ -91,10 +98,11 @@ class BlockPool:
         chain: PrefixChain | None = None,
         max_cached: int = 0,
         keep_free: int = 0,
+        room: int = 0,
     ) -> BlockTable | None:
         """A table of num_blocks, or None when fewer than keep_free would stay free after it.
 
-        None changes nothing.
+        None changes nothing. room: by how many blocks it will likely grow.
 
         Up to max_cached leading blocks come from the prefix cache as far as `chain` is found there
         (`BlockTable.num_cached` says how many); they are shared and must not be written. The others
@@ -109,11 +117,13 @@ class BlockPool:
         table = BlockTable()
         table.num_cached = table.num_published = len(hits)
         table.extend(hits)
-        table.extend(self._take(num_blocks - len(hits), hits[-1] if hits else None))
+        self._take(table, num_blocks - len(hits), room)
         self._tables.add(table)
         return table
 
-    def fork(self, table: BlockTable, num_positions: int, num_blocks: int) -> BlockTable | None:
+    def fork(
+        self, table: BlockTable, num_positions: int, num_blocks: int, room: int = 0
+    ) -> BlockTable | None:
         """A table of num_blocks that begins with the first num_positions of another one.
 
         Full blocks are shared and must not be written by either. A last, partial one gets a block
@@ -130,7 +140,7 @@ class BlockPool:
         for block in table.blocks[:full]:
             self._refer(block)
         child.extend(table.blocks[:full])
-        child.extend(self._take(num_blocks - full, child.blocks[-1] if full else None))
+        self._take(child, num_blocks - full, room)
         if partial:
             child.copy = BlockCopy(table.blocks[full], child.blocks[full], partial)
             self.num_uncopied += 1
@@ -153,7 +163,7 @@ class BlockPool:
         """Appends one block, in place if possible. False when there is none."""
         if not self.num_free:
             return False
-        table.extend(self._take(1, table.blocks[-1] if table.blocks else None))
+        self._take(table, 1, 0)
         return True
 
     def publish(self, table: BlockTable, chain: PrefixChain, num_blocks: int) -> None:
@@ -174,6 +184,8 @@ class BlockPool:
         if table not in self._tables:
             raise RuntimeError("this block table was released before")
         self._tables.remove(table)
+        if table.blocks:
+            self._mark(table.blocks[-1] + 1, table.room_end, _KEPT, _UNUSED)
         # Last block first: of a cached prefix the head is worth more, so it is evicted later.
         blocks = table.blocks[::-1]
         if table.copy is not None:
@@ -198,6 +210,7 @@ class BlockPool:
             if block in self._evictable:
                 self._refer(block)
             else:
+                self._num_kept -= self._unused.count(_KEPT, block, block + 1)
                 self._unused[block : block + 1] = _TAKEN
                 self._num_unused -= 1
                 self._references[block] = 1
@@ -231,15 +244,17 @@ class BlockPool:
         for block in range(self.num_blocks):
             if owned[block] != self._references[block]:
                 raise InvariantBroken(f"block {block}: its references are miscounted")
-            states = (owned[block] > 0, block in self._evictable, self._unused[block] == 1)
+            states = (owned[block] > 0, block in self._evictable, self._unused[block] != 0)
             if sum(states) != 1:
                 raise InvariantBroken(f"block {block} is not in exactly one state")
             if states[2] and block in self._links:
                 raise InvariantBroken(f"block {block} is unused and still named by a prefix")
             if states[1] and block not in self._links:
                 raise InvariantBroken(f"block {block} is cached under no prefix")
-        if self._num_unused != sum(self._unused):
+        if self._num_unused != self.num_blocks - self._unused.count(_TAKEN):
             raise InvariantBroken("unused blocks are miscounted")
+        if self._num_kept != self._unused.count(_KEPT):
+            raise InvariantBroken("kept blocks are miscounted")
         if self._by_digest != {link.digest: block for block, link in self._links.items()}:
             raise InvariantBroken("the prefix cache's two directions differ")
         if self._units.present != units_in(self._links.values()):
@@ -276,43 +291,74 @@ class BlockPool:
                 self._unused[block] = 1
                 self._num_unused += 1
 
-    def _take(self, count: int, after: int | None) -> list[int]:
-        """Makes so many free blocks owned. There are enough."""
-        while self._num_unused < count:
+    def _take(self, table: BlockTable, count: int, room: int) -> None:
+        """Gives a table so many free blocks more. There are enough."""
+        if not count:
+            return
+        after = table.blocks[-1] + 1 if table.blocks else None
+        if after is not None and self._fits(after, count):
+            places = [(after, count)]
+        else:
+            room = max(room, _GROWTH_ROOM if after is not None else 0)
+            self._evict(count + min(room, _WORTH_EVICTING))
+            places = self._place(count, room)
+        for first, size in places:
+            self._num_kept -= self._unused.count(_KEPT, first, first + size)
+            self._unused[first : first + size] = _TAKEN * size
+            table.extend(range(first, first + size))
+        self._num_unused -= count
+        for block in table.blocks[-count:]:
+            self._references[block] = 1
+        if room:
+            self._keep(table, room)
+
+    def _fits(self, first: int, count: int) -> bool:
+        """Whether so many blocks from here on are unused, be they kept or not."""
+        end = first + count
+        return end <= self.num_blocks and self._unused.find(_TAKEN, first, end) < 0
+
+    def _evict(self, count: int) -> None:
+        """Until so many blocks are unused and not kept, or the prefix cache is empty."""
+        while self._num_unused - self._num_kept < count and self._evictable:
             block, _ = self._evictable.popitem(last=False)
             link = self._links.pop(block)
             del self._by_digest[link.digest]
             self._units.remove(link)
-            self._unused[block] = 1
+            self._unused[block : block + 1] = _UNUSED
             self._num_unused += 1
-        places = self._place(count, after)
-        taken = [block for first, size in places for block in range(first, first + size)]
-        for block in taken:
-            self._references[block] = 1
-        self._num_unused -= count
-        return taken
 
-    def _place(self, count: int, after: int | None) -> list[tuple[int, int]]:
-        """Chooses unused blocks: right after a block, else first fit, else the fewest runs."""
-        wanted = _UNUSED * count
-        if after is not None and self._unused.startswith(wanted, after + 1):
-            first = after + 1
-        elif after is not None and count < _GROWTH_ROOM:
-            first = self._unused.find(_UNUSED * _GROWTH_ROOM)
-            first = first if first >= 0 else self._unused.find(wanted)
-        else:
-            first = self._unused.find(wanted)
-        if first >= 0:
-            places = [(first, count)]
-        else:
-            places = []
-            runs = sorted((m.start() - m.end(), m.start()) for m in _RUNS.finditer(self._unused))
-            for negative_size, start in runs:
-                size = min(-negative_size, count)
-                places.append((start, size))
-                count -= size
-                if not count:
-                    break
-        for start, size in places:
-            self._unused[start : start + size] = _TAKEN * size
+    def _place(self, count: int, room: int) -> list[tuple[int, int]]:
+        """Chooses unused blocks: first fit with room behind, else first fit, else the fewest
+        runs; only when there are too few, of what is kept for others."""
+        if self._num_unused - self._num_kept < count:
+            self._mark(0, self.num_blocks, _KEPT, _UNUSED)
+        for wanted in (count + room, count):
+            first = self._unused.find(_UNUSED * wanted)
+            if first >= 0:
+                return [(first, count)]
+        places = []
+        for size, first in sorted(
+            (m.start() - m.end(), m.start()) for m in _RUNS.finditer(self._unused)
+        ):
+            places.append((first, min(-size, count)))
+            count -= places[-1][1]
+            if not count:
+                break
         return places
+
+    def _keep(self, table: BlockTable, room: int) -> None:
+        """Keeps up to so many unused blocks that follow a table's last one."""
+        first = table.blocks[-1] + 1
+        found = _RUNS.match(self._unused, first, first + room)
+        if found is not None:
+            table.room_end = found.end()
+            self._mark(first, found.end(), _UNUSED, _KEPT)
+
+    def _mark(self, first: int, end: int, old: bytes, new: bytes) -> None:
+        """Changes unused blocks of a range from kept to not kept, or back."""
+        if first >= end:
+            return
+        part = self._unused[first:end]
+        changed = part.count(old)
+        self._unused[first:end] = part.replace(old, new)
+        self._num_kept += changed if new == _KEPT else -changed

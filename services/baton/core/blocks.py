@@ -17,14 +17,24 @@ class BlockTable:
 
     num_cached: leading blocks that came from the prefix cache. num_published: leading blocks that
     others may find there. copy: what has to be copied into this table before its first step.
+    room_end: the block at which the room ends that the pool kept behind the last one, or less.
     """
 
-    __slots__ = ("_extents", "_runs", "blocks", "copy", "num_cached", "num_published")
+    __slots__ = (
+        "_extents",
+        "_runs",
+        "blocks",
+        "copy",
+        "num_cached",
+        "num_published",
+        "room_end",
+    )
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.num_cached = 0
         self.num_published = 0
+        self.room_end = 0
         self.copy: BlockCopy | None = None
         self._runs: list[tuple[int, int]] = []
         self._extents: Extents | None = ()

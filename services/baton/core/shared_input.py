@@ -18,6 +18,9 @@ from baton.core.prefix import PrefixChain
 from baton.core.sequence import Sequence, SequenceEvent
 from baton.core.swap_space import SwapGrant
 
+_LIKELY_GROWTH = 512
+"""Positions that a sequence is expected to grow by where its request allows more."""
+
 
 class SharedInput:
     """tokens: the input. computed: leading positions that have KV once all launched steps are done.
@@ -121,12 +124,14 @@ class SharedInput:
         whole, fork = self.blocks_wanted(size, headroom or 0)
         heirs = [] if headroom is None else self.sequences[1:]
         keep_free += fork * len(heirs)
-        self.table = pool.allocate(whole, self.chain, max_cached // size, keep_free)
+        grown = whole if headroom is None else self.blocks_wanted(size, _LIKELY_GROWTH)[0]
+        room = max(0, grown - whole)
+        self.table = pool.allocate(whole, self.chain, max_cached // size, keep_free, room)
         if self.table is None:
             return False
         self.computed = self.cached = self.table.num_cached * size
         for sequence in heirs:
-            sequence.table = pool.fork(self.table, len(self.tokens), whole)
+            sequence.table = pool.fork(self.table, len(self.tokens), whole, room)
         return True
 
     def next_chunk(self, budget: int, block_size: int) -> Chunk:

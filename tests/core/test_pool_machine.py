@@ -1,0 +1,176 @@
+"""BlockPool against a model that keeps the memory's contents."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.core.block_pool import BlockPool
+from baton.core.blocks import BlockTable, blocks_for
+from baton.core.prefix import PrefixChain
+from tests.core.chains import chain_of
+
+SIZE = 4
+
+
+@dataclass(eq=False)
+class Held:
+    """A live table and what memory must hold for it. written: positions that have KV."""
+
+    table: BlockTable
+    tokens: list[int]
+    chain: PrefixChain
+    salt: bytes
+    written: int
+    in_flight: int = 0
+
+
+@dataclass
+class Flight:
+    step: int
+    touched: set[int]
+    wrote: list[tuple[Held, int]] = field(default_factory=list)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Steps write into a model of memory; whoever reads a block must find its own tokens there."""
+
+    @initialize(num_blocks=st.integers(4, 24))
+    def begin(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, SIZE)
+        self.memory: dict[tuple[int, int], tuple[bytes, int, int]] = {}
+        self.held: list[Held] = []
+        self.flights: deque[Flight] = deque()
+        self.step = 0
+
+    def new_blocks_are_free(self, blocks: list[int]) -> None:
+        owned = {block for held in self.held for block in held.table.blocks}
+        assert not owned & set(blocks), "a block has two owners"
+        for flight in self.flights:
+            assert not flight.touched & set(blocks), "a step in flight may still touch it"
+
+    @rule(
+        family=st.integers(0, 2),
+        size=st.integers(1, 30),
+        salt=st.sampled_from([b"", b"a"]),
+        room=st.integers(0, 5),
+    )
+    def allocate(self, family: int, size: int, salt: bytes, room: int) -> None:
+        tokens = [family * 100 + i for i in range(size)]
+        chain = chain_of(tokens, SIZE, salt)
+        wanted = blocks_for(size, SIZE)
+        free = self.pool.num_free
+        table = self.pool.allocate(wanted, chain, (size - 1) // SIZE, room=room)
+        if table is None:
+            assert wanted > free == self.pool.num_free
+            return
+        self.new_blocks_are_free(table.blocks[table.num_cached :])
+        assert table.num_cached * SIZE < size
+        self.held.append(Held(table, tokens, chain, salt, table.num_cached * SIZE))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.held))
+        if parent.written == 0 or parent.table.copy is not None:
+            return
+        position, wanted = parent.written, blocks_for(parent.written + 1, SIZE)
+        free = self.pool.num_free
+        table = self.pool.fork(parent.table, position, wanted, data.draw(st.integers(0, 5)))
+        if table is None:
+            assert wanted - position // SIZE > free == self.pool.num_free
+            return
+        self.new_blocks_are_free(table.blocks[position // SIZE :])
+        tokens, chain = (
+            parent.tokens[:position],
+            chain_of(parent.tokens[:position], SIZE, parent.salt),
+        )
+        self.held.append(Held(table, tokens, chain, parent.salt, position))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), token=st.integers(0, 2))
+    def append(self, data: st.DataObject, token: int) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        if len(held.tokens) == len(held.table.blocks) * SIZE:
+            free = self.pool.num_free
+            if not self.pool.grow(held.table):
+                assert free == 0
+                return
+            block = held.table.blocks[-1]
+            others = [h for h in self.held if h is not held]
+            assert all(block not in h.table.blocks for h in others)
+            assert all(block not in flight.touched for flight in self.flights)
+        held.tokens.append(1000 + token)
+
+    @rule()
+    def launch(self) -> None:
+        copies = [copy for held in self.held if (copy := self.pool.claim_copy(held.table))]
+        for copy in copies:
+            for offset in range(copy.num_positions):
+                self.memory[copy.target, offset] = self.memory[copy.source, offset]
+        self.step += 1
+        touched = {block for held in self.held for block in held.table.blocks}
+        flight = Flight(self.step, touched | {copy.source for copy in copies})
+        for held in self.held:
+            for position in range(held.written, len(held.tokens)):
+                block = held.table.blocks[position // SIZE]
+                written = (held.salt, position, held.tokens[position])
+                self.memory[block, position % SIZE] = written
+            held.written = len(held.tokens)
+            held.in_flight += 1
+            flight.wrote.append((held, held.written))
+        self.pool.launched(self.step)
+        self.flights.append(flight)
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def complete(self) -> None:
+        flight = self.flights.popleft()
+        self.pool.completed(flight.step)
+        for held, written in flight.wrote:
+            if held in self.held:
+                held.chain.extend(held.tokens, written // SIZE)
+                self.pool.publish(held.table, held.chain, written // SIZE)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        self.held.remove(held)
+        self.pool.release(held.table)
+
+    @invariant()
+    def memory_holds_what_tables_say(self) -> None:
+        for held in self.held:
+            safe = held.written
+            if held.table.copy is not None:
+                safe = safe // SIZE * SIZE
+            for position in range(safe):
+                found = self.memory[held.table.blocks[position // SIZE], position % SIZE]
+                assert found == (held.salt, position, held.tokens[position])
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check()
+        assert self.pool.num_tables == len(self.held)
+        owned = {block for held in self.held for block in held.table.blocks}
+        if not self.flights and all(held.table.copy is None for held in self.held):
+            assert self.pool.num_free == self.pool.num_blocks - len(owned)
+
+    def teardown(self) -> None:
+        for held in self.held:
+            self.pool.release(held.table)
+        for flight in self.flights:
+            self.pool.completed(flight.step)
+        self.pool.check()
+        assert self.pool.num_free == self.pool.num_blocks
+
+
+PoolMachine.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestPool = PoolMachine.TestCase
