@@ -83,13 +83,14 @@ def test_masks_show_each_position_its_past(
             assert torch.equal(seen, expected)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("lone_rows", [2, 5])
 @pytest.mark.parametrize(
     "chunks",
     [[(4, 1)], [(4, 1), (15, 1)], [(0, 16)], [(5, 40)], [(7, 1), (3, 30), (16, 16), (9, 1)]],
 )
 def test_rows_find_their_way_into_tiles_and_back(
-    chunks: list[tuple[int, int]], lone_rows: int
+    chunks: list[tuple[int, int]], lone_rows: int, padding: int
 ) -> None:
     heads, kv_heads, size = 6, 3, 4
     for mode in ("lone", "whole", "loose"):
@@ -98,7 +99,7 @@ def test_rows_find_their_way_into_tiles_and_back(
         for first, count in chunks:
             tiles += cut(first, count, mode, total)
             total += count
-        routes = find_routes(tiles, heads, kv_heads, lone_rows, CPU)
+        routes = find_routes(tiles, heads, kv_heads, lone_rows, CPU, padding)
         rows = torch.arange(total * heads * size).view(total, heads, size)
         parts = routes.scatter(rows.view(total * heads, size))
         for tile, part in zip(tiles, parts, strict=True):
@@ -107,7 +108,8 @@ def test_rows_find_their_way_into_tiles_and_back(
             real = part[0, :, tile.lead * 2 : (tile.lead + tile.count) * 2]
             own = rows[tile.first_row : tile.first_row + tile.count].view(-1, kv_heads, 2, size)
             assert torch.equal(real.view(kv_heads, tile.count, 2, size), own.transpose(0, 1))
-        assert torch.equal(routes.gather(parts).view(total, heads, size), rows)
+        back = routes.gather(parts).view(total + padding, heads, size)
+        assert torch.equal(back[:total], rows)
 
 
 def test_steady_decode_moves_no_rows() -> None:

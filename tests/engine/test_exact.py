@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.engine import products
 from baton.engine.config import EngineConfig
+from baton.engine.linear import PackedLinear
 from baton.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, fill, packed, random_prompts
 from tests.engine.tiny_models import ARCHS, VOCAB, save_tiny_model
@@ -147,6 +149,20 @@ def test_sizes_that_fit_no_vector_and_uneven_threads(threads: int, tmp_path: Pat
     for cuts in ([LENGTH], [60, 61, LENGTH], range(65, LENGTH + 1, 5)):
         assert_bits(logits(runner, cuts), wanted)
         assert_bits(logits(runner, cuts, APART, neighbours=33), wanted)
+
+
+def test_a_step_is_padded_once_and_not_by_every_layer(saved: Callable[[str], Path]) -> None:
+    runner = load(saved("llama"))
+    seen: list[tuple[int, PackedLinear]] = []
+    for module in runner._network.modules():
+        if isinstance(module, PackedLinear) and module.out_features != VOCAB:
+            module.register_forward_pre_hook(
+                lambda layer, given: seen.append((given[0].shape[-2], layer))
+            )
+    logits(runner, [49, 50], neighbours=8)
+    assert seen
+    for rows, layer in seen:
+        assert layer.sizes is not None and sum(products.cuts(rows, layer.sizes)) == rows
 
 
 def test_without_exact_mode_bits_are_not_promised(saved: Callable[[str], Path]) -> None:

@@ -39,7 +39,11 @@ class LayerArguments:
 
 
 class AttentionContext(Protocol):
-    """query [heads, T, D], key [kv_heads, T, D], value [kv_heads, T, Dv] -> [T, heads, Dv]."""
+    """query [heads, T, D], key [kv_heads, T, D], value [kv_heads, T, Dv] -> [T, heads, Dv].
+
+    Rows behind those of the step's chunks are padding: nothing is stored for them, and what comes
+    out means nothing.
+    """
 
     def attend(
         self,
@@ -144,9 +148,10 @@ class StepAttention:
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Stores the step's KV, then attends. Shapes as in AttentionContext."""
-        self._cache.write(arguments.layer, self._places, key, value)
+        own = len(self._places)
+        self._cache.write(arguments.layer, self._places, key[:, :own], value[:, :own])
         heads, count, size = query.shape
-        routes = self._routes or self._find_routes(heads)
+        routes = self._routes or self._find_routes(heads, count)
         queries = routes.scatter(query.transpose(0, 1).reshape(count * heads, size))
         readings = self._readings.get(arguments.window)
         if readings is None:
@@ -186,12 +191,13 @@ class StepAttention:
                 parts.append(runs[0] if len(runs) == 1 else merge(runs))
         return parts
 
-    def _find_routes(self, heads: int) -> Routes:
+    def _find_routes(self, heads: int, count: int) -> Routes:
         kv_heads = self._cache.layout.num_kv_heads
         lone_rows = self._attention.lone_rows or heads // kv_heads
         tiles = [tile for _, own in self._chunks for tile in own]
         device = self._places.device
-        self._routes = find_routes(tiles, heads, kv_heads, lone_rows, device)
+        padding = count - len(self._places)
+        self._routes = find_routes(tiles, heads, kv_heads, lone_rows, device, padding)
         return self._routes
 
     def _read(self, window: int | None, per_head: int) -> list[Reading]:

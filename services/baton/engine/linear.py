@@ -39,17 +39,26 @@ class PackedLinear(nn.Module):
     def products(self) -> list[Bound]:
         return [self._product]
 
+    @property
+    def sizes(self) -> frozenset[int] | None:
+        """Numbers of rows that are computed without cutting or padding; None: any."""
+        return self._product.choice.sizes
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         return self._product(x)
 
 
-def swap(network: nn.Module, *, exact: bool, quantize: str = "none", max_batch: int = 64) -> None:
+def swap(
+    network: nn.Module, *, exact: bool, quantize: str = "none", max_batch: int = 64
+) -> frozenset[int]:
     """Replaces nn.Linear, GPT-2's Conv1D and experts.
 
-    quantize: "none" or "int8". max_batch: how many sequences a step decodes at most. Raises
+    quantize: "none" or "int8". max_batch: how many sequences a step decodes at most. Returns the
+    numbers of rows that all layers compute as they are; none when they do so with any. Raises
     NotExact when exact cannot be had; `loosen` then makes the best of it.
     """
+    common: set[int] | None = None
     chooser = Chooser(exact=exact, quantize=quantize, max_batch=max_batch)
     head = getattr(network, "get_output_embeddings", lambda: None)()
     on_cpu = all(weight.device.type != "cuda" for weight in network.parameters())
@@ -67,7 +76,10 @@ def swap(network: nn.Module, *, exact: bool, quantize: str = "none", max_batch: 
             else:
                 continue
             setattr(parent, name, packed)
+            if isinstance(packed, PackedLinear) and child is not head and packed.sizes is not None:
+                common = set(packed.sizes) if common is None else common & packed.sizes
     log.info("weights: %s", chooser.summary())
+    return frozenset(common or ())
 
 
 def loosen(network: nn.Module, *, quantize: str = "none", max_batch: int = 64) -> None:

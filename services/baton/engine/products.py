@@ -21,7 +21,13 @@ BASE = 16
 MOST = 512
 """The most rows that are computed at once in exact mode."""
 
-_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, MOST)
+_SIZES = (
+    *range(1, 8),
+    *range(8, 32, 4),
+    *range(32, 64, 8),
+    *range(64, 128, 16),
+    *range(128, MOST + 1, 32),
+)
 # What a call costs beside its rows, in rows: reading the weights. Fits float32 on the CPUs measured
 # to a factor of two, and only decides between padding and cutting.
 _CALL = 16

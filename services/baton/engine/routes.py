@@ -52,11 +52,17 @@ class Routes:
 
 
 def find_routes(
-    tiles: Sequence[Tile], heads: int, kv_heads: int, lone_rows: int, device: torch.device
+    tiles: Sequence[Tile],
+    heads: int,
+    kv_heads: int,
+    lone_rows: int,
+    device: torch.device,
+    padding: int = 0,
 ) -> Routes:
-    """lone_rows: to how many rows the query heads of a lone query are padded."""
+    """lone_rows: to how many rows the query heads of a lone query are padded. padding: rows of the
+    batch behind those of all tiles."""
     per_head = heads // kv_heads
-    if lone_rows == per_head and all(tile.lone for tile in tiles):
+    if not padding and lone_rows == per_head and all(tile.lone for tile in tiles):
         return Routes(kv_heads, None, None, ((len(tiles), per_head),))
     head = torch.arange(heads, device=device).view(kv_heads, 1, per_head)
     groups: list[tuple[int, int]] = []
@@ -70,7 +76,7 @@ def find_routes(
         found.append(index.flatten())
     sources = torch.cat(found)
     kept = (sources >= 0).nonzero().flatten()
-    targets = torch.empty_like(kept)
+    targets = kept.new_zeros(len(kept) + padding * heads)
     targets[sources[kept]] = kept
     # What padding computes is thrown away; any row will do for it.
     return Routes(kv_heads, sources.clamp_min(0), targets, tuple(groups))

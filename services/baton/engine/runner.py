@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from baton.core.errors import Internal
 from baton.core.model import KvLayout, ModelDescription
@@ -27,7 +28,7 @@ from baton.engine.linear import loosen, swap
 from baton.engine.loader import LoadedModel, choose_device, load, run_network, wire
 from baton.engine.moved import Moved
 from baton.engine.probe import AttentionShape, probe_attention
-from baton.engine.products import NotExact
+from baton.engine.products import NotExact, cuts
 from baton.engine.progress import Progress
 from baton.engine.sizing import allocate, free_bytes, size_pool
 from baton.engine.swap import SwapMemory
@@ -56,6 +57,7 @@ class TorchRunner:
         self._swap = swap_memory
         self._last = LastTokens(backend.memory.device)
         self._graphs: DecodeGraphs | None = None
+        self._row_counts: frozenset[int] = frozenset()
         self._running: deque[tuple[SampledStep, Moved]] = deque()
         self.not_exact_because = "exact mode is off"
 
@@ -183,7 +185,7 @@ class TorchRunner:
             return self._graphs.run(plan, self._last)
         inputs = self._backend.begin(plan)
         self._last.fill(plan, inputs.token_ids[0])
-        return self._run(inputs)
+        return self._run(self._padded(inputs))
 
     def _prepare(
         self, config: EngineConfig, texts: list[list[int]], expected: list[torch.Tensor]
@@ -203,7 +205,8 @@ class TorchRunner:
             # A GPU's libraries have no packed weights; only exactness needs layers of our own.
             if config.exact or not on_gpu:
                 exact = bool(config.exact)
-                swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
+                counts = swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
+                self._row_counts = frozenset() if on_gpu else counts
             if config.exact:
                 confine(self._network, lambda: selfcheck.whole(self.forward, tables, texts))
                 selfcheck.check_exact(self.forward, tables, texts)
@@ -212,6 +215,7 @@ class TorchRunner:
                 self.not_exact_because = "a GPU's products depend on how many rows they have"
         except NotExact as error:
             self.not_exact_because = str(error)
+            self._row_counts = frozenset()
             log.warning("exact mode cannot be had: %s", error)
             loosen(self._network, quantize=quantize, max_batch=max_batch)
         if quantize == "none":
@@ -236,6 +240,18 @@ class TorchRunner:
             self._graphs = DecodeGraphs(self._run, buffers, logits, cuda_recorder())
         except RuntimeError as error:
             log.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])
+
+    def _padded(self, inputs: ForwardPass) -> ForwardPass:
+        """With as many rows as all layers compute as they are, so that none of them has to pad."""
+        rows = inputs.token_ids.shape[1]
+        if not self._row_counts or rows in self._row_counts:
+            return inputs
+        padding = (0, sum(cuts(rows, self._row_counts)) - rows)
+        return replace(
+            inputs,
+            token_ids=functional.pad(inputs.token_ids, padding),
+            positions=functional.pad(inputs.positions, padding),
+        )
 
     def _run(self, inputs: ForwardPass) -> torch.Tensor:
         return run_network(
