@@ -132,7 +132,7 @@ def test_threads_are_configured_before_torch_only() -> None:
         "from baton.engine.threads import configure\n"
         "configure(3)\n"
         "assert 'torch' not in sys.modules\n"
-        "names = ('OMP_WAIT_POLICY', 'OMP_NUM_THREADS', 'GOMP_SPINCOUNT')\n"
+        "names = ['OMP_WAIT_POLICY', 'THP_MEM_ALLOC_ENABLE', 'OMP_NUM_THREADS', 'GOMP_SPINCOUNT']\n"
         "print(*(os.environ.get(name) for name in names))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
@@ -143,9 +143,9 @@ def test_threads_are_configured_before_torch_only() -> None:
         output = subprocess.check_output([sys.executable, "-c", lines], env=environment, text=True)
         return output.split()
 
-    assert configured(3) == ["PASSIVE", "3", "20000"]
+    assert configured(3) == ["PASSIVE", "1", "3", "20000"]
     environment.pop("OMP_NUM_THREADS", None)
-    assert configured(0) == ["PASSIVE", "None", "None"]
+    assert configured(0) == ["PASSIVE", "1", "None", "None"]
 
 
 def test_the_fake_and_the_settings_need_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""How many threads torch may use; knows the environment variables and never imports torch.
+"""How torch may use threads and memory; knows the environment variables and never imports torch.
 
 OpenMP reads its environment once, when its library is loaded, so a process calls `configure` before
 anything imports torch. How threads wait between two parallel parts decides much: a step has
@@ -6,6 +6,9 @@ hundreds of them. Spinning threads are there at once, and a decode step of two t
 thirds of the time; but spinning on cores that another engine computes on made that one up to five
 times slower. So threads spin for a moment only where the operator has said how many cores are
 theirs, and else sleep.
+
+Large arrays come in huge pages where the system gives them to those who ask: a step of prefill
+touches hundreds of megabytes of new memory, and was a tenth faster with fewer page faults.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ def configure(threads: int = 0) -> None:
     if "torch" in sys.modules:
         raise Internal("threads must be configured before torch is imported")
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if threads:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
         os.environ["OMP_NUM_THREADS"] = str(threads)
