@@ -143,7 +143,7 @@ def test_threads_are_configured_before_torch_only() -> None:
         output = subprocess.check_output([sys.executable, "-c", lines], env=environment, text=True)
         return output.split()
 
-    assert configured(3) == ["PASSIVE", "1", "3", "20000"]
+    assert configured(3) == ["PASSIVE", "1", "3", "100000"]
     environment.pop("OMP_NUM_THREADS", None)
     assert configured(0) == ["PASSIVE", "1", "None", "None"]
 

@@ -18,8 +18,8 @@ import sys
 
 from baton.core.errors import Internal
 
-_SPINS = "20000"
-"""Of libgomp, some 50 microseconds: longer than from one parallel part to the next."""
+_SPINS = "100000"
+"""Of libgomp, some 250 microseconds: longer than from one parallel part to the next."""
 
 
 def configure(threads: int = 0) -> None:
