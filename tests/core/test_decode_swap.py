@@ -11,7 +11,6 @@ from baton.core.loop import EngineLoop
 from baton.core.plan import StepPlan, StepResult
 from baton.core.request import SamplingParams
 from baton.core.sequence import SequenceState
-from baton.core.swap_space import SwapPlace
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run, run_out
 
 TIGHT = DecodePolicy(headroom=4)
@@ -69,7 +68,7 @@ def test_a_swapped_sequence_goes_on_without_computing_anything_again(
     for one in many:
         assert outputs.of(one) == expected(one)
     space = loop.scheduler._roster.swap
-    assert [space.num_free(place) for place in SwapPlace] == [host, disk]
+    assert space.num_free == (host, disk) and space.num_used == (0, 0)
 
 
 def test_disk_takes_what_the_host_has_no_room_for_and_the_rest_is_computed_again() -> None:
@@ -89,11 +88,12 @@ def test_a_cancel_while_swapped_gives_everything_back() -> None:
     for one in long_ones(3):
         loop.scheduler.add(one, 0.0)
     key = until_swapped(loop, Outputs())
+    assert loop.scheduler.load.swap_used[0] > 0
     loop.scheduler.cancel(AttemptKey(key.request_id, key.attempt))
     loop.idle_check()
     run_out(loop)
     assert loop.scheduler.load.free_blocks == 20
-    assert loop.scheduler._roster.swap.num_free(SwapPlace.HOST) == 40
+    assert loop.scheduler.load.swap_free == (40, 0)
 
 
 def test_what_the_prefix_cache_still_has_is_not_moved_back() -> None:

@@ -95,4 +95,4 @@ def test_nothing_is_lost_or_doubled(host: int, disk: int, calls: list[tuple[str,
     for grant in grants:
         space.release(grant)
     space.completed(launched)
-    assert [space.num_free(place) for place in SwapPlace] == [host, disk]
+    assert space.num_free == (host, disk) and space.num_used == (0, 0)

@@ -21,6 +21,7 @@ def used(relay: Relay) -> float:
     for worker in relay.processes("prefill") + relay.processes("decode"):
         total += relay.metric(worker, "baton_blocks", state="used")
         total += relay.metric(worker, "baton_slots", state="used")
+        total += relay.metric(worker, "baton_swap_blocks", state="used")
         total += relay.metric(worker, "baton_sequences")
         total += relay.metric(worker, "baton_leaks")
     return total

@@ -56,6 +56,8 @@ class Roster:
             waiting_tokens=self.waiting.num_tokens + computing,
             running_sequences=self.num_owning,
             free_blocks=self._pool.num_free,
+            swap_free=self.swap.num_free,
+            swap_used=self.swap.num_used,
         )
 
     def choices(self, key: AttemptKey) -> dict[int, Sequence]:

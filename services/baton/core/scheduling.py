@@ -15,12 +15,15 @@ from baton.core.shared_input import SharedInput
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a scheduler is. Free blocks include cached ones."""
+    """How busy a scheduler is. Free blocks include cached ones. swap_free, swap_used: blocks of swap
+    memory, in host memory and on disk."""
 
     waiting_sequences: int
     waiting_tokens: int
     running_sequences: int
     free_blocks: int
+    swap_free: tuple[int, int] = (0, 0)
+    swap_used: tuple[int, int] = (0, 0)
 
 
 class Scheduler(Protocol):

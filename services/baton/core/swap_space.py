@@ -52,11 +52,16 @@ class SwapSpace:
         """Grants that are not released; 0 when nothing is swapped out, or something has leaked."""
         return len(self._grants)
 
-    def num_free(self, place: SwapPlace) -> int:
-        return len(self._free[place])
+    @property
+    def num_free(self) -> tuple[int, int]:
+        """In host memory and on disk."""
+        return len(self._free[SwapPlace.HOST]), len(self._free[SwapPlace.DISK])
 
-    def num_blocks(self, place: SwapPlace) -> int:
-        return len(self._ids[place])
+    @property
+    def num_used(self) -> tuple[int, int]:
+        """In host memory and on disk."""
+        host, disk = self.num_free
+        return len(self._ids[SwapPlace.HOST]) - host, len(self._ids[SwapPlace.DISK]) - disk
 
     def place_for(self, num_blocks: int) -> SwapPlace | None:
         """The fastest kind with so many free blocks, or None."""

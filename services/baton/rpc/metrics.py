@@ -42,6 +42,9 @@ _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
 
 BLOCKS = Spec("baton_blocks", "Blocks of the pool.", ("state",))
+SWAP_BLOCKS = Spec(
+    "baton_swap_blocks", "Blocks of memory beside the pool for preempted KV.", ("place", "state")
+)
 SLOTS = Spec("baton_slots", "Staging slots for parcels.", ("ring", "state"))
 SEQUENCES = Spec("baton_sequences", "Sequences on this worker.", ("state",))
 STREAMS = Spec("baton_streams", "Shared streams that are open.", ("kind",))

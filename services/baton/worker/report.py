@@ -51,6 +51,7 @@ class Report:
     def export(self) -> None:
         """Puts this worker's gauges and hand-over totals on /metrics."""
         metrics.gauge(metrics.BLOCKS, self._blocks)
+        metrics.gauge(metrics.SWAP_BLOCKS, self._swap_blocks)
         metrics.gauge(metrics.SLOTS, self._slots)
         metrics.gauge(metrics.SEQUENCES, self._sequences)
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
@@ -63,6 +64,15 @@ class Report:
     def _blocks(self) -> Gauge:
         free = self.engine.load.free_blocks
         return {("free",): free, ("used",): self.num_blocks - free}
+
+    def _swap_blocks(self) -> Gauge:
+        load = self.engine.load
+        states = {"free": load.swap_free, "used": load.swap_used}
+        return {
+            (place, state): blocks
+            for state, counts in states.items()
+            for place, blocks in zip(("host", "disk"), counts, strict=True)
+        }
 
     def _slots(self) -> Gauge:
         ring = self.staging.ring
