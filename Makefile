@@ -8,6 +8,7 @@ TORCH := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Where a benchmark leaves its figures and its plot.
+llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
@@ -76,8 +77,9 @@ bench: install ## Measure the relay against the same engine in one process
 	@$(BIN)/baton bench relay --json docs/benchmarks/relay.json
 	@$(BIN)/python scripts/tables.py
 
-bench-engine: install ## Measure the engine and its rivals (about 20 minutes; LLAMA_PYTHON=an interpreter with llama_cpp)
-	@$(BIN)/baton bench engine --peers $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) $(call figures,engine)
+bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LLAMA_PYTHON=an interpreter with llama_cpp)
+	@$(BIN)/baton bench engine --peers $(llama) --rounds 3 --seconds 400 $(call figures,engine)
+	@$(BIN)/baton bench engine --shape 500m --requests 8 --peers $(llama) $(call figures,engine-500m)
 	@$(BIN)/baton bench cost $(call figures,cost)
 	@$(BIN)/baton bench batching $(call figures,batching)
 	@$(BIN)/baton bench stalls $(call figures,stalls)
