@@ -15,8 +15,10 @@ from baton.core.shared_input import SharedInput
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a scheduler is. Free blocks include cached ones. swap_free, swap_used: blocks of swap
-    memory, in host memory and on disk."""
+    """How busy a scheduler is. Free blocks include cached ones.
+
+    swap_free, swap_used: blocks of swap memory, in host memory and on disk.
+    """
 
     waiting_sequences: int
     waiting_tokens: int
