@@ -22,7 +22,6 @@ from baton.core.loop import EngineLoop
 from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.core.scheduling import Scheduler, first_come, shortest_remaining
-from baton.core.swap_space import SwapPlace
 from tests.core.attempts import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -361,7 +360,7 @@ class DecodeMachine(StepMachine):
             self.admit_one(key)
         self.run_out()
         space = self.loop.scheduler._roster.swap
-        assert sum(map(space.num_free, SwapPlace)) == self.swap_blocks, "swap blocks leaked"
+        assert sum(space.num_free) == self.swap_blocks, "swap blocks leaked"
         for wanted in self.wanted:
             one = self.drawn[AttemptKey(wanted.request_id, wanted.attempt)]
             assert self.outputs.tokens[wanted] == expected(one, EOS_EVERY)[wanted.choice]

@@ -23,7 +23,7 @@ def test_host_memory_goes_first_then_disk_then_nothing() -> None:
     assert space.place_for(1) is HOST
     assert space.place_for(2) is None
     space.release(first)
-    assert space.num_free(HOST) == 4
+    assert space.num_free[0] == 4
     space.check()
 
 
@@ -53,10 +53,10 @@ def test_blocks_that_a_step_may_touch_are_free_only_after_it() -> None:
     space.launched(2)
     space.release(grant)
     space.completed(1)
-    assert space.num_free(HOST) == 0
+    assert space.num_free[0] == 0
     space.check()
     space.completed(2)
-    assert space.num_free(HOST) == 4
+    assert space.num_free[0] == 4
 
 
 def test_the_check_finds_a_block_that_is_owned_twice() -> None:
