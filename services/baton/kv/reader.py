@@ -44,7 +44,9 @@ class Reader:
 
     def __init__(self, make: Callable[[], KvTransport]) -> None:
         self._make = make
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Not a SimpleQueue: its `get` may wait for ever when its thread is held up for longer than
+        # the timeout (CPython 3.11, a few naps of 20 microseconds in ten thousand on busy cores).
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._in_flight: list[_InFlight] = []
         self._leaving: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="kv-reader", daemon=True)
