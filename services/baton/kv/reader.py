@@ -45,7 +45,7 @@ class Reader:
     def __init__(self, make: Callable[[], KvTransport]) -> None:
         self._make = make
         # Not a SimpleQueue: its `get` may wait for ever when its thread is held up for longer than
-        # the timeout (CPython 3.11, a few naps of 20 microseconds in ten thousand on busy cores).
+        # the timeout (CPython 3.11; on busy cores after some 1500 naps of 20 microseconds).
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._in_flight: list[_InFlight] = []
         self._leaving: set[str] = set()
