@@ -1,9 +1,7 @@
 """Staging memory in equal slots, and who owns each; knows nothing of what lies in them.
 
-A slot has up to two owners: its *holder*, who took it, and a *transfer* that may still write into
-it. It is free again only when both have let go. A slot whose holder left while the transfer is
-undecided is in *limbo*: nothing can stop such a transfer, so the slot waits for its end, however
-long that takes. Too much of the ring in limbo and only a restart of the process helps.
+`core.slot_states` says when a slot is free again. Too much of the ring in limbo, waiting for
+transfers that nothing can stop, and only a restart of the process helps.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from collections import Counter, deque
 
 from baton.core.errors import Overloaded
 from baton.core.handover_messages import RingDescription
+from baton.core.slot_states import SlotEvent, SlotState, follow
 
 ALIGNMENT = 4096
 MAX_WAITING = 4096
@@ -29,32 +28,26 @@ class Slot:
     `settle`; in between, `release` leaves the slot in limbo.
     """
 
-    __slots__ = ("_held", "_lent", "_ring", "index", "peer", "view")
+    __slots__ = ("_ring", "_state", "index", "peer", "view")
 
     def __init__(self, ring: SlotRing, index: int, peer: str, view: memoryview) -> None:
         self._ring = ring
-        self._held, self._lent = True, False
+        self._state = follow(SlotState.FREE, SlotEvent.TAKE)
         self.index, self.peer, self.view = index, peer, view
 
     def release(self) -> None:
-        if not self._held:
-            raise RuntimeError(f"slot {self.index} was released twice")
-        self._held = False
-        if self._lent:
-            self._ring._to_limbo()
-        else:
-            self._ring._return(self)
+        self._move(SlotEvent.RELEASE)
 
     def lend(self) -> None:
-        if self._lent or not self._held:
-            raise RuntimeError(f"slot {self.index} cannot be lent now")
-        self._lent = True
+        self._move(SlotEvent.LEND)
 
     def settle(self) -> None:
         """The transfer has ended, well or badly: it will not write any more."""
-        self._lent = False
-        if not self._held:
-            self._ring._from_limbo(self)
+        self._move(SlotEvent.SETTLE)
+
+    def _move(self, event: SlotEvent) -> None:
+        before, self._state = self._state, follow(self._state, event)
+        self._ring._moved(self, before, self._state)
 
 
 class SlotRing:
@@ -152,12 +145,10 @@ class SlotRing:
             del self._held_by[slot.peer]
         self._serve()
 
-    def _to_limbo(self) -> None:
-        self._limbo += 1
-
-    def _from_limbo(self, slot: Slot) -> None:
-        self._limbo -= 1
-        self._return(slot)
+    def _moved(self, slot: Slot, before: SlotState, after: SlotState) -> None:
+        self._limbo += (after is SlotState.LIMBO) - (before is SlotState.LIMBO)
+        if after is SlotState.FREE:
+            self._return(slot)
 
     def _serve(self) -> None:
         for entry in list(self._waiting):
