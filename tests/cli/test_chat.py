@@ -188,10 +188,12 @@ class Terminal:
     def interrupt(self, until: str) -> None:
         """Ctrl-C, again each second: input() misses one that comes just before it waits."""
         deadline = time.monotonic() + PATIENCE_S
-        seen = self._read_to
-        while until not in self.seen[seen:] and time.monotonic() < deadline:
-            self.type("\x03")
-            if select.select([self._side], [], [], 1.0)[0]:
+        typed = 0.0
+        while until not in self.seen[self._read_to :] and time.monotonic() < deadline:
+            if time.monotonic() - typed > 1:
+                self.type("\x03")
+                typed = time.monotonic()
+            if select.select([self._side], [], [], 0.1)[0]:
                 self.seen += os.read(self._side, 4096).decode()
         self.wait_for(until)
 
