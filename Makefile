@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# Where a benchmark leaves its figures and its plot.
+# An interpreter that has llama_cpp, where one was named.
 llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
+# Where a benchmark leaves its figures and its plot.
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help

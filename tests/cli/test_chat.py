@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import io
 import json
 import os
@@ -180,6 +181,7 @@ class Terminal:
         )
         os.close(child)
         self.seen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._read_to = 0
 
     def type(self, text: str) -> None:
@@ -193,26 +195,25 @@ class Terminal:
             if time.monotonic() - typed > 1:
                 self.type("\x03")
                 typed = time.monotonic()
-            if select.select([self._side], [], [], 0.1)[0]:
-                self.seen += os.read(self._side, 4096).decode()
+            self._receive(0.1)
         self.wait_for(until)
 
     def wait_for(self, text: str) -> str:
         """What came since the last wait, up to and with `text`."""
         deadline = time.monotonic() + PATIENCE_S
-        raw = b""
         while text not in self.seen[self._read_to :]:
             left = deadline - time.monotonic()
-            assert left > 0 and select.select([self._side], [], [], left)[0], self.seen
-            raw += os.read(self._side, 4096)
-            try:
-                self.seen += raw.decode()
-            except UnicodeDecodeError:
-                continue
-            raw = b""
+            assert left > 0 and self._receive(left), self.seen
         end = self.seen.index(text, self._read_to) + len(text)
         part, self._read_to = self.seen[self._read_to : end], end
         return part
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Adds what comes to what was seen. False when nothing came."""
+        if not select.select([self._side], [], [], timeout_s)[0]:
+            return False
+        self.seen += self._decoder.decode(os.read(self._side, 4096))
+        return True
 
     def end(self) -> int:
         return self.process.wait(PATIENCE_S)
