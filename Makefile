@@ -80,7 +80,7 @@ bench: install ## Measure the relay against the same engine in one process
 
 bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LLAMA_PYTHON=an interpreter with llama_cpp)
 	@$(BIN)/baton bench engine --peers $(llama) --rounds 3 --seconds 400 $(call figures,engine)
-	@$(BIN)/baton bench engine --shape 500m --requests 8 --peers $(llama) $(call figures,engine-500m)
+	@$(BIN)/baton bench engine --shape 500m --rounds 1 --seconds 400 --peers $(llama) $(call figures,engine-500m)
 	@$(BIN)/baton bench cost $(call figures,cost)
 	@$(BIN)/baton bench batching $(call figures,batching)
 	@$(BIN)/baton bench stalls $(call figures,stalls)

@@ -37,7 +37,7 @@ def _engine(kinds: Any) -> None:
         kinds,
         "engine",
         "the engine against what one would run instead",
-        "About 3 minutes; with --peers about 9, most of it theirs. For 500m: --requests 8.",
+        "About 3 minutes; with --peers about 9, most of it theirs. 500m takes 40 minutes.",
     )
     _model(engine, threads=2)
     engine.add_argument(
