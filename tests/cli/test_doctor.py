@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import checks, doctor, state
-from baton.cli.checks import Finding, Status
+from baton.cli.findings import Finding, Status, ok, warn
 from tests.cli.test_chat import serving
 from tests.services.router_http.scripted import Scripted
 
@@ -111,9 +111,9 @@ def address() -> Iterator[str]:
 
 
 def test_a_baton_that_serves(address: str) -> None:
-    assert doctor.running(address) == checks.ok(f"serving at {address}")
+    assert doctor.running(address) == ok(f"serving at {address}")
     state.write({"grpc": address, "http": "", "pid": os.getpid(), "processes": []})
-    assert doctor.running(None) == checks.ok(f"serving at {address}")
+    assert doctor.running(None) == ok(f"serving at {address}")
 
 
 def test_a_baton_that_is_not_ready() -> None:
@@ -137,7 +137,7 @@ def test_findings_are_lines_and_a_failure_is_exit_code_1(
         raise ZeroDivisionError("by design")
 
     monkeypatch.setattr(checks, "nixl", broken)
-    monkeypatch.setattr(checks, "gpu", lambda: checks.warn("half a GPU", "get the other half"))
+    monkeypatch.setattr(checks, "gpu", lambda: warn("half a GPU", "get the other half"))
     assert doctor.run(parsed()) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("ok    python") for line in lines)

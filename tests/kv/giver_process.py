@@ -19,6 +19,7 @@ from baton.kv.staging import Staging
 from baton.rpc.handover import HandoverServicer
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from tests.kv.rig import LAYOUT, SLOT_BYTES, TOKENS, identity, kv_of
+from tests.kv.ring_process import ucx
 
 NUM_SLOTS = 4
 
@@ -28,7 +29,11 @@ async def main() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     me = identity("prefill", f"127.0.0.1:{port}")
     staging = await Staging.open(
-        me.incarnation, transport=sys.argv[1], num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES
+        me.incarnation,
+        transport=sys.argv[1],
+        num_slots=NUM_SLOTS,
+        slot_bytes=SLOT_BYTES,
+        ucx=ucx(),
     )
     giver = Giver(me, LAYOUT, staging, liveness=Liveness(heartbeat_s=0.1, missed=10))
     add_HandoverServicer_to_server(HandoverServicer(giver), server)

@@ -20,8 +20,8 @@ from baton.core.model import KvLayout, WorkerIdentity
 from baton.kv.collector import Collected, Collector, Ticket
 from baton.kv.giver import Giver, Offer
 from baton.kv.line import Liveness
-from baton.kv.parcel import XXH3
 from baton.kv.staging import Staging
+from baton.kv.ucx import Ucx
 from baton.rpc.handover import GrpcCollectStream, GrpcGiverConnection, HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.options import CLIENT, INTERNAL_SERVER
@@ -194,7 +194,9 @@ async def rig(
     giver_slot_bytes: int = SLOT_BYTES,
     collector_slot_bytes: int = SLOT_BYTES,
     collector_layout: KvLayout = LAYOUT,
-    digest: str = XXH3,
+    digest: str = "",
+    giver_ucx: Ucx | None = None,
+    collector_ucx: Ucx | None = None,
     liveness: Liveness = FAST,
     limits: Mapping[State, Limit] = LIMITS,
 ) -> AsyncIterator[Rig]:
@@ -204,13 +206,18 @@ async def rig(
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     giving, collecting = identity("prefill", address), identity("decode")
     given = await Staging.open(
-        giving.incarnation, transport=transport, num_slots=num_slots, slot_bytes=giver_slot_bytes
+        giving.incarnation,
+        transport=transport,
+        num_slots=num_slots,
+        slot_bytes=giver_slot_bytes,
+        ucx=giver_ucx,
     )
     landed = await Staging.open(
         collecting.incarnation,
         transport=transport,
         num_slots=num_slots,
         slot_bytes=collector_slot_bytes,
+        ucx=collector_ucx,
     )
     giver = Giver(giving, giver_layout, given, digest=digest, liveness=liveness, limits=limits)
     add_HandoverServicer_to_server(HandoverServicer(giver), server)

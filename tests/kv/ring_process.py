@@ -13,6 +13,7 @@ from baton.kv.loopback import LoopbackTransport
 from baton.kv.nixl import NixlTransport
 from baton.kv.slots import SlotRing
 from baton.kv.transport import KvTransport
+from baton.kv.ucx import KvNetwork, Ucx, choose, inherited
 
 
 def fill(ring: SlotRing) -> None:
@@ -22,7 +23,15 @@ def fill(ring: SlotRing) -> None:
 
 
 def make(name: str, ring: SlotRing, incarnation: str) -> KvTransport:
-    return NixlTransport(ring, incarnation) if name == "nixl" else LoopbackTransport(ring)
+    if name == "loopback":
+        return LoopbackTransport(ring)
+    return NixlTransport(ring, incarnation, ucx())
+
+
+def ucx() -> Ucx:
+    """What UCX may do: a test that sets UCX_TLS trusts its own machine."""
+    network = KvNetwork.TRUSTED if inherited() else KvNetwork.LOCAL
+    return choose(network, inherited=inherited())
 
 
 def main() -> None:

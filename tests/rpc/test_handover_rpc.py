@@ -48,11 +48,14 @@ MEETING = Meeting(
     b"\x00\xff",
     RingDescription(2**47 + 4096, 1 << 20, 16, 3, "VRAM"),
     "blake2b",
+    "isolated",
+    ("self", "rc"),
 )
 HEADER = ParcelHeader("a" * 32, bytes(range(16)), 7, 100, 20, 0, 4, 0, 2, 2**33, b"d" * 16)
 KEY = SequenceKey("request", 2, 5)
 COLLECTOR_MESSAGES: list[CollectorMessage] = [
     OpenHandover(bytes(range(16)), COLLECTOR, "a" * 32, 2**33),
+    OpenHandover(bytes(range(16)), COLLECTOR, "a" * 32, 2**33, 3),
     Granted(0),
     Granted(4096),
     Full(),
@@ -121,7 +124,9 @@ async def connected(giver: Scripted) -> AsyncIterator[tuple[grpc.aio.Channel, gr
 
 async def test_a_meeting_crosses_unchanged() -> None:
     giver = Scripted([])
-    introduction = Introduction(COLLECTOR, LAYOUT, ("nixl", "loopback"), "a" * 32)
+    introduction = Introduction(
+        COLLECTOR, LAYOUT, ("nixl", "loopback"), "a" * 32, "isolated", ("tcp", "self")
+    )
     async with connected(giver) as (channel, _):
         assert await GrpcGiverConnection(channel).meet(introduction) == MEETING
     assert giver.introduction == introduction

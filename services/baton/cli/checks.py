@@ -15,10 +15,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
+from baton.cli.findings import Finding, fail, ok, warn
 from baton.cli.layout import resolve_model
 from baton.core.errors import BatonError, InvalidArgument
 
@@ -26,33 +25,6 @@ ENGINE_ADVICE = "pip install 'baton[engine]'"
 NIXL_TIMEOUT_S = 60.0
 MIN_SHM_BYTES = 256 << 20
 MIN_OPEN_FILES = 4096
-
-
-class Status(Enum):
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """advice: what to do about it; empty when all is well."""
-
-    status: Status
-    detail: str
-    advice: str = ""
-
-
-def ok(detail: str) -> Finding:
-    return Finding(Status.OK, detail)
-
-
-def warn(detail: str, advice: str) -> Finding:
-    return Finding(Status.WARN, detail, advice)
-
-
-def fail(detail: str, advice: str) -> Finding:
-    return Finding(Status.FAIL, detail, advice)
 
 
 def python() -> Finding:
@@ -100,7 +72,7 @@ def nixl() -> Finding:
         # A process of its own: UCX ends the process that it cannot work in.
         probe = subprocess.run(command, capture_output=True, timeout=NIXL_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return fail(f"no transfer within {NIXL_TIMEOUT_S:.0f} s", f"check UCX_TLS, {without}")
+        return fail(f"no transfer within {NIXL_TIMEOUT_S:.0f} s", f"check UCX_*, {without}")
     try:
         answer = json.loads(probe.stdout.splitlines()[-1])
         return ok(f"NIXL moved {answer['bytes']} bytes between two processes")
@@ -108,7 +80,7 @@ def nixl() -> Finding:
         reason = probe.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
         return fail(
             f"the transfer ended with code {probe.returncode} {reason[0][:200]}".rstrip(),
-            f"try UCX_LOG_LEVEL=info and UCX_TLS=tcp, {without}",
+            f"try UCX_LOG_LEVEL=info, {without}",
         )
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
 from baton.cli import checks, state
-from baton.cli.checks import Finding, Status
+from baton.cli.findings import Finding, document, fail, failed, ok, show
+from baton.cli.kv import command as kv
 from baton.rpc.address import split
 
 SERVICE = "baton.v1.Inference"
 HEALTH_TIMEOUT_S = 5.0
-
-_COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +28,13 @@ def add_parser(subparsers: Any) -> None:
         "--grpc", metavar="HOST:PORT", help="a running Baton (default: where `baton up` runs)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    kv.add_parser(parser.add_subparsers(dest="about", metavar="WHAT"))
 
 
 def run(args: argparse.Namespace) -> int:
     """1 when a check failed, else 0."""
+    if args.about == "kv":
+        return kv.run(args)
     if args.grpc:
         split(args.grpc, "grpc")
     table: dict[str, Callable[[], Finding]] = {
@@ -48,14 +49,14 @@ def run(args: argparse.Namespace) -> int:
         "baton": lambda: running(args.grpc),
     }
     console = Console(highlight=False, soft_wrap=True)
-    findings: dict[str, Finding] = {}
+    found: dict[str, Finding] = {}
     for name, check in table.items():
-        findings[name] = _checked(name, check)
+        found[name] = _checked(name, check)
         if not args.json:
-            _show(console, name, findings[name])
+            show(console, name, found[name])
     if args.json:
-        print(json.dumps(_document(findings), indent=2))
-    return int(any(finding.status is Status.FAIL for finding in findings.values()))
+        print(json.dumps(document(found), indent=2))
+    return int(failed(found))
 
 
 def running(address: str | None) -> Finding:
@@ -68,20 +69,20 @@ def running(address: str | None) -> Finding:
     known = state.read()
     where = address or (str(known["grpc"]) if known else "")
     if not where:
-        return checks.ok("none runs here; 'baton up' starts one")
+        return ok("none runs here; 'baton up' starts one")
     with grpc.insecure_channel(where, options=CLIENT) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE), timeout=HEALTH_TIMEOUT_S
             )
         except grpc.RpcError:
-            return checks.fail(f"no Baton answers at {where}", "start it with 'baton up'")
+            return fail(f"no Baton answers at {where}", "start it with 'baton up'")
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        return checks.fail(
+        return fail(
             f"{where} is up but not ready",
             f"wait for its workers to load, or see why they do not: {state.log_file()}",
         )
-    return checks.ok(f"serving at {where}")
+    return ok(f"serving at {where}")
 
 
 def _checked(name: str, check: Callable[[], Finding]) -> Finding:
@@ -90,30 +91,6 @@ def _checked(name: str, check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:
         log.debug("check %s broke", name, exc_info=True)
-        return checks.fail(
+        return fail(
             f"the check itself broke: {type(error).__name__}: {error}", "please report this"
         )
-
-
-def _show(console: Console, name: str, finding: Finding) -> None:
-    status = finding.status.value
-    console.print(f"{status:<5}", style=_COLOURS[finding.status], end="")
-    console.print(f" {name:<14} {finding.detail}", markup=False)
-    if finding.advice:
-        console.print(f"{'':<6}{'':<14} -> {finding.advice}", markup=False)
-    sys.stdout.flush()
-
-
-def _document(findings: Mapping[str, Finding]) -> dict[str, Any]:
-    return {
-        "ok": all(finding.status is not Status.FAIL for finding in findings.values()),
-        "checks": [
-            {
-                "name": name,
-                "status": finding.status.value,
-                "detail": finding.detail,
-                "advice": finding.advice,
-            }
-            for name, finding in findings.items()
-        ],
-    }

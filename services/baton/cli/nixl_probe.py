@@ -14,10 +14,12 @@ import sys
 import time
 from typing import Any
 
+from baton.core.errors import InvalidArgument
 from baton.core.handover_messages import RingDescription
 from baton.kv.nixl import NixlTransport
 from baton.kv.slots import SlotRing
 from baton.kv.transport import ReadState
+from baton.kv.ucx import KvNetwork, choose, inherited
 
 SIZE = 1 << 20
 PEER_FLAG = "--peer"
@@ -27,7 +29,7 @@ DEADLINE_S = 30.0
 def give() -> int:
     """The peer: fills a slot, says where it is, and stays until its standard input ends."""
     ring = SlotRing(2, SIZE)
-    transport = NixlTransport(ring, "giver")
+    transport = _open(ring, "giver")
     try:
         payload = os.urandom(SIZE)
         ring.view(0)[:] = payload
@@ -50,7 +52,7 @@ def collect() -> int:
         assert peer.stdin is not None and peer.stdout is not None
         ring = SlotRing(2, SIZE)
         try:
-            transport = NixlTransport(ring, "collector")
+            transport = _open(ring, "collector")
             try:
                 announcement = peer.stdout.readline()
                 right = bool(announcement) and _read(transport, ring, json.loads(announcement))
@@ -82,10 +84,17 @@ def _read(transport: NixlTransport, ring: SlotRing, theirs: dict[str, Any]) -> b
     return arrived == str(theirs["digest"])
 
 
+def _open(ring: SlotRing, name: str) -> NixlTransport:
+    return NixlTransport(ring, name, choose(KvNetwork.LOCAL, inherited=inherited()))
+
+
 def _failed(why: str) -> int:
     print(why, file=sys.stderr, flush=True)
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(give() if sys.argv[1:] == [PEER_FLAG] else collect())
+    try:
+        sys.exit(give() if sys.argv[1:] == [PEER_FLAG] else collect())
+    except InvalidArgument as error:
+        sys.exit(f"{error.field}: {error.message}")

@@ -30,12 +30,17 @@ class RingDescription:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """The collector introduces itself. transports: what it can use, best first."""
+    """The collector introduces itself. transports: what it can use, best first.
+
+    kv_network, ucx_transports: what NIXL may use here; described, not compared.
+    """
 
     collector: WorkerIdentity
     layout: KvLayout
     transports: tuple[str, ...]
     giver_incarnation: str
+    kv_network: str = ""
+    ucx_transports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Meeting:
     """The giver's answer: how the two will move parcels.
 
     transport_metadata: opaque bytes that the named transport needs to reach the giver's ring.
-    digest: how parcels are sealed.
+    digest: how parcels are sealed. kv_network, ucx_transports: what NIXL may use there.
     """
 
     giver: WorkerIdentity
@@ -52,6 +57,8 @@ class Meeting:
     transport_metadata: bytes
     ring: RingDescription
     digest: str
+    kv_network: str = ""
+    ucx_transports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +98,14 @@ class OpenHandover:
     """First message of the stream.
 
     max_parcel_bytes: what a landing slot of the collector holds, header included.
+    probe_positions: 0, or a probe is wanted: so many positions of made-up KV.
     """
 
     handover_id: bytes
     collector: WorkerIdentity
     giver_incarnation: str
     max_parcel_bytes: int
+    probe_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ class Collecting:
                 self._around.identity,
                 giver.incarnation,
                 self._around.ring.slot_bytes,
+                self._ticket.num_positions if self._ticket.is_probe else 0,
             )
         )
         while not side.ended:

@@ -31,11 +31,12 @@ from baton.core.handover_messages import (
 from baton.core.model import KvLayout, WorkerIdentity
 from baton.kv.giving import Giving
 from baton.kv.line import Liveness
+from baton.kv.made_up import PROBE_S, pack_made_up
 from baton.kv.offer import HandoverOutcome as HandoverOutcome
 from baton.kv.offer import Offer as Offer
 from baton.kv.offer import Outcome as Outcome
 from baton.kv.offer import Pack
-from baton.kv.parcel import XXH3, positions_per_parcel
+from baton.kv.parcel import positions_per_parcel
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
 from baton.kv.tasks import outlast
@@ -48,7 +49,7 @@ MAX_TOMBSTONES = 8192
 class Giver:
     """Gives KV away through one staging ring. Lives on the event loop.
 
-    digest: how parcels are sealed, "xxh3-128" or "blake2b".
+    digest: how parcels are sealed, "xxh3-128" or "blake2b"; "": as the staging's network wants it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Giver:
         layout: KvLayout,
         staging: Staging,
         *,
-        digest: str = XXH3,
+        digest: str = "",
         liveness: Liveness | None = None,
         limits: Mapping[State, Limit] = LIMITS,
         stats: HandoverStats | None = None,
@@ -67,7 +68,8 @@ class Giver:
                 f"a slot must hold one position, {layout.bytes_per_position} bytes and a header",
                 field="slot_mib",
             )
-        self.identity, self.layout, self.staging, self.digest = identity, layout, staging, digest
+        self.identity, self.layout, self.staging = identity, layout, staging
+        self.digest = digest or staging.ucx.network.digest
         self.liveness, self.limits = liveness or Liveness(), limits
         self.stats = stats or HandoverStats()
         self._offers: dict[bytes, Offer] = {}
@@ -99,6 +101,7 @@ class Giver:
         pack: Pack,
         *,
         deadline_s: float,
+        is_probe: bool = False,
     ) -> Offer:
         """Puts one input's KV on offer to one collector, for at most deadline_s seconds.
 
@@ -110,7 +113,16 @@ class Giver:
             raise InvalidArgument("was used before", field="handover_id")
         if len(self._offers) >= MAX_OFFERS:
             raise Overloaded("too many hand-overs are on offer")
-        offer = Offer(handover_id, collector_incarnation, num_positions, pack, self._bury)
+        stats = HandoverStats() if is_probe else self.stats
+        offer = Offer(
+            handover_id,
+            collector_incarnation,
+            num_positions,
+            pack,
+            self._bury,
+            stats,
+            is_probe=is_probe,
+        )
         self._offers[handover_id] = offer
         loop = asyncio.get_running_loop()
         self._timers[handover_id] = (
@@ -141,6 +153,8 @@ class Giver:
                     transport_metadata=reader.metadata,
                     ring=self.staging.ring.describe(),
                     digest=self.digest,
+                    kv_network=self.staging.ucx.network.value,
+                    ucx_transports=self.staging.ucx.transports,
                 )
         raise Incompatible(
             f"no transport in common: {', '.join(introduction.transports) or 'none'} "
@@ -181,6 +195,8 @@ class Giver:
         Unavailable (meant for an older process) and Overloaded.
         """
         self._check_incarnation(opening.giver_incarnation)
+        if opening.probe_positions:
+            self._offer_probe(opening)
         offer = self._offers.get(opening.handover_id)
         if offer is None:
             offer = await self._wait_at_the_door(opening.handover_id)
@@ -192,6 +208,23 @@ class Giver:
         slot_bytes = min(self.staging.ring.slot_bytes, opening.max_parcel_bytes)
         offer.side.opened(positions_per_parcel(slot_bytes, self.layout))
         return offer
+
+    def _offer_probe(self, opening: OpenHandover) -> None:
+        """Raises InvalidArgument for a probe larger than one parcel, and what `offer` raises."""
+        slot_bytes = min(self.staging.ring.slot_bytes, opening.max_parcel_bytes)
+        if opening.probe_positions > positions_per_parcel(slot_bytes, self.layout):
+            raise InvalidArgument("a probe must be one parcel", field="probe_positions")
+        offer = self.offer(
+            opening.handover_id,
+            opening.collector.incarnation,
+            opening.probe_positions,
+            pack_made_up(opening.handover_id),
+            deadline_s=PROBE_S,
+            is_probe=True,
+        )
+        offer.announce()
+        offer.advance(offer.num_positions)
+        offer.tokens(())
 
     async def _wait_at_the_door(self, handover_id: bytes) -> Offer:
         if handover_id in self._tombstones or handover_id in self._door:
@@ -217,10 +250,13 @@ class Giver:
         for timer in self._timers.pop(offer.handover_id):
             timer.cancel()
         del self._offers[offer.handover_id]
+        offer.stats.outcomes[outcome.outcome.value] += 1
+        if offer.is_probe:
+            # Its bytes are worth nothing, and the tombstones of others must not be pushed out.
+            return
         self._tombstones[offer.handover_id] = None
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
-        self.stats.outcomes[outcome.outcome.value] += 1
 
 
 def _expire(offer: Offer) -> None:

@@ -129,8 +129,8 @@ class Giving:
             digest = await to_end(asyncio.to_thread(self._sealer.seal, header, slot.view))
         else:
             digest = self._sealer.seal(header, slot.view)
-        self._giver.stats.parcels += 1
-        self._giver.stats.payload_bytes += header.payload_bytes
+        offer.stats.parcels += 1
+        offer.stats.payload_bytes += header.payload_bytes
         offer.side.sent(run.index)
         await self._line.say(ParcelReady(replace(header, digest=digest), slot.index))
 

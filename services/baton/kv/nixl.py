@@ -11,22 +11,21 @@ reads over TCP 16 times slower on a busy machine of two cores. With a delay the 
 UCX has an event. And that class's handles release themselves when they are collected as garbage,
 decided or not.
 
-UCX picks its own ways (`UCX_TLS`): between processes of one machine shared memory, where a read is
-done when `post` returns. UCX checks no address ranges on software transports, so the network that
-carries them has to be trusted or isolated.
+UCX picks its ways among those that `baton.kv.ucx` allows: between processes of one machine shared
+memory, where a read is done when `post` returns.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
 from baton.core.handover_messages import RingDescription
 from baton.kv.slots import SlotRing
 from baton.kv.transport import ReadState, TransportError, check_range
+from baton.kv.ucx import Ucx
 
 PROGRESS_DELAY_US = 100_000
 
@@ -51,13 +50,11 @@ class NixlTransport:
 
     name = "nixl"
 
-    def __init__(self, ring: SlotRing, incarnation: str) -> None:
+    def __init__(self, ring: SlotRing, incarnation: str, ucx: Ucx) -> None:
         """Starts an agent named after our incarnation. Raises TransportError when NIXL cannot."""
         self._ring = ring
         self._peers: dict[str, RingDescription] = {}
-        # NIXL and UCX log to standard output and error from the moment they are loaded.
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        ucx.apply()
         try:
             # Importing the package puts the bindings that fit this machine in their place.
             importlib.import_module("nixl")
@@ -73,7 +70,7 @@ class NixlTransport:
             config.captureTelemetry = False
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             self._agent: Any = self._nixl.nixlAgent(incarnation, config)
-            self._agent.createBackend("UCX", {})
+            self._agent.createBackend("UCX", {"ucx_error_handling_mode": ucx.error_handling})
             size = ring.num_slots * ring.slot_bytes
             self._region: Any = self._nixl.nixlRegDList(
                 self._nixl.DRAM_SEG, [(ring.base_address, size, 0, "")]

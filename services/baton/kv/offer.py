@@ -11,6 +11,7 @@ from baton.core.attempt import ChoiceTokens
 from baton.core.errors import BatonError
 from baton.core.handover import GiverSide, GiverState, HandoverEvent
 from baton.kv.ending import Ending
+from baton.kv.stats import HandoverStats
 
 Pack = Callable[[int, int, memoryview], Awaitable[None]]
 """pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
@@ -38,7 +39,8 @@ class Offer:
 
     The worker reports what it computes with `announce`, `advance` and `tokens`, may give up with
     `fail`, and keeps the KV in place until `wait` returns; after that nothing packs from it.
-    on_granted: called once when the collector has reserved its blocks.
+    on_granted: called once when the collector has reserved its blocks. stats: where it is counted.
+    is_probe: the collector asked for made-up KV; no worker stands behind it.
     """
 
     def __init__(
@@ -48,9 +50,12 @@ class Offer:
         num_positions: int,
         pack: Pack,
         on_end: Callable[[Offer, HandoverOutcome], None],
+        stats: HandoverStats,
+        *,
+        is_probe: bool = False,
     ) -> None:
         self.handover_id, self.collector_incarnation = handover_id, collector_incarnation
-        self.pack = pack
+        self.pack, self.stats, self.is_probe = pack, stats, is_probe
         self.side = GiverSide(num_positions)
         self.on_granted: Callable[[], None] = lambda: None
         self.granted: bool | None = None

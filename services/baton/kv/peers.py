@@ -120,13 +120,22 @@ class Peers:
         connection = self._connect(giver)
         names = list(self._staging.names)
         refused: list[str] = []
+        theirs = ""
         try:
             async with asyncio.timeout(MEET_S):
                 while names:
                     meeting = await connection.meet(
-                        Introduction(self._identity, self._layout, tuple(names), giver.incarnation)
+                        Introduction(
+                            self._identity,
+                            self._layout,
+                            tuple(names),
+                            giver.incarnation,
+                            self._staging.ucx.network.value,
+                            self._staging.ucx.transports,
+                        )
                     )
                     self._check(giver, meeting)
+                    theirs = meeting.kv_network
                     try:
                         reader = await self._reach(meeting)
                     except TransportError:
@@ -136,7 +145,11 @@ class Peers:
                     return Peer(meeting, reader, connection)
         except TimeoutError:
             raise Unavailable("the giver did not answer in time") from None
-        raise Incompatible(f"the giver's memory cannot be reached: tried {', '.join(refused)}")
+        ours = self._staging.ucx.network.value
+        raise Incompatible(
+            f"the giver's memory cannot be reached: tried {', '.join(refused)}; "
+            f"kv_network is {ours} here, {theirs or 'unknown'} there"
+        )
 
     def _check(self, giver: WorkerIdentity, meeting: Meeting) -> None:
         if meeting.giver.incarnation != giver.incarnation:
@@ -146,6 +159,12 @@ class Peers:
             raise Incompatible(f"the KV of the two workers differs: {difference}")
         if meeting.transport not in self._staging.readers or meeting.digest not in DIGESTS:
             raise Incompatible("the giver chose a transport or digest that is not known here")
+        network = self._staging.ucx.network
+        if meeting.digest not in network.accepts:
+            raise Incompatible(
+                f"the giver seals parcels with {meeting.digest}, which finds accidents only, and "
+                f"kv_network is {network.value} here: declare the same on both"
+            )
 
     async def _reach(self, meeting: Meeting) -> Reader:
         """Adds the peer and reads one header, so that the first parcel finds a warm connection."""

@@ -10,30 +10,39 @@ from baton.kv.loopback import LoopbackTransport
 from baton.kv.reader import Reader
 from baton.kv.slots import SlotRing
 from baton.kv.transport import KvTransport, TransportError
+from baton.kv.ucx import KvNetwork, Ucx, choose, inherited
 
 CHOICES = ("auto", "nixl", "loopback")
 
 
 class Staging:
-    """One ring and its readers by transport name, best first."""
+    """One ring and its readers by transport name, best first. ucx: how NIXL may move KV."""
 
-    def __init__(self, ring: SlotRing, readers: Mapping[str, Reader]) -> None:
-        self.ring, self.readers = ring, readers
+    def __init__(self, ring: SlotRing, readers: Mapping[str, Reader], ucx: Ucx) -> None:
+        self.ring, self.readers, self.ucx = ring, readers, ucx
 
     @classmethod
     async def open(
-        cls, incarnation: str, *, transport: str, num_slots: int, slot_bytes: int
+        cls,
+        incarnation: str,
+        *,
+        transport: str,
+        num_slots: int,
+        slot_bytes: int,
+        ucx: Ucx | None = None,
     ) -> Staging:
         """Allocates the ring and starts the transports.
 
-        transport: nixl, loopback, or auto (both, NIXL first, which may be missing). Raises
-        Unavailable when the one that was named cannot be started.
+        transport: nixl, loopback, or auto (both, NIXL first, which may be missing). ucx: None stays
+        on this machine. Raises Unavailable when the transport that was named cannot be started,
+        InvalidArgument when the environment sends UCX where it may not go.
         """
         if transport not in CHOICES:
             raise InvalidArgument(f"must be one of {', '.join(CHOICES)}", field="transport")
+        allowed = ucx or choose(KvNetwork.LOCAL, inherited=inherited())
         ring = SlotRing(num_slots, slot_bytes)
         makers: dict[str, Callable[[], KvTransport]] = {
-            "nixl": lambda: nixl.NixlTransport(ring, incarnation),
+            "nixl": lambda: nixl.NixlTransport(ring, incarnation, allowed),
             "loopback": lambda: LoopbackTransport(ring),
         }
         readers: dict[str, Reader] = {}
@@ -49,7 +58,7 @@ class Staging:
                 ring.close()
                 raise Unavailable(f"the KV transport {name} could not be started") from None
             readers[name] = reader
-        return cls(ring, readers)
+        return cls(ring, readers, allowed)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -35,12 +35,16 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Names one hand-over to collect. num_positions: of the input. deadline_s: for all of it."""
+    """Names one hand-over to collect. num_positions: of the input. deadline_s: for all of it.
+
+    is_probe: nobody offers it; the giver makes its KV up.
+    """
 
     handover_id: bytes
     giver: WorkerIdentity
     num_positions: int
     deadline_s: float = 30.0
+    is_probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)

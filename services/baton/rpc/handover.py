@@ -81,6 +81,8 @@ class HandoverServicer(handover_pb2_grpc.HandoverServicer):
                     layout_from_proto(request.layout),
                     tuple(request.transports),
                     request.giver_incarnation,
+                    request.kv_network,
+                    tuple(request.ucx_transports),
                 )
             )
         )
@@ -122,6 +124,8 @@ class GrpcGiverConnection:
             layout=layout_to_proto(introduction.layout),
             transports=introduction.transports,
             giver_incarnation=introduction.giver_incarnation,
+            kv_network=introduction.kv_network,
+            ucx_transports=introduction.ucx_transports,
         )
         try:
             return _meeting_from_proto(await self._stub.Meet(request))
@@ -202,6 +206,8 @@ def _meeting_to_proto(meeting: Meeting) -> pb.MeetResponse:
             memory_kind=ring.memory_kind,
         ),
         digest=meeting.digest,
+        kv_network=meeting.kv_network,
+        ucx_transports=meeting.ucx_transports,
     )
 
 
@@ -216,6 +222,8 @@ def _meeting_from_proto(response: pb.MeetResponse) -> Meeting:
             ring.base_address, ring.slot_bytes, ring.num_slots, ring.device_id, ring.memory_kind
         ),
         digest=response.digest,
+        kv_network=response.kv_network,
+        ucx_transports=tuple(response.ucx_transports),
     )
 
 
@@ -227,6 +235,7 @@ def _collector_message(request: pb.CollectRequest) -> CollectorMessage:
                 identity_from_proto(request.open.collector),
                 request.open.giver_incarnation,
                 request.open.max_parcel_bytes,
+                request.open.probe_positions,
             )
         case "granted":
             return Granted(request.granted.from_position)
@@ -247,13 +256,14 @@ def _collector_message(request: pb.CollectRequest) -> CollectorMessage:
 
 def _collector_message_to_proto(message: CollectorMessage) -> pb.CollectRequest:
     match message:
-        case OpenHandover(handover_id, collector, giver_incarnation, max_parcel_bytes):
+        case OpenHandover(handover_id, collector, giver_incarnation, max_parcel_bytes, probe):
             return pb.CollectRequest(
                 open=pb.OpenHandover(
                     handover_id=handover_id,
                     collector=identity_to_proto(collector),
                     giver_incarnation=giver_incarnation,
                     max_parcel_bytes=max_parcel_bytes,
+                    probe_positions=probe,
                 )
             )
         case Granted(from_position):

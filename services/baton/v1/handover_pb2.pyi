@@ -29,8 +29,12 @@ class MeetRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     GIVER_INCARNATION_FIELD_NUMBER: _builtins.int
+    KV_NETWORK_FIELD_NUMBER: _builtins.int
+    UCX_TRANSPORTS_FIELD_NUMBER: _builtins.int
     giver_incarnation: _builtins.str
     """Incarnation this message is meant for."""
+    kv_network: _builtins.str
+    """What the collector's operator declared of the network KV moves on: local, isolated or trusted."""
     @_builtins.property
     def collector(self) -> _types_pb2.WorkerIdentity:
         """The collector."""
@@ -43,6 +47,10 @@ class MeetRequest(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports it can use, best first: nixl, loopback."""
 
+    @_builtins.property
+    def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What UCX may use there, as UCX_TLS names it."""
+
     def __init__(
         self,
         *,
@@ -50,10 +58,12 @@ class MeetRequest(_message.Message):
         layout: _types_pb2.KvLayout | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         giver_incarnation: _builtins.str = ...,
+        kv_network: _builtins.str = ...,
+        ucx_transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "layout", b"layout", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "kv_network", b"kv_network", "layout", b"layout", "transports", b"transports", "ucx_transports", b"ucx_transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -71,12 +81,16 @@ class MeetResponse(_message.Message):
     TRANSPORT_METADATA_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    KV_NETWORK_FIELD_NUMBER: _builtins.int
+    UCX_TRANSPORTS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """The transport both will use."""
     transport_metadata: _builtins.bytes
     """What that transport needs to reach the giver's ring; opaque, never pickled."""
     digest: _builtins.str
     """How parcels are sealed: xxh3-128 or blake2b."""
+    kv_network: _builtins.str
+    """What the giver's operator declared of the network KV moves on: local, isolated or trusted."""
     @_builtins.property
     def giver(self) -> _types_pb2.WorkerIdentity:
         """The giver."""
@@ -89,6 +103,10 @@ class MeetResponse(_message.Message):
     def ring(self) -> Global___SlotRingDescription:
         """The giver's slots."""
 
+    @_builtins.property
+    def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What UCX may use there, as UCX_TLS names it."""
+
     def __init__(
         self,
         *,
@@ -98,10 +116,12 @@ class MeetResponse(_message.Message):
         transport_metadata: _builtins.bytes = ...,
         ring: Global___SlotRingDescription | None = ...,
         digest: _builtins.str = ...,
+        kv_network: _builtins.str = ...,
+        ucx_transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["giver", b"giver", "layout", b"layout", "ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "giver", b"giver", "layout", b"layout", "ring", b"ring", "transport", b"transport", "transport_metadata", b"transport_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "giver", b"giver", "kv_network", b"kv_network", "layout", b"layout", "ring", b"ring", "transport", b"transport", "transport_metadata", b"transport_metadata", "ucx_transports", b"ucx_transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -223,12 +243,15 @@ class OpenHandover(_message.Message):
     COLLECTOR_FIELD_NUMBER: _builtins.int
     GIVER_INCARNATION_FIELD_NUMBER: _builtins.int
     MAX_PARCEL_BYTES_FIELD_NUMBER: _builtins.int
+    PROBE_POSITIONS_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """The hand-over, 16 bytes."""
     giver_incarnation: _builtins.str
     """Incarnation this message is meant for."""
     max_parcel_bytes: _builtins.int
     """Bytes of the collector's landing slots: no parcel, header included, may be larger."""
+    probe_positions: _builtins.int
+    """A probe: the giver makes up KV of so many positions for a hand-over that no worker offers. 0: none."""
     @_builtins.property
     def collector(self) -> _types_pb2.WorkerIdentity:
         """The collector."""
@@ -240,10 +263,11 @@ class OpenHandover(_message.Message):
         collector: _types_pb2.WorkerIdentity | None = ...,
         giver_incarnation: _builtins.str = ...,
         max_parcel_bytes: _builtins.int = ...,
+        probe_positions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "handover_id", b"handover_id", "max_parcel_bytes", b"max_parcel_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "handover_id", b"handover_id", "max_parcel_bytes", b"max_parcel_bytes", "probe_positions", b"probe_positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

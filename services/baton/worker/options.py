@@ -51,6 +51,19 @@ class WorkerOptions(ServingOptions):
         65536, "prompt tokens that may wait; more are refused", unit="tokens", minimum=1
     )
     transport: str = option("auto", "how KV moves", choices=("auto", "nixl", "loopback"))
+    kv_network: str = option(
+        "auto",
+        "what KV moves on; local: this machine's shared memory, isolated: a network that only "
+        "Baton's workers reach, trusted: one whose every user is trusted with this process's "
+        "memory; auto: local for a worker that is reached on loopback only, else refused",
+        choices=("auto", "local", "isolated", "trusted"),
+    )
+    ucx_transports: tuple[str, ...] = option(
+        (), "what UCX may use, as UCX_TLS names it; empty: what kv_network allows"
+    )
+    ucx_devices: tuple[str, ...] = option(
+        (), "network devices UCX may use, as UCX_NET_DEVICES names them; empty: all"
+    )
     slots: int = option(16, "slots of the ring that parcels pass through", minimum=2, maximum=4096)
     slot_mib: int = option(1, "size of a slot", unit="MiB", minimum=1, maximum=16)
     handover_timeout_s: float = option(

@@ -40,6 +40,7 @@ from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
 from baton.worker import garbage
 from baton.worker.engine import open_runner
+from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
 from baton.worker.report import Report, describe
 
@@ -88,6 +89,7 @@ async def run_worker(
     """Runs the worker until it is told to stop. Returns the exit code."""
     options = replace(options, listen=_settled(options.listen))
     address = _advertised(options)
+    ucx = ucx_of(options)
     incarnation = new_incarnation()
     setup(role, options.log_level, options.log_json, incarnation=incarnation)
     service: WorkerService | None = None
@@ -124,6 +126,7 @@ async def run_worker(
             transport=options.transport,
             num_slots=options.slots,
             slot_bytes=options.slot_mib * MIB,
+            ucx=ucx,
         )
         ends.push_async_callback(staging.close)
         identity = WorkerIdentity(role, incarnation, address)

@@ -1,0 +1,1 @@
+"""`baton doctor kv`: how KV would travel between two machines."""

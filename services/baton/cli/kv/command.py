@@ -1,0 +1,151 @@
+"""`baton doctor kv`: starts the probe or the listener with the right settings and shows findings.
+
+The probe runs in a process of its own with a deadline: whatever UCX or the peer does, this command
+ends and says how far things went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from baton.cli.findings import Finding, document, fail, failed, show
+from baton.cli.kv import fabric, ucx_log, verdicts
+from baton.core.errors import InvalidArgument
+from baton.rpc.address import split
+
+DEADLINE_S = 60.0
+CONNECT_S = 3.0
+NETWORKS = ("auto", "local", "isolated", "trusted")
+TRANSPORTS = ("auto", "nixl", "loopback")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Options that a worker has too are read from its BATON_ variables, as in its own container."""
+    parser = subparsers.add_parser(
+        "kv", help="move parcels between two machines and say how it went"
+    )
+    ends = parser.add_mutually_exclusive_group(required=True)
+    ends.add_argument(
+        "--peer", metavar="HOST:PORT", help="a prefill or decode worker, or a listening doctor"
+    )
+    ends.add_argument("--listen", metavar="HOST:PORT", help="be the peer of a doctor elsewhere")
+    parser.add_argument(
+        "--kv-network", default=os.environ.get("BATON_KV_NETWORK", "auto"), metavar="NAME",
+        help="what KV moves on, as a worker's --kv-network (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--transport", default=os.environ.get("BATON_TRANSPORT", "auto"), metavar="NAME",
+        help="as a worker's --transport (default %(default)s)",
+    )  # fmt: skip
+    for name in ("ucx-transports", "ucx-devices"):
+        parser.add_argument(
+            f"--{name}", default=os.environ.get(f"BATON_{name.upper().replace('-', '_')}", ""),
+            metavar="LIST", help=f"as a worker's --{name}, comma separated",
+        )  # fmt: skip
+    # The parent command has --json, too; a default here would undo it.
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when a check failed, else 0. Raises InvalidArgument naming the option at fault."""
+    from baton.kv.ucx import Ucx, choose, inherited
+    from baton.worker.network import network_of
+
+    for field, allowed in (("kv_network", NETWORKS), ("transport", TRANSPORTS)):
+        if getattr(args, field) not in allowed:
+            raise InvalidArgument(f"must be one of {', '.join(allowed)}", field=field)
+    host, _ = split(args.listen or args.peer, "listen" if args.listen else "peer")
+    ucx = Ucx()
+    if args.transport != "loopback":
+        ucx = choose(
+            network_of(args.kv_network, [host]),
+            transports=_listed(args.ucx_transports),
+            devices=_listed(args.ucx_devices),
+            inherited=inherited(),
+        )
+    if args.listen:
+        from baton.cli.kv.listen import listen
+
+        return asyncio.run(listen(args.listen, args.transport, ucx, args.json))
+    task = {
+        "peer": args.peer,
+        "kv_network": ucx.network.value,
+        "transport": args.transport,
+        "ucx_transports": _listed(args.ucx_transports),
+        "ucx_devices": ucx.devices,
+    }
+    with tempfile.TemporaryDirectory(prefix="baton-doctor-") as folder:
+        log = Path(folder) / "ucx.log"
+        facts, stuck = _probe(task, log)
+        way = ucx_log.way_of_reads(log)
+    if "peer" not in facts:
+        facts["accepts"] = _accepts(args.peer)
+    devices = ucx.devices or _listed(os.environ.get("UCX_NET_DEVICES", ""))
+    named = [device for device in devices if device != "all"]
+    found = verdicts.judge(args.peer, facts, way, fabric.look(), named)
+    if stuck is not None:
+        found["probe"] = stuck
+    if args.json:
+        figures = {**facts, "way": asdict(way) if way is not None else None}
+        print(json.dumps(document(found) | {"kv": figures}, indent=2))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for name, finding in found.items():
+            show(console, name, finding)
+    return int(failed(found))
+
+
+def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | None]:
+    """What the probe told, and what is to be said of a probe that did not end as it should."""
+    command = [sys.executable, "-m", "baton.cli.kv.probe", json.dumps(task)]
+    environment = {**os.environ, **ucx_log.environment(log), "BATON_PARENT_PID": str(os.getpid())}
+    stuck = None
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        try:
+            said, complained = child.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            said, complained = child.communicate()
+            stuck = fail(
+                f"did not end within {DEADLINE_S:.0f} s",
+                "the peer or the network froze; see the peer's log",
+            )
+    facts: dict[str, Any] = {}
+    for line in said.splitlines():
+        # UCX may write to standard output, too.
+        if line.startswith("{"):
+            facts.update(json.loads(line))
+    if stuck is None and not facts.keys() & {"done", "error"}:
+        words = complained.strip().splitlines()[-1:] or ["no word"]
+        stuck = fail(
+            f"ended with code {child.returncode}: {words[0][:200]}",
+            "UCX may not work on this machine: run 'baton doctor'",
+        )
+    return facts, stuck
+
+
+def _accepts(address: str) -> bool:
+    """Whether anything at all takes connections there."""
+    try:
+        with socket.create_connection(split(address, "peer"), timeout=CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

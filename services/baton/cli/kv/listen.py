@@ -1,0 +1,66 @@
+"""`baton doctor kv --listen`: a worker with a ring and no model, for a doctor elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AsyncExitStack
+
+from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.giver import Giver
+from baton.kv.staging import Staging
+from baton.kv.ucx import Ucx
+from baton.rpc.handover import HandoverServicer
+from baton.rpc.lifecycle import new_incarnation, run_until_stopped
+from baton.rpc.server import ProcessServer, Service
+from baton.rpc.worker import worker_service
+from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+
+NUM_SLOTS, SLOT_BYTES = 4, 4 << 20
+LAYOUT = KvLayout("00" * 32, "float32", num_layers=1, num_kv_heads=1, key_size=32, value_size=32)
+
+
+async def listen(address: str, transport: str, ucx: Ucx, as_json: bool) -> int:
+    """Serves until it is told to stop. Returns the exit code; raises as a worker's start does."""
+    me = WorkerIdentity("doctor", new_incarnation(), address)
+    async with AsyncExitStack() as ends:
+        staging = await Staging.open(
+            me.incarnation,
+            transport=transport,
+            num_slots=NUM_SLOTS,
+            slot_bytes=SLOT_BYTES,
+            ucx=ucx,
+        )
+        ends.push_async_callback(staging.close)
+        giver = Giver(me, LAYOUT, staging)
+        ends.push_async_callback(giver.close)
+        servicer = HandoverServicer(giver)
+        description = WorkerDescription(me, layout=LAYOUT, transports=staging.names)
+        load = WorkerLoad(WorkerState.SERVING)
+        server = ProcessServer(
+            listen=address,
+            services=[
+                Service(
+                    "baton.v1.Handover",
+                    lambda server: add_HandoverServicer_to_server(servicer, server),
+                ),
+                worker_service(lambda: description, lambda: load),
+            ],
+        )
+        listening = await server.start()
+        server.set_serving(True)
+        network = ucx.network.value
+        if as_json:
+            print(json.dumps({"listen": listening, "kv_network": network}), flush=True)
+        else:
+            print(
+                f"listens at {listening}; on the other machine: "
+                f"baton doctor kv --peer HOST:PORT --kv-network {network}\nCtrl-C ends it.",
+                file=sys.stderr,
+            )
+        return await run_until_stopped(server, _nothing, drain_timeout_s=1.0)
+
+
+async def _nothing() -> None:
+    """There is no work to finish."""

@@ -1,0 +1,167 @@
+"""Collects probes from a worker and tells, in JSON lines, what it met and how fast it was.
+
+Run by `baton doctor kv` as `python -m baton.cli.kv.probe JSON`, in a process of its own, because
+UCX ends a process that it cannot work in. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import grpc
+
+from baton.cli.kv.samples import AT_ONCE, Sampler, Watched, memcpy_rate
+from baton.core.errors import BatonError, Internal, Unavailable
+from baton.core.handover_messages import Introduction, Meeting
+from baton.core.load import WorkerDescription
+from baton.core.model import WorkerIdentity
+from baton.kv.collector import Collector
+from baton.kv.parcel import positions_per_parcel
+from baton.kv.staging import Staging
+from baton.kv.ucx import KvNetwork, choose, inherited
+from baton.rpc.channels import Channels
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.lifecycle import die_with_parent, new_incarnation
+from baton.rpc.worker import description_from_proto
+from baton.v1 import worker_pb2
+from baton.v1.worker_pb2_grpc import WorkerStub
+
+ASK_S = 10.0
+MEETINGS = 5
+PARCELS = 8
+LARGEST_SLOT = 16 << 20
+
+Tell = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """peer: host:port of a worker. The rest is as a worker's options name it."""
+
+    peer: str
+    kv_network: str
+    transport: str = "auto"
+    ucx_transports: tuple[str, ...] = ()
+    ucx_devices: tuple[str, ...] = ()
+
+
+async def probe(task: Task, tell: Tell) -> None:
+    """Raises BatonError at the first thing that fails; what was told before stands."""
+    ucx = choose(
+        KvNetwork(task.kv_network),
+        transports=task.ucx_transports,
+        devices=task.ucx_devices,
+        inherited=inherited(),
+    )
+    async with AsyncExitStack() as ends:
+        channels = Channels()
+        ends.push_async_callback(channels.close)
+        channel = channels.get(task.peer)
+        peer = await _who(channel)
+        tell(peer={**asdict(peer.identity), "has_kv": peer.layout is not None})
+        if peer.layout is None:
+            return
+        giver = replace(peer.identity, address=task.peer)
+        me = WorkerIdentity("doctor", new_incarnation(), "")
+        connection = Watched(channel)
+        names = ("nixl", "loopback") if task.transport == "auto" else (task.transport,)
+        network, ways = ucx.network.value, ucx.transports
+        introduction = Introduction(me, peer.layout, names, giver.incarnation, network, ways)
+        meeting, seconds = await _meet(connection, introduction)
+        tell(
+            meeting={
+                "seconds": seconds,
+                "digest": meeting.digest,
+                "slot_bytes": meeting.ring.slot_bytes,
+                "kv_network": meeting.kv_network,
+                "ucx_transports": meeting.ucx_transports,
+            },
+            ours={"kv_network": network, "ucx_transports": ways, "ucx_devices": ucx.devices},
+        )
+        staging = await Staging.open(
+            me.incarnation,
+            transport=task.transport,
+            num_slots=2 * AT_ONCE,
+            slot_bytes=min(meeting.ring.slot_bytes, LARGEST_SLOT),
+            ucx=ucx,
+        )
+        ends.push_async_callback(staging.close)
+        collector = Collector(me, peer.layout, staging, lambda _: connection)
+        ends.push_async_callback(collector.close)
+        await collector.meet(giver)
+        tell(transport=connection.transport)
+        tell(memcpy_bytes_per_s=await asyncio.to_thread(memcpy_rate, staging.ring))
+        slot_bytes = min(meeting.ring.slot_bytes, staging.ring.slot_bytes)
+        positions = positions_per_parcel(slot_bytes, peer.layout)
+        sampler = Sampler(giver, positions, staging, connection, collector)
+        times = [await sampler.parcel() for _ in range(PARCELS)]
+        tell(
+            parcels={
+                "count": PARCELS,
+                "bytes": sampler.parcel_bytes,
+                "seconds": statistics.median(times),
+            }
+        )
+        await sampler.parcel(measure=True)
+        tell(round_trip_s=sampler.round_trip_s, reads=sampler.reads)
+
+
+async def _who(channel: grpc.aio.Channel) -> WorkerDescription:
+    """What answers there. Raises Unavailable, Unimplemented and what else a stranger answers."""
+    watch: Any = WorkerStub(channel).Watch(worker_pb2.WatchRequest())
+    try:
+        async with asyncio.timeout(ASK_S):
+            first = await watch.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except TimeoutError:
+        raise Unavailable("the peer did not answer in time") from None
+    finally:
+        watch.cancel()
+    if first is grpc.aio.EOF or not first.HasField("description"):
+        raise Internal("the peer does not say what it is")
+    return description_from_proto(first.description)
+
+
+async def _meet(connection: Watched, introduction: Introduction) -> tuple[Meeting, float]:
+    """The giver's answer and the median time of several. The first one connects."""
+    times: list[float] = []
+    clock = asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(ASK_S):
+            for _ in range(MEETINGS):
+                began = clock()
+                meeting = await connection.meet(introduction)
+                times.append(clock() - began)
+    except TimeoutError:
+        raise Unavailable("the peer did not answer in time") from None
+    return meeting, statistics.median(times)
+
+
+def _tell(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+async def main(task: Task) -> int:
+    try:
+        await probe(task, _tell)
+    except BatonError as error:
+        _tell(error={"reason": error.reason.name, "message": error.message, "field": error.field})
+        return 0
+    _tell(done=True)
+    return 0
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    given = json.loads(sys.argv[1])
+    for listed in ("ucx_transports", "ucx_devices"):
+        given[listed] = tuple(given[listed])
+    sys.exit(asyncio.run(main(Task(**given))))

@@ -1,0 +1,163 @@
+"""What `baton doctor kv` makes of what its probe told and of this machine: findings and advice.
+
+Pure functions of plain facts; measures nothing and asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.cli.findings import Finding, fail, ok, warn
+from baton.cli.kv.fabric import Fabric
+from baton.cli.kv.failures import A_WORKER, Facts, failure
+from baton.cli.kv.ucx_log import Way
+from baton.cli.kv.words import duration, gigabytes, size
+
+ENOUGH_MEMLOCK = 64 << 20
+SLOW_LINK, SLOW_COPY = 0.4, 0.2
+"""Below these shares of a link's speed, and of memcpy for shared memory, something is wrong."""
+
+_SHARED = frozenset(["posix", "sysv", "xpmem", "knem", "cma", "mm"])
+_STAGES = ("peer", "meeting", "transport", "parcels", "done")
+
+
+def judge(
+    address: str, facts: Facts, way: Way | None, fabric: Fabric, devices: Sequence[str]
+) -> dict[str, Finding]:
+    """Findings by name, in order. devices: those that UCX was told to use."""
+    reached = [stage for stage in _STAGES if stage in facts]
+    missing = next((stage for stage in _STAGES if stage not in facts), "")
+    found: dict[str, Finding] = {}
+    judges = {
+        "peer": lambda: _peer(address, facts),
+        "meeting": lambda: _meeting(facts),
+        "transport": lambda: _transport(facts, way, fabric),
+        "parcels": lambda: _parcels(facts),
+    }
+    for stage in reached:
+        if stage in judges:
+            found[stage] = judges[stage]()
+    if "done" in facts and facts["peer"]["has_kv"]:
+        found["round trip"] = _round_trip(facts)
+        found["bandwidth"] = _bandwidth(facts, way, fabric)
+    elif "error" in facts:
+        where = "measuring" if missing == "done" else missing
+        found[where] = failure(address, missing, facts)
+    return found | _machine(fabric, devices)
+
+
+def _peer(address: str, facts: Facts) -> Finding:
+    peer = facts["peer"]
+    detail = f"{peer['role']} at {address}, incarnation {peer['incarnation'][:8]}"
+    if not peer["has_kv"]:
+        return fail(f"{detail}, which has no KV", A_WORKER)
+    told = str(peer["address"])
+    if _loopback(told) and not _loopback(address):
+        return warn(
+            f"{detail}, tells others to find it at {told}",
+            "start it with --advertise HOST:PORT, or no other machine collects from it",
+        )
+    return ok(detail)
+
+
+def _meeting(facts: Facts) -> Finding:
+    meeting, ours = facts["meeting"], facts["ours"]
+    theirs = meeting["kv_network"] or "unknown"
+    detail = (
+        f"slots of {size(meeting['slot_bytes'])} sealed with {meeting['digest']}, "
+        f"kv_network {theirs}, answers in {duration(meeting['seconds'])}"
+    )
+    if theirs not in ("unknown", ours["kv_network"]):
+        return warn(
+            f"{detail}; it is {ours['kv_network']} here", "declare the same network on both"
+        )
+    return ok(detail)
+
+
+def _transport(facts: Facts, way: Way | None, fabric: Fabric) -> Finding:
+    if facts["transport"] != "nixl":
+        return warn(
+            f"{facts['transport']}: NIXL did not work between the two",
+            "run 'baton doctor' on both",
+        )
+    if way is None:
+        return ok("nixl; which way UCX took is unknown")
+    detail = f"nixl, UCX reads by {way.transport} on {way.device}"
+    if way.transport == "tcp" and fabric.active:
+        return warn(
+            f"{detail}, though there is RDMA: {', '.join(fabric.active)}",
+            "see that /dev/infiniband is in both containers, and force it to learn why it is not "
+            f"taken: --ucx-transports rc,sm,self,cuda --ucx-devices {fabric.active[0]}"
+            if fabric.rdma_files
+            else "give the container /dev/infiniband",
+        )
+    if way.transport in _SHARED and way.software:
+        return warn(
+            f"{detail}, in software: the peer's processor serves every read",
+            "cross-memory attach is not permitted: run both in one PID namespace as one user",
+        )
+    return ok(detail)
+
+
+def _parcels(facts: Facts) -> Finding:
+    parcels = facts["parcels"]
+    return ok(
+        f"{parcels['count']} of {size(parcels['bytes'])} verified, "
+        f"{duration(parcels['seconds'])} for a hand-over of one"
+    )
+
+
+def _round_trip(facts: Facts) -> Finding:
+    return ok(f"{duration(facts['round_trip_s'])} to read 128 bytes of the peer's memory")
+
+
+def _bandwidth(facts: Facts, way: Way | None, fabric: Fabric) -> Finding:
+    rates = [(read["bytes"], read["bytes_per_s"]) for read in facts["reads"]]
+    memcpy = facts["memcpy_bytes_per_s"]
+    detail = ", ".join(f"{size(n)} {gigabytes(rate)}" for n, rate in rates)
+    detail += f" (memcpy {gigabytes(memcpy)})"
+    best = max(rate for _, rate in rates)
+    link = fabric.mbit(way.device) * 1e6 / 8 if way is not None else 0.0
+    if link and best < SLOW_LINK * link:
+        detail += f"; the link of {way.device if way else ''} could do {gigabytes(link)}"
+        return warn(detail, _speed_up(way, fabric))
+    if way is not None and way.transport in _SHARED and best < SLOW_COPY * memcpy:
+        return warn(detail, "the processor is busy, or the two share no memory controller")
+    return ok(detail)
+
+
+def _speed_up(way: Way | None, fabric: Fabric) -> str:
+    device = fabric.net_device(way.device) if way is not None else None
+    if device is not None and device.mtu < 9000:
+        return f"the MTU of {device.name} is {device.mtu}: 9000 on both and on the switch"
+    return "see what else uses the link, and that both have a core free for it"
+
+
+def _machine(fabric: Fabric, devices: Sequence[str]) -> dict[str, Finding]:
+    """What is wrong with this machine, whoever the peer is. Nothing is said where nothing is."""
+    found: dict[str, Finding] = {}
+    unknown = [name for name in devices if name not in fabric.names]
+    if unknown:
+        found["devices"] = fail(
+            f"there is no {', '.join(unknown)} here",
+            f"--ucx-devices or UCX_NET_DEVICES of {', '.join(sorted(fabric.names)) or 'none'}",
+        )
+    if fabric.rdma and not fabric.active:
+        ports = ", ".join(port.name for port in fabric.rdma)
+        found["rdma"] = warn(f"no port is active: {ports}", "see the cable, the switch and ibstat")
+    elif fabric.rdma and not fabric.rdma_files:
+        found["rdma"] = warn(
+            f"{', '.join(fabric.active)} cannot be used: /dev/infiniband is missing",
+            "in a container --device /dev/infiniband, in Kubernetes a resource of the RDMA plugin",
+        )
+    if fabric.rdma and fabric.memlock is not None and fabric.memlock < ENOUGH_MEMLOCK:
+        found["locked memory"] = warn(
+            f"limit {size(fabric.memlock)}, and RDMA locks the ring in memory",
+            "ulimit -l unlimited; in a container --cap-add IPC_LOCK or --ulimit memlock=-1",
+        )
+    return found
+
+
+def _loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host.startswith("127.") or host in ("localhost", "::1")

@@ -1,0 +1,143 @@
+"""Workers as real processes, and who can reach their memory: nobody who was not declared."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import Incompatible, InvalidArgument
+from baton.core.handover_messages import Introduction, Meeting
+from baton.engine.fake import FakeRunner
+from baton.kv.parcel import BLAKE2B, XXH3
+from baton.kv.ucx import KvNetwork, Ucx, choose
+from baton.rpc.handover import GrpcGiverConnection
+from baton.worker.network import is_loopback, network_of, ucx_of
+from baton.worker.options import WorkerOptions
+from tests.kv.listeners import listeners
+from tests.kv.rig import Pool, identity, rig
+from tests.services.worker.pair import PATIENCE_S
+from tests.services.worker.test_worker_process import Process, worker
+
+
+async def refused(folder: Path, *flags: str) -> str:
+    """What a worker that must not start says."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton.prefill", "--model", str(folder), "--runner", "fake"),
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        said, complained = await process.communicate()
+    assert process.returncode == 2 and not said
+    return complained.decode()
+
+
+async def meeting_with(giver: Process) -> Meeting:
+    layout = FakeRunner(num_blocks=4, block_size=16, name="x", tokenizer_digest="").layout
+    introduction = Introduction(
+        identity("decode"), layout, ("nixl", "loopback"), giver.identity.incarnation
+    )
+    return await GrpcGiverConnection(giver.channel).meet(introduction)
+
+
+def beyond_loopback(process: Process) -> list[str]:
+    places = listeners(process.process.pid)
+    assert places, "its gRPC port at least"
+    return [host for host, _ in places if not ipaddress.ip_address(host).is_loopback]
+
+
+async def test_a_worker_of_one_machine_opens_no_way_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One port, gRPC's, on loopback; UCX with nothing said listens on every interface."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    async with worker("baton.prefill", tmp_path, "--transport", "nixl") as prefill:
+        meeting = await meeting_with(prefill)
+        assert (meeting.transport, meeting.kv_network, meeting.digest) == ("nixl", "local", XXH3)
+        assert meeting.ucx_transports == Ucx().transports
+        port = int(prefill.identity.address.rpartition(":")[2])
+        assert listeners(prefill.process.pid) == [("127.0.0.1", port)]
+
+
+async def test_tcp_that_nobody_declared_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    said = await refused(tmp_path)
+    assert said.startswith("error: UCX_TLS: tcp,self can be reached from other machines")
+    assert "--kv-network" in said and "Traceback" not in said
+    monkeypatch.delenv("UCX_TLS")
+    said = await refused(tmp_path, "--ucx-transports", "rc,sm")
+    assert said.startswith("error: ucx_transports: rc,sm can be reached")
+
+
+async def test_tcp_that_is_declared_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    flags = ("--transport", "nixl", "--kv-network", "isolated", "--ucx-devices", "lo")
+    async with worker("baton.prefill", tmp_path, *flags) as prefill:
+        meeting = await meeting_with(prefill)
+        assert (meeting.kv_network, meeting.digest) == ("isolated", BLAKE2B)
+        assert meeting.ucx_transports == ("tcp", "self")
+        # UCX listens on the device it was given, and there only.
+        assert beyond_loopback(prefill) == []
+        assert len(listeners(prefill.process.pid)) > 1
+
+
+async def test_a_worker_that_others_reach_must_say_what_network_it_is_on(tmp_path: Path) -> None:
+    said = await refused(tmp_path, "--listen", "0.0.0.0:0", "--advertise", "10.0.0.1:7000")
+    assert said.startswith("error: kv_network: must be declared")
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "allowed"),
+    [
+        ("127.0.0.1:0", "", True),
+        ("[::1]:0", "", True),
+        ("localhost:0", "", True),
+        ("127.0.0.1:0", "worker-1.example:80", False),
+        ("0.0.0.0:0", "127.0.0.1:1", False),
+        ("10.1.2.3:0", "", False),
+        ("[::]:0", "[2001:db8::1]:1", False),
+    ],
+)
+def test_undeclared_is_for_loopback(listen: str, advertise: str, allowed: bool) -> None:
+    options = WorkerOptions(model="m", listen=listen, advertise=advertise)
+    if allowed:
+        assert ucx_of(options).network is KvNetwork.LOCAL
+        return
+    with pytest.raises(InvalidArgument) as refusal:
+        ucx_of(options)
+    assert refusal.value.field == "kv_network"
+    without = WorkerOptions(model="m", listen=listen, advertise=advertise, transport="loopback")
+    assert ucx_of(without) == Ucx()
+
+
+@pytest.mark.parametrize("declared", ["local", "isolated", "trusted"])
+def test_a_declared_network_is_what_was_declared(declared: str) -> None:
+    assert network_of(declared, ["10.0.0.1"]) is KvNetwork(declared)
+
+
+def test_names_are_beyond_loopback_but_one() -> None:
+    assert is_loopback("localhost") and is_loopback("127.9.9.9")
+    assert not is_loopback("localhost.example") and not is_loopback("")
+
+
+async def test_a_weak_seal_is_refused_where_the_network_is_not_trusted() -> None:
+    async with rig(collector_ucx=choose(KvNetwork.ISOLATED)) as world:
+        with pytest.raises(Incompatible, match="declare the same on both"):
+            await world.collector.meet(world.giver.identity)
+
+
+async def test_a_keyed_seal_is_good_anywhere() -> None:
+    async with rig(giver_ucx=choose(KvNetwork.ISOLATED)) as world:
+        assert world.giver.digest == BLAKE2B
+        offer = world.offer(20)
+        world.compute(offer)
+        pool = Pool()
+        await world.collect(offer, pool)
+        assert len(pool.kv) == 20
