@@ -36,4 +36,7 @@ def _address(text: str) -> str:
     words = [raw[i : i + 4] for i in range(0, len(raw), 4)]
     if sys.byteorder == "little":
         words = [word[::-1] for word in words]
-    return str(ipaddress.ip_address(b"".join(words)))
+    address = ipaddress.ip_address(b"".join(words))
+    # gRPC listens on IPv4 through sockets of IPv6.
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
