@@ -8,6 +8,7 @@ whose they are is the business of `handover_rings`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from baton.core.handover import CollectorSide, CollectorState, GiverSide, GiverState, Run
@@ -15,7 +16,6 @@ from baton.core.handover import HandoverEvent as Event
 from baton.core.slot_states import SlotEvent
 from tests.core.handover_parts import (
     PER_PARCEL,
-    POSITIONS,
     Broken,
     Landing,
     Life,
@@ -47,6 +47,7 @@ class Handover:
 
     def frozen(self) -> Local:
         """Checked, and without what makes no difference any more."""
+        positions = self.giver.num_positions
         now = Local(
             of_side(self.giver),
             of_side(self.collector),
@@ -58,22 +59,27 @@ class Handover:
             tuple(self.sent.items()),
             tuple(self.credited),
             tuple(self.landing.values()),
-            self.unpacked,
+            tuple(sorted(self.unpacked)),
             self.cached,
             self.held,
             self.giver_life,
             self.collector_life,
         )
-        check(now)
+        check(now, self.giver.state, self.collector.state)
         if self.giver.ended:
-            over = of_side(GiverSide(POSITIONS, self.giver.state))
-            now = now._replace(giver=over, to_giver=(), computed=POSITIONS)
-        if self.collector.ended and not self.landing:
-            over = of_side(CollectorSide(POSITIONS, PER_PARCEL, self.collector.state))
-            all_in = self.collector.state is CollectorState.COMPLETED
-            unpacked = tuple(range(POSITIONS)) if all_in else ()
-            now = now._replace(collector=over, to_collector=(), unpacked=unpacked, cached=0)
-        if self.giver.ended and self.collector.ended:
+            over = of_side(GiverSide(positions, self.giver.state))
+            now = now._replace(giver=over, to_giver=(), computed=positions)
+        if self.collector.ended:
+            over = of_side(CollectorSide(positions, PER_PARCEL, self.collector.state))
+            now = now._replace(collector=over, to_collector=())
+            if not self.landing:
+                all_in = self.collector.state is CollectorState.COMPLETED
+                unpacked = tuple(range(positions)) if all_in else ()
+                now = now._replace(unpacked=unpacked, cached=0)
+        # Whether a stream is whole matters to who still hears from it what was sent before its end.
+        deaf_giver = self.giver.ended or (self.collector.ended and not self.to_giver)
+        deaf_collector = self.collector.ended or (self.giver.ended and not self.to_collector)
+        if deaf_giver and deaf_collector:
             now = now._replace(unbroken=False)
         return now
 
@@ -95,10 +101,7 @@ class Handover:
             case "collected":
                 self.giver.collected(*arguments)
                 if arguments[0] in self.sent:
-                    # Nobody reads it any more, so what is in it makes no difference.
-                    slot = self.sent.pop(*arguments)
-                    self._giver_use(slot, None)
-                    self._giver_use(slot, SlotEvent.RELEASE)
+                    self._giver_use(self.sent.pop(*arguments), SlotEvent.RELEASE)
             case "completed":
                 self.giver.completed()
             case "failed":
@@ -112,7 +115,7 @@ class Handover:
             self._tell_collector("announced")
         if self.giver.advanced(self.computed):
             self._tell_collector("finished", self.giver.finished)
-        if self.giver.wants_tokens and self.computed == POSITIONS:
+        if self.giver.wants_tokens and self.computed == self.giver.num_positions:
             self.giver.tokens()
             self._tell_collector("tokens")
 
@@ -124,13 +127,12 @@ class Handover:
         run = self.giver.next_run()
         assert run is not None
         self._giver_use(slot, SlotEvent.TAKE)
-        self._giver_use(slot, None)
         self.packing = run, slot
 
     def packed(self) -> None:
         assert self.packing is not None
         (run, slot), self.packing = self.packing, None
-        self._giver_use(slot, None, run.index)
+        self._giver_use(slot, None)
         if self.giver.ended:
             if self.mutation is not Mutation.FREE_WHILE_PACKING:
                 self._giver_use(slot, SlotEvent.RELEASE)
@@ -162,7 +164,7 @@ class Handover:
             return
         match kind:
             case "announced":
-                self.collector.announced(POSITIONS)
+                self.collector.announced(self.giver.num_positions)
             case "finished":
                 self.collector.advanced(*arguments)
             case "parcel":
@@ -197,7 +199,7 @@ class Handover:
         self.collector.credited()
         self._tell_giver("credit")
 
-    def _arrive(self, run: Run, source: int) -> None:
+    def _arrive(self, run: Run, source: int | None) -> None:
         self.collector.arriving(run)
         if not self.credited:
             raise Broken("a parcel has no slot to land in")
@@ -205,20 +207,18 @@ class Handover:
         self._collector_use(slot, SlotEvent.LEND)
         self.landing[run.index] = Landing(run, slot, source, Phase.READ)
 
-    def read(self, index: int, *, fresh: bool, troubled: bool) -> None:
+    def read(self, index: int) -> None:
         """The transfer is done, and the digest tells whether it read what was announced."""
-        run, slot, _, _ = landing = self.landing[index]
+        run, slot, source, _ = landing = self.landing[index]
         self._collector_use(slot, SlotEvent.SETTLE)
-        if not fresh:
+        if source is None:
             if self.mutation is Mutation.ACCEPT_UNVERIFIED:
                 raise Broken("a parcel was accepted that was not sealed for this hand-over")
-            if not troubled:
-                raise Broken("a slot was written to while its parcel was being read")
             self._collector_use(slot, SlotEvent.RELEASE)
             del self.landing[index]
             self.end_collector(Event.CANCEL, tell=True)
             return
-        self.landing[index] = landing._replace(phase=Phase.UNPACK)
+        self.landing[index] = landing._replace(source=None, phase=Phase.UNPACK)
         if self.mutation is Mutation.CONFIRM_BEFORE_UNPACKING:
             self.collector.landed(run.index)
             self._tell_giver("collected", run.index)
@@ -259,7 +259,7 @@ class Handover:
         for index, landing in list(self.landing.items()):
             if landing.phase is not Phase.UNPACK:
                 if self.mutation is Mutation.FREE_WHILE_LENT:
-                    self._collector_use(landing.slot, SlotEvent.SETTLE, -1)
+                    self._collector_use(landing.slot, SlotEvent.SETTLE, pretended=True)
                 self._collector_use(landing.slot, SlotEvent.RELEASE)
                 del self.landing[index]
         self._give_blocks_back()
@@ -271,7 +271,29 @@ class Handover:
     # Faults.
 
     def stick(self, index: int) -> None:
-        self.landing[index] = self.landing[index]._replace(phase=Phase.STUCK)
+        self.landing[index] = self.landing[index]._replace(source=None, phase=Phase.STUCK)
+
+    def overwritten(self, slot: int) -> None:
+        """A slot of the giver's is taken, by this hand-over or by another, and filled anew."""
+        if self._forget(slot) and not self.giver.ended:
+            raise Broken("a slot was written to while its parcel was on its way")
+
+    def _forget(self, slot: int | None) -> bool:
+        """No parcel lies in this slot, or in any, any more. Returns whether one was to be read."""
+        gone = {slot} if slot is not None else {*self._sources()} - {None}
+        found = bool(gone & {*self._sources()})
+        self.to_collector = [
+            (*each[:2], None) if each[0] == "parcel" and each[2] in gone else each
+            for each in self.to_collector
+        ]
+        for index, landing in self.landing.items():
+            if landing.source in gone:
+                self.landing[index] = landing._replace(source=None)
+        return found
+
+    def _sources(self) -> Iterator[int | None]:
+        yield from (each[2] for each in self.to_collector if each[0] == "parcel")
+        yield from (landing.source for landing in self.landing.values())
 
     def disconnect(self) -> None:
         self.unbroken = False
@@ -285,6 +307,7 @@ class Handover:
         self.packing = None
         self.sent.clear()
         self.to_giver.clear()
+        self._forget(None)
 
     def lose_collector(self) -> None:
         self.collector_life, self.unbroken = Life.DEAD, False
@@ -302,8 +325,8 @@ class Handover:
         if self.unbroken:
             self.to_collector.append(message)
 
-    def _giver_use(self, slot: int, event: SlotEvent | None, index: int | None = None) -> None:
-        self.uses.append(SlotUse("giver", slot, event, index))
+    def _giver_use(self, slot: int, event: SlotEvent | None) -> None:
+        self.uses.append(SlotUse("giver", slot, event))
 
-    def _collector_use(self, slot: int, event: SlotEvent, index: int | None = None) -> None:
-        self.uses.append(SlotUse("collector", slot, event, index))
+    def _collector_use(self, slot: int, event: SlotEvent, *, pretended: bool = False) -> None:
+        self.uses.append(SlotUse("collector", slot, event, pretended))

@@ -3,66 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from baton.core.errors import HandoverFailed
-from baton.core.handover import CollectorState
+from baton.core.handover import CollectorState, GiverSide
 from baton.core.handover import HandoverEvent as Event
 from tests.core.handover_local import Handover
 from tests.core.handover_parts import (
-    POSITIONS,
     Broken,
     Landing,
     Life,
     Local,
     Move,
     Mutation,
-    Offers,
     Phase,
+    thawed,
 )
 
 
-def moves(local: Local, offers: Offers, mutation: Mutation | None) -> Iterator[Move]:
-    """Everything that can happen next to one hand-over, short of its workers' deaths."""
-    names = Handover(local, mutation)
-    for name, step, fault in (*_giver_moves(names, offers), *_collector_moves(names, offers)):
+def moves(
+    local: Local, num_slots: int, mutation: Mutation | None, *, faults: bool
+) -> Iterator[Move]:
+    """Everything that can happen next to one hand-over, short of its workers' deaths: what is a
+    fault, or what is none. Of the slots of a ring, any may be taken that is free."""
+    now = Handover(local, mutation)
+    for _, step, fault in (*_giver_moves(now, num_slots), *_collector_moves(now, num_slots)):
+        if fault is not faults:
+            continue
         handover = Handover(local, mutation)
         try:
             step(handover)
         except HandoverFailed as error:
             raise Broken(f"a side accuses its peer: {error.message}") from None
-        yield Move(name, handover.frozen(), tuple(handover.uses), fault)
+        yield Move(handover.frozen(), tuple(handover.uses))
 
 
 Step = tuple[str, Callable[[Handover], None], bool]
 
 
-def _giver_moves(now: Handover, offers: Offers) -> Iterator[Step]:
+def _giver_moves(now: Handover, num_slots: int) -> Iterator[Step]:
     if now.giver_life is not Life.ALIVE:
         return
     if now.packing is not None:
         yield "packed", Handover.packed, False
     if now.giver.ended:
         return
-    if now.computed < POSITIONS:
+    if now.computed < now.giver.num_positions:
         yield "compute", Handover.compute, False
     if now.to_giver:
         yield "giver hears", Handover.giver_hears, False
     elif not now.unbroken or now.collector.ended or now.collector_life is not Life.ALIVE:
         yield "giver loses peer", lambda h: h.end_giver(Event.PEER_LOST), False
-    if now.packing is None and offers.giver_slot >= 0 and _may_pack(now):
-        yield "pack", lambda h: h.pack(offers.giver_slot), False
+    if now.packing is None and _may_pack(now):
+        for slot in range(num_slots):
+            yield "pack", partial(Handover.pack, slot=slot), False
     yield "giver cancels", lambda h: h.end_giver(Event.CANCEL, tell=True), True
 
 
 def _may_pack(now: Handover) -> bool:
-    return Handover(now.local, None).giver.next_run() is not None
+    return GiverSide(*thawed(now.local.giver)).next_run() is not None
 
 
-def _collector_moves(now: Handover, offers: Offers) -> Iterator[Step]:
+def _collector_moves(now: Handover, num_slots: int) -> Iterator[Step]:
     if now.collector_life is not Life.ALIVE:
         return
-    for fresh, landing in zip(offers.fresh, now.landing.values(), strict=True):
-        yield from _landing_moves(now, landing, fresh=fresh, troubled=offers.troubled)
+    for landing in now.landing.values():
+        yield from _landing_moves(now, landing)
     if now.collector.ended:
         return
     if now.to_collector:
@@ -76,16 +82,14 @@ def _collector_moves(now: Handover, offers: Offers) -> Iterator[Step]:
     if now.collector.wants_credit:
         if now.mutation is Mutation.CREDIT_WITHOUT_SLOT and not now.credited:
             yield "credit", Handover.credit_without_slot, False
-        elif offers.landing_slot >= 0:
-            yield "credit", lambda h: h.credit(offers.landing_slot), False
+        for slot in range(num_slots):
+            yield "credit", partial(Handover.credit, slot=slot), False
     yield "collector cancels", lambda h: h.end_collector(Event.CANCEL, tell=True), True
     if now.unbroken:
         yield "stream breaks", Handover.disconnect, True
 
 
-def _landing_moves(
-    now: Handover, landing: Landing, *, fresh: bool, troubled: bool
-) -> Iterator[Step]:
+def _landing_moves(now: Handover, landing: Landing) -> Iterator[Step]:
     index = landing.run.index
     if landing.phase is Phase.UNPACK:
         yield "unpack", lambda h: h.unpack(index), False
@@ -94,7 +98,7 @@ def _landing_moves(
     elif landing.phase is Phase.STUCK or now.giver_life is Life.FROZEN:
         yield "read is late", lambda h: h.end_collector(Event.CANCEL, tell=True), False
     else:
-        yield "read", lambda h: h.read(index, fresh=fresh, troubled=troubled), False
+        yield "read", lambda h: h.read(index), False
         yield "read sticks", lambda h: h.stick(index), True
 
 
@@ -115,7 +119,14 @@ def expire(local: Local, mutation: Mutation | None) -> Iterator[Move]:
         if not over:
             handover = Handover(local, mutation)
             end(handover)
-            yield Move("deadline", handover.frozen(), tuple(handover.uses), False)
+            yield Move(handover.frozen(), tuple(handover.uses))
+
+
+def overwritten(local: Local, slot: int, mutation: Mutation | None) -> Local:
+    """When a slot of the giver's is taken, by either hand-over."""
+    handover = Handover(local, mutation)
+    handover.overwritten(slot)
+    return handover.frozen()
 
 
 def fate(local: Local, name: str) -> Local:

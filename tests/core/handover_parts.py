@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from baton.core.handover import CollectorSide, CollectorState, GiverSide, GiverState, Run
+from baton.core.handover import CollectorSide, CollectorState, GiverSide, GiverState, Run, State
 from baton.core.slot_states import SlotEvent
 
-POSITIONS = 3
 PER_PARCEL = 1
 
 Message = tuple[Any, ...]
@@ -45,25 +45,28 @@ class Phase(Enum):
 
 
 class Landing(NamedTuple):
+    """source: the giver's slot, or None once that holds something else or does not matter."""
+
     run: Run
     slot: int
-    source: int
+    source: int | None
     phase: Phase
 
 
 class SlotUse(NamedTuple):
-    """ring: "giver" or "collector". event: None when a slot is written to. parcel: what a giver's
-    slot holds from now on; None: of no use."""
+    """ring: "giver" or "collector". event: None when its holder writes to it. pretended: its holder
+    takes it to be so, and it is not."""
 
     ring: str
     slot: int
     event: SlotEvent | None
-    parcel: int | None = None
+    pretended: bool = False
 
 
 class Local(NamedTuple):
-    """Everything about one hand-over. computed: positions, -1 before its first chunk is planned.
-    sent: (parcel, slot) until confirmed. held: whether the collector owns blocks for it."""
+    """Everything about one hand-over. giver, collector: the fields of its sides. computed:
+    positions, -1 before its first chunk is planned. sent: (parcel, slot) until confirmed. unpacked:
+    positions, in order. held: whether the collector owns blocks for it."""
 
     giver: tuple[Any, ...]
     collector: tuple[Any, ...]
@@ -82,57 +85,52 @@ class Local(NamedTuple):
     collector_life: Life = Life.ALIVE
 
 
-class Offers(NamedTuple):
-    """What the world has for a hand-over: a free slot of each ring, or -1; for each landing whether
-    its source still holds the parcel that was announced; and whether anything has gone wrong."""
-
-    giver_slot: int
-    landing_slot: int
-    fresh: tuple[bool, ...]
-    troubled: bool
-
-
 class Move(NamedTuple):
-    """What can happen next. fault: it counts as one."""
+    """What can happen next, if the slots that it takes are free."""
 
-    name: str
     after: Local
     uses: tuple[SlotUse, ...]
-    fault: bool
 
 
 class Broken(AssertionError):
     """A promise does not hold."""
 
 
-def begin() -> Local:
-    return Local(of_side(GiverSide(POSITIONS)), of_side(CollectorSide(POSITIONS, PER_PARCEL)))
+def begin(num_positions: int) -> Local:
+    giver, collector = GiverSide(num_positions), CollectorSide(num_positions, PER_PARCEL)
+    return Local(of_side(giver), of_side(collector))
+
+
+_FIELDS = {side: attrgetter(*(f.name for f in fields(side))) for side in (GiverSide, CollectorSide)}
 
 
 def of_side(side: GiverSide | CollectorSide) -> tuple[Any, ...]:
-    found = (getattr(side, each.name) for each in fields(side))
-    return tuple(frozenset(value) if isinstance(value, set) else value for value in found)
+    return tuple([frozenset(v) if type(v) is set else v for v in _FIELDS[type(side)](side)])
 
 
-def thawed(side: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(set(value) if isinstance(value, frozenset) else value for value in side)
+def thawed(side: tuple[Any, ...]) -> list[Any]:
+    return [set(value) if type(value) is frozenset else value for value in side]
 
 
-def check(local: Local) -> None:
-    """What holds of one hand-over at every moment. Raises Broken."""
-    giver, collector = GiverSide(*thawed(local.giver)), CollectorSide(*thawed(local.collector))
-    if len(set(local.unpacked)) != len(local.unpacked):
-        raise Broken("a position was unpacked twice")
-    if any(not local.cached <= position < local.computed for position in local.unpacked):
-        raise Broken("a position was unpacked that was not computed, or was there already")
-    if collector.state is CollectorState.COMPLETED:
-        if sorted(local.unpacked) != list(range(local.cached, POSITIONS)):
+def check(local: Local, giver: State, collector: State) -> None:
+    """What holds of one hand-over, whose sides are in these states, at every moment.
+
+    Raises Broken.
+    """
+    unpacked, computed, cached = local.unpacked, local.computed, local.cached
+    if unpacked:
+        if len(set(unpacked)) != len(unpacked):
+            raise Broken("a position was unpacked twice")
+        if unpacked[0] < cached or unpacked[-1] >= computed:
+            raise Broken("a position was unpacked that was not computed, or was there already")
+    completed = collector is CollectorState.COMPLETED
+    if completed:
+        if unpacked != tuple(range(cached, local.giver[0])):
             raise Broken("a hand-over is complete and lacks KV")
         if local.landing:
             raise Broken("a hand-over is complete and a parcel is still landing")
     both_live = local.giver_life is Life.ALIVE is local.collector_life
-    completed = collector.state is CollectorState.COMPLETED
-    if giver.state is GiverState.COMPLETED and both_live and not completed:
+    if giver is GiverState.COMPLETED and both_live and not completed:
         raise Broken("the giver takes a hand-over for complete that is not")
 
 

@@ -1,4 +1,4 @@
-"""The two rings that the explorer's hand-overs share: whose a slot is, what is in it, who writes.
+"""The two rings that the explorer's hand-overs share: whose a slot is, and who may write into it.
 
 Their slots follow production's own table. A violation raises Broken.
 """
@@ -8,21 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from baton.core.slot_states import SlotEvent, SlotState, follow
-from tests.core.handover_parts import Broken, Local, Offers, SlotUse
-
-SLOTS = 2
+from tests.core.handover_parts import Broken, SlotUse
 
 
-class GiverSlot(NamedTuple):
-    """content: (hand-over, parcel) sealed in it, or None."""
-
-    state: SlotState = SlotState.FREE
-    owner: int = -1
-    content: tuple[int, int] | None = None
-
-
-class LandingSlot(NamedTuple):
-    """written: a transfer may still write into it."""
+class Slot(NamedTuple):
+    """owner: the hand-over that holds it, or -1. written: a transfer may still write into it."""
 
     state: SlotState = SlotState.FREE
     owner: int = -1
@@ -30,84 +20,68 @@ class LandingSlot(NamedTuple):
 
 
 class Rings(NamedTuple):
-    giver: tuple[GiverSlot, ...] = (GiverSlot(),) * SLOTS
-    collector: tuple[LandingSlot, ...] = (LandingSlot(),) * SLOTS
+    giver: tuple[Slot, ...]
+    collector: tuple[Slot, ...]
 
 
-def offers(rings: Rings, owner: int, local: Local, *, troubled: bool) -> Offers:
-    """What a hand-over finds."""
-    return Offers(
-        _free(rings.giver),
-        _free(rings.collector),
-        tuple(
-            rings.giver[each.source].content == (owner, each.run.index) for each in local.landing
-        ),
-        troubled,
-    )
+def fresh(num_slots: int) -> Rings:
+    return Rings((Slot(),) * num_slots, (Slot(),) * num_slots)
 
 
-def used(rings: Rings, owner: int, uses: tuple[SlotUse, ...]) -> Rings:
-    """The rings after what one hand-over did to them."""
-    giver, collector = list(rings.giver), list(rings.collector)
-    for ring, slot, event, parcel in uses:
-        state, holder = giver[slot][:2] if ring == "giver" else collector[slot][:2]
+def used(rings: Rings, owner: int, uses: tuple[SlotUse, ...]) -> Rings | None:
+    """The rings after what one hand-over does to them, or None when it finds no free slot where
+    it would take one."""
+    slots = {"giver": list(rings.giver), "collector": list(rings.collector)}
+    for ring, slot, event, pretended in uses:
+        state, holder, written = slots[ring][slot]
+        if event is SlotEvent.TAKE and state is not SlotState.FREE:
+            return None
         if event is not SlotEvent.TAKE and holder != owner:
             raise Broken("a slot was touched that belongs to another hand-over")
         if event is None:
-            content = None if parcel is None else (owner, parcel)
-            giver[slot] = giver[slot]._replace(content=content)
             continue
         try:
             state = follow(state, event)
         except RuntimeError as error:
             raise Broken(str(error)) from None
-        holder = -1 if state is SlotState.FREE else owner
-        if ring == "giver":
-            giver[slot] = giver[slot]._replace(state=state, owner=holder)
-            continue
-        ended = event is SlotEvent.SETTLE and parcel is None
-        written = event is SlotEvent.LEND or (collector[slot].written and not ended)
+        if event is SlotEvent.SETTLE and not pretended:
+            written = False
+        written = written or event is SlotEvent.LEND
         if written and state in (SlotState.FREE, SlotState.HELD):
             raise Broken("a slot is free that a transfer may still write into")
-        collector[slot] = LandingSlot(state, holder, written)
-    return Rings(tuple(giver), tuple(collector))
+        # Whoever held it has left a slot in limbo.
+        holder = -1 if state in (SlotState.FREE, SlotState.LIMBO) else owner
+        slots[ring][slot] = Slot(state, holder, written)
+    return Rings(tuple(slots["giver"]), tuple(slots["collector"]))
 
 
 def without(rings: Rings, name: str) -> Rings:
     """The memory of a process that dies is gone with it."""
     match name:
         case "giver dies":
-            return rings._replace(giver=Rings().giver)
+            return rings._replace(giver=fresh(len(rings.giver)).giver)
         case "collector dies":
-            return rings._replace(collector=Rings().collector)
+            return rings._replace(collector=fresh(len(rings.collector)).collector)
     return rings
 
 
-def later(rings: Rings) -> list[Rings]:
-    """Each transfer in limbo may end, some time."""
-    return [
-        used(rings, each.owner, (SlotUse("collector", slot, SlotEvent.SETTLE),))
-        for slot, each in enumerate(rings.collector)
-        if each.state is SlotState.LIMBO
-    ]
+def settled(rings: Rings, slot: int) -> Rings:
+    """After the end of the transfer that this slot is in limbo for, if it is."""
+    if rings.collector[slot].state is not SlotState.LIMBO:
+        return rings
+    after = used(rings, -1, (SlotUse("collector", slot, SlotEvent.SETTLE),))
+    assert after is not None
+    return after
 
 
-def mirrored(rings: Rings) -> Rings:
-    """With the two hand-overs' parts exchanged."""
-
-    def other(owner: int) -> int:
-        return owner if owner < 0 else 1 - owner
-
-    giver = tuple(
-        slot._replace(
-            owner=other(slot.owner),
-            content=None if slot.content is None else (1 - slot.content[0], slot.content[1]),
-        )
-        for slot in rings.giver
-    )
-    landing = tuple(slot._replace(owner=other(slot.owner)) for slot in rings.collector)
-    return Rings(giver, landing)
+def in_limbo(rings: Rings) -> bool:
+    return any(slot.state is SlotState.LIMBO for slot in rings.collector)
 
 
-def _free(slots: tuple[GiverSlot, ...] | tuple[LandingSlot, ...]) -> int:
-    return next((i for i, slot in enumerate(slots) if slot[0] is SlotState.FREE), -1)
+def check_leaks(rings: Rings, *, giver: bool, collector: bool) -> None:
+    """Of the rings of live processes, when nothing can happen any more. Raises Broken."""
+    if giver and any(slot.state is not SlotState.FREE for slot in rings.giver):
+        raise Broken("a slot of the giver has leaked")
+    over = SlotState.FREE, SlotState.LIMBO
+    if collector and any(slot.state not in over for slot in rings.collector):
+        raise Broken("a slot of the collector has leaked")
