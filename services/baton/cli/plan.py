@@ -113,7 +113,7 @@ def _model_lines(outlook: Outlook) -> list[tuple[str, str]]:
         (
             "a token's KV",
             f"{size(memory.block_bytes // memory.block_size)}: {layout.num_layers} layers x "
-            f"{layout.num_kv_heads} heads x ({sizes}) x {layout.dtype}",
+            f"{layout.num_kv_heads} heads x ({sizes}) x {outlook.shape.dtype}",
         ),
     ]
     stored, wire = memory.block_bytes // memory.block_size, layout.bytes_per_position

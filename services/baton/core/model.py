@@ -6,13 +6,15 @@ from dataclasses import dataclass, fields
 
 WIRE_VERSION = 1
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+"""Number types of KV on the wire, and the bytes of a number. fp8 is e4m3 without infinities."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """The shape of KV on the wire. Two workers may hand over only when `difference` is empty.
 
+    dtype: the numbers' type on the wire; each worker keeps its KV in a type of its own.
     A position's payload is, per layer, its keys then its values, each [num_kv_heads, size].
     A parcel's payload over positions is laid out [layer][key, value][position][head][element].
     """
@@ -29,7 +31,7 @@ class KvLayout:
     @property
     def bytes_per_position(self) -> int:
         elements = self.num_layers * self.num_kv_heads * (self.key_size + self.value_size)
-        return elements * _DTYPE_BYTES[self.dtype]
+        return elements * DTYPE_BYTES[self.dtype]
 
     def difference(self, other: KvLayout) -> str:
         """A readable list of what differs, or "" when KV of one fits the other."""

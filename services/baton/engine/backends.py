@@ -16,6 +16,7 @@ from baton.engine.kernels import choose_kernel, fewest_rows
 from baton.engine.kv_cache import KvCache
 from baton.engine.loader import LoadedModel
 from baton.engine.probe import AttentionShape
+from baton.engine.wire import DTYPES
 
 
 def open_backend(
@@ -40,11 +41,12 @@ def open_backend(
     sizes = layout.key_size, layout.value_size
     kernel = choose_kernel(config.attention, device, *sizes, softcap=shape.softcap)
     even = stores_even(config, loaded, shape)
-    cache = KvCache(layout, num_blocks, config.block_size, device, even=even)
+    kept_as = DTYPES[shape.dtype]
+    cache = KvCache(layout, num_blocks, config.block_size, device, even=even, dtype=kept_as)
     lone_rows: int | None = shape.per_head
     if config.exact:
-        size, dtype = layout.key_size, cache.keys.dtype
-        lone_rows = fewest_rows(kernel, layout.num_kv_heads, shape.per_head, size, dtype, device)
+        heads, size = layout.num_kv_heads, layout.key_size
+        lone_rows = fewest_rows(kernel, heads, shape.per_head, size, kept_as, device)
     attention = PagedAttention(cache, kernel, exact=bool(config.exact), lone_rows=lone_rows)
     return TiledBackend(cache, attention)
 

@@ -22,7 +22,7 @@ import torch
 from baton.core.model import KvLayout
 from baton.core.plan import BlockCopy, Extents
 from baton.engine.check import check_extents
-from baton.engine.wire import DTYPES, as_tensor, keys_and_values
+from baton.engine.wire import DTYPES, as_tensor, converted, keys_and_values
 
 
 def block_ids(extents: Extents) -> np.ndarray:
@@ -39,10 +39,19 @@ def places_of(table: np.ndarray, first_position: int, count: int, block_size: in
 
 class BlockCache:
     """keys: [num_blocks + 1, layers, kv_heads, block_size, key_size]; values: the same with
-    value_size. Both are views of `storage`, [num_blocks + 1, elements of a block].
+    value_size. Both are views of `storage`, [num_blocks + 1, elements of a block], of type dtype;
+    None is the wire's.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device):
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None = None,
+    ):
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -50,7 +59,8 @@ class BlockCache:
         layers, heads = layout.num_layers, layout.num_kv_heads
         places = heads * block_size
         size = layers * places * (layout.key_size + layout.value_size)
-        dtype = DTYPES[layout.dtype]
+        self._wire_dtype = DTYPES[layout.dtype]
+        dtype = dtype or self._wire_dtype
         self.storage = torch.zeros(num_blocks + 1, size, dtype=dtype, device=device)
         by_layer = self.storage.view(num_blocks + 1, layers, -1)
         split = places * layout.key_size
@@ -109,29 +119,30 @@ class BlockCache:
         Enqueued on the current stream; the steps that wrote these positions are done.
         """
         places = self._places(extents, first_position, count)
-        wire = self.storage.new_empty(count * self._position_elements)
+        numbers = self.storage.new_empty(count * self._position_elements)
         if self._stream is not None:
             from baton.engine.triton import copies
 
-            copies.pack(self.keys, self.values, places, wire)
-            return wire
-        parts = keys_and_values(self.layout, count, wire)
+            copies.pack(self.keys, self.values, places, numbers)
+            return converted(numbers, self._wire_dtype)
+        parts = keys_and_values(self.layout, count, numbers)
         for part, memory in zip(parts, (self.keys, self.values), strict=True):
             found = memory[places // self.block_size, :, :, places % self.block_size]
             part.copy_(found.transpose(0, 1))
-        return wire
+        return converted(numbers, self._wire_dtype)
 
     def scatter(
         self, extents: Extents, first_position: int, count: int, wire: torch.Tensor
     ) -> None:
         """The inverse of gather; wire must stay as it is until the current stream is through."""
         places = self._places(extents, first_position, count)
+        numbers = converted(wire, self.storage.dtype)
         if self._stream is not None:
             from baton.engine.triton import copies
 
-            copies.unpack(self.keys, self.values, places, wire)
+            copies.unpack(self.keys, self.values, places, numbers)
             return
-        parts = keys_and_values(self.layout, count, wire)
+        parts = keys_and_values(self.layout, count, numbers)
         for part, memory in zip(parts, (self.keys, self.values), strict=True):
             rows = part.transpose(0, 1)
             memory[places // self.block_size, :, :, places % self.block_size] = rows

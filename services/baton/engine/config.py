@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from baton.core.errors import InvalidArgument
+from baton.core.model import DTYPE_BYTES
 
 TILE = 16
 """Positions that attention handles together; a block holds whole tiles."""
@@ -17,6 +18,7 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "attention": ("auto", "reference", "cpu", "triton"),
     "quantize": ("none", "int8"),
+    "kv_wire_dtype": ("auto", *DTYPE_BYTES),
 }
 
 _AT_LEAST_0 = (
@@ -45,6 +47,7 @@ class EngineConfig:
     tokenizer_digest: hex, passed on in the model's description. quantize: weights of linear layers.
     swap_host_bytes, swap_disk_bytes: for KV of preempted sequences; swap_folder: where the file for
     the latter is made, "" is the system's folder for temporary files. graphs: record CUDA graphs.
+    kv_wire_dtype: of KV that is handed over, a name of core's DTYPE_BYTES; auto is the KV's own.
     """
 
     model: str
@@ -67,6 +70,7 @@ class EngineConfig:
     swap_disk_bytes: int = 0
     swap_folder: str = ""
     graphs: bool = True
+    kv_wire_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 
 from baton.core.attempt import Logprobs
 from baton.core.errors import Internal
-from baton.core.model import KvLayout, ModelDescription
+from baton.core.model import DTYPE_BYTES, KvLayout, ModelDescription
 from baton.core.plan import (
     PENDING,
     Chunk,
@@ -42,6 +42,7 @@ class FakeRunner:
     step_seconds: how long a step takes. delay_steps: a submitted step runs when it is collected or
     when so many newer ones are waiting, so that memory freed too early is seen to be overwritten.
     poison_token_id: a chunk that ends with this token makes its samples fail, as NaN logits would.
+    wire_dtype: what its layout says of KV on the wire, auto is float32; its bytes stay as they are.
     num_swap_blocks, depth: see ModelRunner. lost_swap_blocks: those that do not come back.
     """
 
@@ -62,7 +63,9 @@ class FakeRunner:
         depth: int = 1,
         name: str = "fake",
         tokenizer_digest: str = "",
+        wire_dtype: str = "auto",
     ):
+        dtype = "float32" if wire_dtype == "auto" else wire_dtype
         digest = blake2b(f"{vocab_size} {eos_token_ids} {eos_every}".encode(), digest_size=16)
         self._model = ModelDescription(
             name=name,
@@ -74,11 +77,11 @@ class FakeRunner:
         )
         self._layout = KvLayout(
             model_digest=self._model.digest,
-            dtype="float32",
+            dtype=dtype,
             num_layers=1,
             num_kv_heads=1,
-            key_size=KEY_SIZE // 4,
-            value_size=VALUE_SIZE // 4,
+            key_size=KEY_SIZE // DTYPE_BYTES[dtype],
+            value_size=VALUE_SIZE // DTYPE_BYTES[dtype],
         )
         self._num_blocks = num_blocks
         self._block_size = block_size

@@ -36,7 +36,7 @@ def footprint(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) 
     return Footprint(
         weights=weights_bytes(loaded.network, loaded.device, config.quantize),
         activations=activation_bytes(config, loaded, shape),
-        position=stored_bytes(shape.layout, even=stores_even(config, loaded, shape)),
+        position=stored_bytes(shape.layout, shape.dtype, even=stores_even(config, loaded, shape)),
     )
 
 

@@ -21,12 +21,13 @@ from baton.core.plan import BlockCopy, Extents
 from baton.engine.check import check_extents
 from baton.engine.config import TILE
 from baton.engine.spans import spans
-from baton.engine.wire import DTYPES, as_tensor, keys_and_values
+from baton.engine.wire import DTYPES, as_tensor, converted, keys_and_values
 
 
 class KvCache:
     """keys: [layers, heads, places, key_size]; values: [layers, heads, places, stored], where
     stored is max(value_size, key_size) if `even` (kernels that need equal sizes), else value_size.
+    dtype: of both; None is the wire's.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class KvCache:
         device: torch.device,
         *,
         even: bool = False,
+        dtype: torch.dtype | None = None,
     ):
         self.layout = layout
         self.num_blocks = num_blocks
@@ -44,7 +46,7 @@ class KvCache:
         places = num_blocks * block_size
         stored = max(layout.value_size, layout.key_size) if even else layout.value_size
         shape = (layout.num_layers, layout.num_kv_heads, places)
-        dtype = DTYPES[layout.dtype]
+        dtype = dtype or DTYPES[layout.dtype]
         self.keys = torch.zeros((*shape, layout.key_size), dtype=dtype, device=device)
         self.values = torch.zeros((*shape, stored), dtype=dtype, device=device)
 
@@ -94,7 +96,8 @@ class KvCache:
         for start, length in spans(extents, first_position, count, self.block_size):
             for part, memory in zip(wire, (self.keys, self.values), strict=True):
                 stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
-                part.narrow(1, done, length).copy_(stored.transpose(1, 2))
+                numbers = converted(stored, part.dtype)
+                part.narrow(1, done, length).copy_(numbers.transpose(1, 2))
             done += length
 
     def unpack(
@@ -108,7 +111,8 @@ class KvCache:
         for start, length in spans(extents, first_position, count, self.block_size):
             for part, memory in zip(wire, (self.keys, self.values), strict=True):
                 stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
-                stored.copy_(part.narrow(1, done, length).transpose(1, 2))
+                numbers = converted(part.narrow(1, done, length), stored.dtype)
+                stored.copy_(numbers.transpose(1, 2))
             done += length
         for memory in (self.keys, self.values):
             memory.narrow(2, start + length, -(first_position + count) % TILE).zero_()

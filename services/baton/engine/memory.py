@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from baton.core.blocks import blocks_for
 from baton.core.errors import InvalidArgument
-from baton.core.model import KvLayout
+from baton.core.model import DTYPE_BYTES, KvLayout
 from baton.engine.config import MIB, EngineConfig
 
 _LEAST_POSITIONS = 128
@@ -172,13 +172,13 @@ def plan_memory(
     return plan
 
 
-def stored_bytes(layout: KvLayout, *, even: bool) -> int:
-    """Bytes of a position in the pool. even: values are padded to the size of keys, because the
-    kernel that reads them needs equal sizes; on the wire they never are."""
+def stored_bytes(layout: KvLayout, dtype: str, *, even: bool) -> int:
+    """Bytes of a position in the pool, which keeps numbers as dtype. even: values are padded to the
+    size of keys, because the kernel that reads them needs equal sizes; on the wire they never are.
+    """
     heads = layout.num_layers * layout.num_kv_heads
-    element_bytes = layout.bytes_per_position // (heads * (layout.key_size + layout.value_size))
     stored = max(layout.key_size, layout.value_size) if even else layout.value_size
-    return heads * (layout.key_size + stored) * element_bytes
+    return heads * (layout.key_size + stored) * DTYPE_BYTES[dtype]
 
 
 def size(count: int) -> str:

@@ -39,19 +39,21 @@ class KvProbe:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention of a model looks like. per_head: query heads per KV head. sliding_layers: how
-    many look back over a window only.
+    """What attention of a model looks like. dtype: the type that KV is kept in. per_head: query
+    heads per KV head. sliding_layers: how many look back over a window only.
     """
 
     layout: KvLayout
+    dtype: str
     per_head: int
     softcap: bool
     sliding_layers: int = 0
 
 
-def probe_attention(loaded: LoadedModel) -> AttentionShape:
+def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
     """The shape of attention and KV, taken from a run of the wired model, not its configuration.
 
+    wire_dtype: of KV on the wire; auto is the type that it is kept in.
     Raises UnsupportedModel unless attention is called exactly once for each layer, with all it
     needs.
     """
@@ -73,12 +75,13 @@ def probe_attention(loaded: LoadedModel) -> AttentionShape:
     if len(probe.shapes) != 1:
         raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
     ((query_heads, heads, key_size, value_size),) = probe.shapes
+    dtype = next(k for k, v in DTYPES.items() if v == network.dtype)
     layout = KvLayout(
         model_digest=loaded.description.digest,
-        dtype=next(k for k, v in DTYPES.items() if v == network.dtype),
+        dtype=dtype if wire_dtype == "auto" else wire_dtype,
         num_layers=layers,
         num_kv_heads=heads,
         key_size=key_size,
         value_size=value_size,
     )
-    return AttentionShape(layout, query_heads // heads, probe.softcap, probe.sliding)
+    return AttentionShape(layout, dtype, query_heads // heads, probe.softcap, probe.sliding)

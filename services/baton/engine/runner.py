@@ -32,7 +32,7 @@ from baton.engine.products import NotExact, cuts
 from baton.engine.progress import Progress
 from baton.engine.sizing import allocate, free_bytes, size_pool
 from baton.engine.swap import SwapMemory
-from baton.engine.wire import DTYPES
+from baton.engine.wire import is_lossless
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class TorchRunner:
         texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
         expected = [_eager_logits(loaded, text) for text in texts]
         wire(loaded.network)
-        shape = probe_attention(loaded)
+        shape = probe_attention(loaded, config.kv_wire_dtype)
         memory = size_pool(
             config, loaded, shape, free=free, peak=lambda: _peak(config, loaded, shape)
         )
@@ -99,6 +99,11 @@ class TorchRunner:
         )
         runner = cls(loaded.network, model, backend, swap_memory)
         runner._prepare(config, texts, expected)
+        if not is_lossless(shape.dtype, shape.layout.dtype):
+            runner.not_exact_because = (
+                f"KV is kept as {shape.dtype} and handed over as {shape.layout.dtype}"
+            )
+            log.warning("%s: tokens after a hand-over may differ", runner.not_exact_because)
         # Weights were packed one by one: malloc keeps most of what the unpacked ones took.
         give_back_freed()
         return runner
@@ -235,7 +240,8 @@ class TorchRunner:
             return
         memory = self._backend.memory
         shape = max_rows, self._model.vocab_size
-        logits = torch.empty(shape, dtype=DTYPES[memory.layout.dtype], device=memory.device)
+        dtype = next(self._network.parameters()).dtype
+        logits = torch.empty(shape, dtype=dtype, device=memory.device)
         try:
             self._graphs = DecodeGraphs(self._run, buffers, logits, cuda_recorder())
         except RuntimeError as error:

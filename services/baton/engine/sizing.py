@@ -37,7 +37,7 @@ def foresee(config: EngineConfig, free: int | None = None) -> Outlook:
     Raises what loading would raise: UnsupportedModel, and InvalidArgument when it does not fit.
     """
     model = outline(config)
-    shape = probe_attention(model)
+    shape = probe_attention(model, config.kv_wire_dtype)
     if free is None:
         free = free_bytes(model.device)
     return Outlook(model, shape, _plan(config, model, shape, free))

@@ -12,6 +12,7 @@ from baton.engine.probe import AttentionShape
 from baton.engine.step_builder import StepBuilder
 from baton.engine.step_tensors import StepTensors
 from baton.engine.triton_attention import TritonAttention
+from baton.engine.wire import DTYPES
 
 
 class TritonBackend:
@@ -28,7 +29,8 @@ class TritonBackend:
         max_batch: int,
         exact: bool,
     ):
-        self.memory = BlockCache(shape.layout, num_blocks, block_size, device)
+        kept_as = DTYPES[shape.dtype]
+        self.memory = BlockCache(shape.layout, num_blocks, block_size, device, dtype=kept_as)
         self._longest = -(-max_model_len // block_size)
         self._attention = TritonAttention(
             self.memory,

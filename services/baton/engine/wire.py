@@ -1,4 +1,5 @@
-"""A parcel's payload as tensors; knows its layout, not where KV is stored.
+"""A parcel's payload as tensors, and its numbers' way from the type they are kept in to the wire's
+and back; knows its layout, not where KV is stored.
 
 The layout is position-major, [layer][k, v][position][head][element], whatever the memory's is.
 """
@@ -10,7 +11,29 @@ import torch
 from baton.core.errors import Internal
 from baton.core.model import KvLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+def is_lossless(stored: str, wire: str) -> bool:
+    """Whether numbers kept as `stored` are all the same after a journey as `wire`."""
+    return wire in (stored, "float32")
+
+
+def converted(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest numbers of another type: what lies outside its range becomes its largest finite
+    number, as infinities do, and NaN stays. Numbers of that type are returned as they are."""
+    if numbers.dtype == dtype:
+        return numbers
+    largest = torch.finfo(dtype).max
+    if largest < torch.finfo(numbers.dtype).max:
+        # In float32, because the limit may not be a number of the narrow type that they come in.
+        numbers = numbers.float().clamp(-largest, largest)
+    return numbers.to(dtype)
 
 
 def as_tensor(layout: KvLayout, count: int, payload: memoryview) -> torch.Tensor:

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 
 from baton.core.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import BatonError, InvalidArgument, Reason, from_reason
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.model import DTYPE_BYTES, KvLayout, ModelDescription, WorkerIdentity
 from baton.core.request import FinishReason, SamplingParams, StopParams
 from baton.v1 import types_pb2 as pb
 
 _UINT32_MAX = 2**32 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
 _FLOAT_FIELDS = (
     "temperature",
     "top_p",
@@ -76,8 +75,8 @@ def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
 
 
 def layout_from_proto(message: pb.KvLayout, field: str = "layout") -> KvLayout:
-    if message.dtype not in _DTYPES:
-        raise InvalidArgument(f"must be one of {', '.join(_DTYPES)}", field=f"{field}.dtype")
+    if message.dtype not in DTYPE_BYTES:
+        raise InvalidArgument(f"must be one of {', '.join(DTYPE_BYTES)}", field=f"{field}.dtype")
     for name in ("num_layers", "num_kv_heads", "key_size"):
         if getattr(message, name) == 0:
             raise InvalidArgument("must be at least 1", field=f"{field}.{name}")

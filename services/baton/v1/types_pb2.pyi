@@ -517,7 +517,7 @@ class KvLayout(_message.Message):
     model_digest: _builtins.str
     """Digest of the model that makes this KV, hex."""
     dtype: _builtins.str
-    """Number type on the wire: float32, bfloat16 or float16."""
+    """Number type on the wire: float32, bfloat16, float16 or fp8 (e4m3)."""
     num_layers: _builtins.int
     """Layers that keep KV."""
     num_kv_heads: _builtins.int

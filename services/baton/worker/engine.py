@@ -46,6 +46,7 @@ def open_runner(options: WorkerOptions) -> ModelRunner:
             block_size=options.block_size,
             name=options.model_name or folder.name,
             tokenizer_digest=digest,
+            wire_dtype=options.kv_wire_dtype,
         )
     configure(options.threads)
     from baton.engine.runner import TorchRunner
@@ -83,6 +84,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         swap_disk_bytes=options.swap_disk_mib * MIB,
         swap_folder=options.swap_folder,
         graphs=options.graphs,
+        kv_wire_dtype=options.kv_wire_dtype,
         tokenizer_digest=tokenizer_digest,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.core.model import DTYPE_BYTES
 from baton.rpc.config import option
 from baton.rpc.serving import ServingOptions
 
@@ -15,6 +16,13 @@ class WorkerOptions(ServingOptions):
     runner: str = option("torch", "what runs steps", choices=("torch", "fake"))
     dtype: str = option(
         "auto", "number type of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    kv_wire_dtype: str = option(
+        "auto",
+        "number type of KV that is handed over, the same on both sides; auto: the KV's own. A "
+        "narrower one moves fewer bytes and loses precision (fp8 is e4m3, values above 448 are cut "
+        "to it): tokens after a hand-over may then differ, in exact mode too",
+        choices=("auto", *DTYPE_BYTES),
     )
     device: str = option("auto", "where steps run", choices=("auto", "cpu", "cuda"))
     threads: int = option(0, "torch threads; 0: all cores", unit="threads", minimum=0, maximum=1024)

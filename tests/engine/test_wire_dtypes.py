@@ -1,0 +1,169 @@
+"""KV on the wire in another type than it is kept in: every backend sends the nearest numbers and
+takes them as they come, and what a narrow wire loses is as little as its type allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from baton.core.model import DTYPE_BYTES, KvLayout
+from baton.core.plan import Chunk, StepPlan
+from baton.engine.block_cache import BlockCache
+from baton.engine.config import EngineConfig
+from baton.engine.fake import FakeRunner
+from baton.engine.kv_cache import KvCache
+from baton.engine.runner import TorchRunner
+from baton.engine.wire import DTYPES, converted, is_lossless
+from tests.engine.devices import CUDA, INTERPRETER
+from tests.engine.driving import generate, random_prompts
+
+LAYOUT = KvLayout("d", "float32", 2, 3, 24, 16)
+TABLE = ((7, 1), (2, 2))
+FIRST, COUNT = 5, 30
+KEPT = ("float32", "bfloat16", "float16")
+
+Cache = KvCache | BlockCache
+
+
+class ByKernels(BlockCache):
+    """With the kernels on any device: their interpreter knows no streams."""
+
+    def __init__(self, layout: KvLayout, *rest: Any, **named: Any):
+        super().__init__(layout, *rest, **named)
+        if self._stream is None:
+            self._stream = cast(Any, self)
+
+    def synchronize(self) -> None: ...
+
+    def _apart(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.device.type == "cpu" else super()._apart()
+
+
+BACKENDS = (
+    pytest.param(KvCache, "cpu", id="head-major"),
+    pytest.param(BlockCache, "cpu", id="block-major"),
+    pytest.param(ByKernels, INTERPRETER.values[0], id="interpreter", marks=INTERPRETER.marks),
+    pytest.param(BlockCache, CUDA.values[0], id="cuda", marks=CUDA.marks),
+)
+
+
+def cache_of(backend: type[Cache], device: str, wire: str, kept: str) -> Cache:
+    if backend is ByKernels:
+        pytest.importorskip("triton")
+    shape = replace(LAYOUT, dtype=wire)
+    return backend(shape, 10, 16, torch.device(device), dtype=DTYPES[kept])
+
+
+def sent(cache: Cache) -> bytearray:
+    payload = bytearray(COUNT * cache.layout.bytes_per_position)
+    cache.pack(TABLE, FIRST, COUNT, memoryview(payload))
+    return payload
+
+
+def fill(cache: Cache, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for memory in (cache.keys, cache.values):
+        memory.copy_(30 * torch.randn(memory.shape, generator=generator))
+
+
+def in_type(payload: bytearray, before: str, after: str) -> bytearray:
+    numbers = converted(torch.frombuffer(payload, dtype=DTYPES[before]), DTYPES[after])
+    return bytearray(numbers.view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("wire", DTYPE_BYTES)
+def test_every_number_travels_as_the_nearest_and_is_kept_as_it_came(
+    wire: str, kept: str, backend: type[Cache], device: str
+) -> None:
+    """Against a wire of the type that they are kept in, where nothing is converted."""
+    givers = [cache_of(backend, device, each, kept) for each in (kept, wire)]
+    for giver in givers:
+        fill(giver, seed=1)
+    plain, payload = map(sent, givers)
+    assert len(payload) == COUNT * 2 * 3 * (24 + 16) * DTYPE_BYTES[wire]
+    assert payload == in_type(plain, kept, wire)
+
+    takers = [cache_of(backend, device, each, kept) for each in (kept, wire)]
+    for taker, arrived in zip(takers, (in_type(payload, wire, kept), payload), strict=True):
+        fill(taker, seed=2)
+        taker.unpack(TABLE, FIRST, COUNT, memoryview(arrived))
+    for one, other in ((cache.keys, cache.values) for cache in takers):
+        assert one.dtype == other.dtype == DTYPES[kept]
+    assert torch.equal(takers[0].keys, takers[1].keys)
+    assert torch.equal(takers[0].values, takers[1].values)
+    if is_lossless(kept, wire):
+        assert sent(takers[1]) == in_type(plain, kept, wire)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("wire", DTYPE_BYTES)
+def test_what_a_type_cannot_hold_becomes_its_largest_number(wire: str, kept: str) -> None:
+    numbers = torch.tensor([3e38, -3e38, torch.inf, -torch.inf, torch.nan, 0.0, -1.5])
+    numbers = numbers.to(DTYPES[kept])
+    found = converted(numbers, DTYPES[wire]).float()
+    largest = torch.finfo(DTYPES[wire]).max
+    assert found[5:].tolist() == [0.0, -1.5] and found[4].isnan()
+    if largest < torch.finfo(DTYPES[kept]).max:
+        assert bool((found[:4].abs() <= largest).all()) and bool(
+            (found[:4].abs() > 0.9 * min(largest, 3e38)).all()
+        )
+    else:
+        assert torch.equal(found[:4], numbers[:4].float())
+
+
+@pytest.mark.parametrize("wire", DTYPE_BYTES)
+def test_the_runner_without_torch_sends_its_bytes_as_numbers_of_any_type(wire: str) -> None:
+    giver, taker = (FakeRunner(16, block_size, wire_dtype=wire) for block_size in (16, 32))
+    (prompt,) = random_prompts([60], 1000)
+    giver.submit(StepPlan(1, (Chunk(1, prompt, 0, ((3, 4),), ()),)))
+    giver.collect()
+    payload = bytearray(60 * 16)
+    assert giver.layout.dtype == wire
+    assert giver.layout.bytes_per_position == 16
+    giver.pack(((3, 4),), 0, 60, memoryview(payload))
+    taker.unpack(((5, 2),), 0, 60, memoryview(payload))
+    tables = (((3, 4),), ((5, 2),))
+    tokens = [
+        generate(runner, [prompt], [table], 4, start=59)
+        for runner, table in zip((giver, taker), tables, strict=True)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("wire", ["auto", "bfloat16", "float16", "fp8"])
+def test_a_model_answers_after_its_kv_has_travelled(
+    wire: str, saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exactly, where the wire holds what is kept; else it says that it does not promise to."""
+    config = EngineConfig(str(saved("llama")), num_blocks=24, kv_wire_dtype=wire)
+    runner = TorchRunner.load(config)
+    (prompt,) = random_prompts([80], 1000)
+    here, there = ((0, 8),), ((10, 8),)
+    whole = generate(runner, [prompt], [here], 16)
+    payload = bytearray(79 * runner.layout.bytes_per_position)
+    runner.pack(here, 0, 79, memoryview(payload))
+    runner.unpack(there, 0, 79, memoryview(payload))
+    after = generate(runner, [prompt], [there], 16, start=79)
+    assert len(after[0]) == 16
+    reason = f"KV is kept as float32 and handed over as {wire}"
+    assert runner.layout.dtype == ("float32" if wire == "auto" else wire)
+    assert runner.exact == (wire == "auto")
+    assert (reason in caplog.text) == (wire != "auto")
+    if wire == "auto":
+        assert after == whole
+        return
+    memory = runner._backend.memory
+    assert isinstance(memory, KvCache)
+    kind = torch.finfo(DTYPES[wire])
+    for numbers in (memory.keys, memory.values):
+        kept, arrived = (numbers[:, :, start : start + 79] for start in (0, 160))
+        assert kept.abs().max() > 0
+        assert bool(((kept - arrived).abs() <= kept.abs() * kind.eps / 2 + kind.tiny).all())

@@ -1,0 +1,108 @@
+"""KV that is kept as bfloat16 by one process arrives in another that keeps it as float32, over real
+NIXL and sent as either of two types that both agree on; where they do not agree nothing moves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import torch
+
+from baton.core.errors import Incompatible
+from baton.core.model import KvLayout, WorkerIdentity
+from baton.engine.kv_cache import KvCache
+from baton.kv.collector import Collector, Ticket
+from baton.kv.staging import Staging
+from baton.rpc.handover import GrpcGiverConnection
+from tests.kv.rig import SLOT_BYTES, identity
+from tests.kv.wire_process import (
+    BLOCK_SIZE,
+    CPU,
+    EXTENTS,
+    NUM_BLOCKS,
+    NUM_POSITIONS,
+    NUM_SLOTS,
+    filled,
+    layout,
+)
+
+ON_THE_WIRE = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+PATIENCE_S = 120
+
+
+async def test_types_may_differ_where_the_wires_are_the_same() -> None:
+    me = identity("decode")
+    ids = {dtype: secrets.token_bytes(16) for dtype in ON_THE_WIRE}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.kv.wire_process", me.incarnation),
+        *(f"{dtype}:{ids[dtype].hex()}" for dtype in ON_THE_WIRE),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout
+        async with asyncio.timeout(PATIENCE_S), here(me) as staging:
+            for dtype, told in zip(
+                ON_THE_WIRE, json.loads(await process.stdout.readline()), strict=True
+            ):
+                giver = WorkerIdentity("prefill", *told)
+                refused = f"dtype: {dtype} against float32"
+                with pytest.raises(Incompatible, match=refused):
+                    await collect(me, staging, layout("float32"), giver, bytes(16))
+                cache = await collect(me, staging, layout(dtype), giver, ids[dtype])
+                check(cache, filled(dtype), ON_THE_WIRE[dtype])
+    finally:
+        process.kill()
+        await process.communicate()
+
+
+@asynccontextmanager
+async def here(me: WorkerIdentity) -> AsyncIterator[Staging]:
+    staging = await Staging.open(
+        me.incarnation, transport="nixl", num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES
+    )
+    try:
+        yield staging
+    finally:
+        await staging.close()
+
+
+async def collect(
+    me: WorkerIdentity, staging: Staging, shape: KvLayout, giver: WorkerIdentity, handover_id: bytes
+) -> KvCache:
+    """The memory of a worker that keeps float32, after the hand-over."""
+    cache = KvCache(shape, NUM_BLOCKS, BLOCK_SIZE, CPU, dtype=torch.float32)
+
+    async def reserve() -> int:
+        return 0
+
+    async def unpack(first_position: int, count: int, payload: memoryview) -> None:
+        cache.unpack(EXTENTS, first_position, count, payload)
+
+    ticket = Ticket(handover_id, giver, NUM_POSITIONS, PATIENCE_S)
+    async with grpc.aio.insecure_channel(giver.address) as channel:
+        collector = Collector(me, shape, staging, lambda _: GrpcGiverConnection(channel))
+        try:
+            await collector.collect(ticket, reserve, unpack)
+        finally:
+            await collector.close()
+    return cache
+
+
+def check(arrived: KvCache, sent: KvCache, wire: torch.dtype) -> None:
+    """Every number is the wire's nearest, and others are untouched."""
+    places = [block * BLOCK_SIZE + i for block in (1, 2, 0, 3) for i in range(BLOCK_SIZE)]
+    carried, others = places[:NUM_POSITIONS], places[NUM_POSITIONS:]
+    for now, before in ((arrived.keys, sent.keys), (arrived.values, sent.values)):
+        assert now.dtype == torch.float32 and before.dtype == torch.bfloat16
+        largest = torch.finfo(wire).max
+        wanted = before[:, :, carried].float().clamp(-largest, largest).to(wire).float()
+        assert torch.equal(now[:, :, carried], wanted)
+        assert not now[:, :, others].any()
