@@ -192,6 +192,20 @@ def test_a_worker_that_does_not_fit_is_named_with_the_difference() -> None:
     assert candidate.detail == "num_kv_heads: 4 against 1"
 
 
+@pytest.mark.parametrize(
+    ("transports", "fits"),
+    [(("nixl", "loopback"), True), (("loopback",), True), ((), True), (("nixl",), False)],
+)
+def test_pairs_have_a_transport_in_common(transports: tuple[str, ...], fits: bool) -> None:
+    """As far as they are known: decode is there with loopback only."""
+    prefill = replace(worker("p", "prefill"), transports=transports)
+    decision = route(DEMAND, [prefill], [replace(worker("d"), transports=("loopback",))])
+    assert (decision.prefill is not None) is fits
+    assert decision.decode is not None
+    if not fits:
+        assert decision.candidates[-1].detail == "transports: nixl against loopback"
+
+
 def test_busy_prefill_is_waited_for_and_failed_prefill_is_not() -> None:
     prefills, decodes = [worker("p", "prefill")], [worker("d")]
     assert route(replace(DEMAND, busy=frozenset({"p"})), prefills, decodes).wait

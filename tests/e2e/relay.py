@@ -19,6 +19,7 @@ import grpc
 
 from baton.cli.ports import free_ports
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tests import leaks
 
 START_TIMEOUT_S = 120
 
@@ -82,6 +83,7 @@ class Relay:
         self._state = folder / "baton" / "up.json"
         self.channel = grpc.insecure_channel(self.description["grpc"])
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+        leaks.SOURCES[self] = self.workers
 
     def baton(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -94,6 +96,9 @@ class Relay:
 
     def close(self) -> None:
         self.channel.close()
+        leaks.SOURCES.pop(self, None)
+        for worker in self.workers():
+            leaks.check(worker)
         self.baton("down", timeout=90)
 
     def logs(self) -> str:
@@ -107,6 +112,13 @@ class Relay:
         """As the state file says now; pids change when a process was restarted."""
         found: list[dict[str, Any]] = json.loads(self._state.read_text())["processes"]
         return [p for p in found if role in ("", p["role"])]
+
+    def workers(self) -> list[leaks.RunningWorker]:
+        """Those that hold KV; none once it was stopped."""
+        if not self._state.exists():
+            return []
+        found = self.processes("prefill") + self.processes("decode")
+        return [leaks.RunningWorker(p["pid"], p["metrics"]) for p in found]
 
     def kill(self, process: dict[str, Any], number: int = signal.SIGKILL) -> None:
         os.kill(process["pid"], number)

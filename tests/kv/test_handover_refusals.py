@@ -162,7 +162,7 @@ async def test_a_slot_in_use_again_does_not_verify(monkeypatch: pytest.MonkeyPat
 async def test_another_model_is_refused_with_a_readable_difference() -> None:
     other = replace(LAYOUT, num_layers=3, model_digest="cd" * 32)
     async with rig(collector_layout=other) as world:
-        with pytest.raises(Incompatible, match="num_layers: 2 against 3"):
+        with pytest.raises(Incompatible, match=r"prefill .* and decode .*num_layers: 2 against 3"):
             await world.collector.meet(world.giver.identity)
         offer = world.offer(20)
         with pytest.raises(Incompatible, match="model_digest"):

@@ -29,6 +29,7 @@ class RingMachine(RuleBasedStateMachine):
         self.ring = SlotRing(6, 4096)
         self.owners: dict[int, str] = {}
         self.num_limbo = 0
+        self.was_exhausted = False
 
     @rule(target=held, peer=st.sampled_from(PEERS))
     def take(self, peer: str) -> object:
@@ -73,6 +74,9 @@ class RingMachine(RuleBasedStateMachine):
         assert self.ring.num_free == 6 - len(self.owners)
         assert self.ring.num_limbo == self.num_limbo
         assert self.ring.exhausted == (self.num_limbo >= 2)
+        self.was_exhausted |= self.ring.exhausted
+        assert self.ring.no_limbo.is_set() == (self.num_limbo == 0)
+        assert self.ring.worn_out.is_set() == self.was_exhausted, "it is final"
 
     def teardown(self) -> None:
         self.ring.close()

@@ -17,7 +17,7 @@ from baton.rpc.lifecycle import PARENT_VARIABLE, new_incarnation
 WITHIN_S = 20
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, sys, time
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.rpc import lifecycle, logs
 from baton.rpc.server import ProcessServer, Service
@@ -30,6 +30,11 @@ async def main():
     address = await server.start()
     server.set_serving(True)
     fatal = asyncio.get_running_loop().create_future()
+    worn_out = asyncio.get_running_loop().create_future()
+    if kind.startswith("worn"):
+        asyncio.get_running_loop().call_later(0.1, worn_out.set_result, "too much in limbo")
+    if kind == "hangs":
+        lifecycle.EXIT_S = 0.5
     if kind == "crash":
         asyncio.get_running_loop().call_later(0.1, fatal.set_exception, RuntimeError("engine"))
 
@@ -37,13 +42,20 @@ async def main():
         print("draining", flush=True)
         if kind == "broken":
             raise RuntimeError("cannot drain")
-        await asyncio.sleep(0.1 if kind == "ends" else 60)
+        await asyncio.sleep(0.1 if kind in ("ends", "worn", "hangs") else 60)
         print("drained", flush=True)
 
     # Once run_until_stopped waits: signals before that end the process as they always do.
     asyncio.get_running_loop().call_soon(print, address)
-    timeout = 0.2 if kind == "late" else 60
-    return await lifecycle.run_until_stopped(server, drain, drain_timeout_s=timeout, fatal=fatal)
+    timeout = {"late": 0.2, "worn, late": 1.0}.get(kind, 60)
+    code = await lifecycle.run_until_stopped(
+        server, drain, drain_timeout_s=timeout, fatal=fatal, worn_out=worn_out
+    )
+    if kind == "hangs":
+        time.sleep(600)
+    if kind.startswith("worn"):
+        lifecycle.exit_at_once(code)
+    return code
 
 logs.setup("test", "info")
 sys.exit(lifecycle.run(main()))
@@ -134,6 +146,32 @@ def test_a_crash_ends_the_process_with_1(start: Start) -> None:
     assert code == 1
     assert "draining" not in out
     assert "RuntimeError: engine" in err
+
+
+def test_worn_out_drains_and_exits_with_a_code_of_its_own(start: Start) -> None:
+    process = start(PROGRAM, "worn", "127.0.0.1:0")
+    assert line(process)
+    code, out, err = finish(process)
+    assert (code, out) == (4, "draining\ndrained\n"), err
+    assert "too much in limbo: draining" in err
+
+
+def test_a_signal_does_not_cut_the_drain_of_one_that_is_worn_out(start: Start) -> None:
+    process = start(PROGRAM, "worn, late", "127.0.0.1:0")
+    assert line(process) and line(process) == "draining"
+    process.terminate()
+    code, _, err = finish(process)
+    assert code == 4
+    assert "not drained within 1 s" in err
+
+
+def test_an_exit_that_hangs_is_bounded_and_says_where(start: Start) -> None:
+    process = start(PROGRAM, "hangs", "127.0.0.1:0")
+    assert line(process)
+    process.terminate()
+    code, _, err = finish(process)
+    assert code == 1
+    assert "Timeout (0:00:00.500000)!" in err
 
 
 def test_failures_of_start_up_are_one_line(start: Start) -> None:

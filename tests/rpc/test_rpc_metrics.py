@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import InvalidArgument
+from baton.core.timings import Timings
 from baton.rpc import metrics
 from baton.rpc.address import PortInUse
 from baton.rpc.scrape import MetricsServer
@@ -71,6 +72,27 @@ def test_gauges_are_read_at_the_scrape_and_added_up(
     assert found["baton_waiting_tokens", ()] == 9
     stop()
     assert scrape(server)["baton_blocks", (("state", "free"),)] == 1
+
+
+def test_timings_are_shown_as_a_histogram(
+    server: MetricsServer, registry: CollectorRegistry
+) -> None:
+    times = Timings()
+    stop = metrics.timings(metrics.HANDOVER_STAGE, lambda: {("giver", "pack"): times}, registry)
+    for seconds in (0.0001, 0.0002, 0.3, 100.0):
+        times.add(seconds)
+    found = scrape(server)
+
+    def at_most(bound: str) -> float:
+        labels = (("le", bound), ("side", "giver"), ("stage", "pack"))
+        return found["baton_handover_stage_seconds_bucket", labels]
+
+    assert [at_most(b) for b in ("0.0001", "0.00025", "0.25", "0.5", "60.0")] == [1, 2, 2, 3, 3]
+    labels = (("side", "giver"), ("stage", "pack"))
+    assert at_most("+Inf") == found["baton_handover_stage_seconds_count", labels] == 4
+    assert found["baton_handover_stage_seconds_sum", labels] == times.total_s
+    stop()
+    assert ("baton_handover_stage_seconds_count", labels) not in scrape(server)
 
 
 def test_one_broken_gauge_hides_no_other(

@@ -12,6 +12,7 @@ class WorkerState(Enum):
     """Where a worker stands in its life."""
 
     STARTING = 1
+    """Not ready (yet, or again): it loads, or its own way for KV does not work."""
     SERVING = 2
     DRAINING = 3
     KV_ONLY = 4

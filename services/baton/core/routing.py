@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
+from baton.core.fit import difference
 from baton.core.load import WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 
@@ -33,6 +34,7 @@ class WorkerSnapshot:
     model: ModelDescription
     load: WorkerLoad
     layout: KvLayout | None = None
+    transports: tuple[str, ...] = ()
     block_size: int = 1
     placed_sequences: int = 0
     placed_tokens: int = 0
@@ -114,7 +116,7 @@ def decide(
         return Decision(None, None, "no decode worker can take it", seen)
     if demand.input_tokens <= local_prefill_tokens:
         return Decision(None, decode.identity, "short enough to prefill on decode", seen)
-    prefill, seen_too = _pick(demand, prefills, decode.layout)
+    prefill, seen_too = _pick(demand, prefills, decode)
     seen += seen_too
     if prefill is not None:
         return Decision(prefill.identity, decode.identity, "prefill and decode apart", seen)
@@ -124,12 +126,12 @@ def decide(
 
 
 def _pick(
-    demand: Demand, workers: Iterable[WorkerSnapshot], layout: KvLayout | None
+    demand: Demand, workers: Iterable[WorkerSnapshot], collector: WorkerSnapshot | None
 ) -> tuple[WorkerSnapshot | None, tuple[Candidate, ...]]:
     costs: list[tuple[float, bytes, WorkerSnapshot]] = []
     filtered: list[Candidate] = []
     for worker in workers:
-        fate, detail = _filter(demand, worker, layout)
+        fate, detail = _filter(demand, worker, collector)
         if fate is None:
             costs.append((cost(demand, worker), _tie_break(demand, worker), worker))
         else:
@@ -143,9 +145,9 @@ def _pick(
 
 
 def _filter(
-    demand: Demand, worker: WorkerSnapshot, layout: KvLayout | None
+    demand: Demand, worker: WorkerSnapshot, collector: WorkerSnapshot | None
 ) -> tuple[Fate | None, str]:
-    """Why the worker cannot be used at all, or None. layout: the decode worker's, if one counts."""
+    """Why the worker cannot be used at all, or None. collector: who takes its KV, if anybody."""
     incarnation = worker.identity.incarnation
     if worker.load.state is not WorkerState.SERVING:
         return Fate.NOT_SERVING, worker.load.state.name.lower()
@@ -155,10 +157,12 @@ def _filter(
         return Fate.OTHER_MODEL, worker.model.name
     if not _fits(demand.tokenizer_digest, worker.model.tokenizer_digest):
         return Fate.OTHER_TOKENIZER, worker.model.tokenizer_digest
-    if layout is not None:
-        difference = worker.layout.difference(layout) if worker.layout else "it has no KV layout"
-        if difference:
-            return Fate.OTHER_LAYOUT, difference
+    if collector is not None and collector.layout is not None:
+        misfit = difference(
+            worker.layout, worker.transports, collector.layout, collector.transports
+        )
+        if misfit:
+            return Fate.OTHER_LAYOUT, misfit
     if incarnation in demand.failed:
         return Fate.FAILED_BEFORE, ""
     if incarnation in demand.busy:

@@ -49,6 +49,7 @@ def main() -> int:
             lambda giver: GrpcGiverConnection(parts.channels.get(giver.address)),
             stats=parts.stats,
         )
+        collector.start_probing(config.probe_interval_s)
         made = DecodeService(
             parts.engine,
             Beginner(parts.engine, collector, handover_timeout_s=config.handover_timeout_s),

@@ -65,6 +65,14 @@ class Beginner:
         self._collector = collector
         self._handover_timeout_s = handover_timeout_s
 
+    @property
+    def holdings(self) -> dict[str, int]:
+        return self._collector.holdings
+
+    @property
+    def probing(self) -> bool:
+        return self._collector.probing
+
     async def begin(self, running: Running) -> None:
         """Returns when the scheduler has the attempt for good. Raises BatonError."""
         key = running.attempt.key

@@ -86,6 +86,15 @@ class DecodeService:
         return len(self._running)
 
     @property
+    def holdings(self) -> dict[str, int]:
+        """What is held here for attempts besides blocks and slots, by kind."""
+        return {**self._beginner.holdings, "tasks": len(self._beginnings)}
+
+    @property
+    def probing(self) -> bool:
+        return self._beginner.probing
+
+    @property
     def num_sessions(self) -> int:
         """Routers with a stream, or with one that broke a moment ago."""
         return len(self._sessions)

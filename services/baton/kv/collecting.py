@@ -40,6 +40,7 @@ from baton.kv.line import Line
 from baton.kv.parcel import HEADER_BYTES, Sealer, positions_per_parcel
 from baton.kv.peers import Peer
 from baton.kv.slots import Slot
+from baton.kv.stats import now
 from baton.kv.tasks import outlast, race, to_end
 from baton.kv.ticket import Collected, Reserve, Surroundings, Ticket, Unpack
 from baton.kv.transport import TransportError
@@ -83,6 +84,7 @@ class Collecting:
         self._landings: set[asyncio.Task[None]] = set()
         self._tokens: tuple[ChoiceTokens, ...] = ()
         self._received_bytes = self._cached_positions = 0
+        self._opened_at = self._last_told_at = 0.0
         self.ending: Ending | None = None
 
     async def run(self) -> Collected:
@@ -151,22 +153,28 @@ class Collecting:
                 self._ticket.num_positions if self._ticket.is_probe else 0,
             )
         )
+        self._opened_at = now()
         while not side.ended:
             self._changed.clear()
             if side.state is CollectorState.RESERVING:
                 await self._reserve()
             while side.wants_credit and side.credits + len(side.landing) < MAX_IN_FLIGHT:
-                self._credited.append(await self._around.ring.wait(giver.incarnation))
+                with self._around.stats.timed("slot_wait"):
+                    slot = await self._around.ring.wait(giver.incarnation)
+                self._credited.append(slot)
                 side.credited()
                 await self._line.say(Credit(1))
             if side.all_in:
                 side.completed()
+                if self._last_told_at:
+                    self._around.stats.took("last_chunk", self._last_told_at)
                 await self._line.say(Completed())
             elif not side.ended:
                 await self._changed.wait()
 
     async def _reserve(self) -> None:
-        from_position = await self._reserve_blocks()
+        with self._around.stats.timed("reserve"):
+            from_position = await self._reserve_blocks()
         self._patience.moved()
         if from_position is None:
             self.side.full()
@@ -180,8 +188,11 @@ class Collecting:
         match message:
             case Announced(num_positions):
                 self.side.announced(num_positions)
+                self._around.stats.took("announce_wait", self._opened_at)
             case Finished(num_positions):
                 self.side.advanced(num_positions)
+                if num_positions == self.side.num_positions:
+                    self._last_told_at = now()
             case ParcelReady(header, slot):
                 self._arrive(header, slot)
             case Tokens(choices):
@@ -205,31 +216,36 @@ class Collecting:
         task.add_done_callback(self._landed)
 
     async def _land(self, header: ParcelHeader, remote_slot: int) -> None:
-        slot = self._landing[header.index]
+        slot, stats = self._landing[header.index], self._around.stats
         try:
             size = HEADER_BYTES + header.payload_bytes
             try:
-                await self._peer.reader.read(
-                    self._ticket.giver.incarnation, remote_slot, slot, size, READ_S
-                )
+                with stats.timed("read"):
+                    await self._peer.reader.read(
+                        self._ticket.giver.incarnation, remote_slot, slot, size, READ_S
+                    )
             except TransportError:
                 self._peer.suspect = True
-                self._around.stats.transfer_errors += 1
+                stats.transfer_errors += 1
                 raise HandoverFailed("a parcel could not be read") from None
-            if self._sealer.is_slow(header):
-                wrong = await to_end(asyncio.to_thread(self._sealer.mismatch, header, slot.view))
-            else:
-                wrong = self._sealer.mismatch(header, slot.view)
+            with stats.timed("verify"):
+                if self._sealer.is_slow(header):
+                    wrong = await to_end(
+                        asyncio.to_thread(self._sealer.mismatch, header, slot.view)
+                    )
+                else:
+                    wrong = self._sealer.mismatch(header, slot.view)
             if wrong:
                 raise self._mismatch(wrong)
             payload = slot.view[HEADER_BYTES:size]
-            await to_end(self._unpack(header.first_position, header.num_positions, payload))
+            with stats.timed("unpack"):
+                await to_end(self._unpack(header.first_position, header.num_positions, payload))
         finally:
             self._landing.pop(header.index).release()
         self.side.landed(header.index)
         self._received_bytes += header.payload_bytes
-        self._around.stats.parcels += 1
-        self._around.stats.payload_bytes += header.payload_bytes
+        stats.parcels += 1
+        stats.payload_bytes += header.payload_bytes
         await self._line.say(ParcelCollected(header.index))
         self._patience.moved()
         self._changed.set()

@@ -22,14 +22,16 @@ from baton.core.model import KvLayout, WorkerIdentity
 from baton.kv.collecting import Collecting
 from baton.kv.connection import Connect
 from baton.kv.ending import Ending
+from baton.kv.idle_probes import IdleProbes
 from baton.kv.line import Liveness
 from baton.kv.parcel import positions_per_parcel
-from baton.kv.peers import Peers, as_handover_failure
+from baton.kv.peers import Peer, Peers, as_handover_failure
+from baton.kv.probe import probe
 from baton.kv.staging import Staging
-from baton.kv.stats import HandoverStats
+from baton.kv.stats import HandoverStats, now
 from baton.kv.tasks import outlast
 from baton.kv.ticket import Collected as Collected
-from baton.kv.ticket import Reserve, Surroundings, Unpack
+from baton.kv.ticket import Probe, Reserve, Surroundings, Unpack
 from baton.kv.ticket import Ticket as Ticket
 
 FAREWELL_S = 1.0
@@ -61,17 +63,36 @@ class Collector:
         self._around = Surroundings(
             identity, layout, staging.ring, liveness or Liveness(), limits, self.stats
         )
-        self._peers = Peers(identity, layout, staging, connect)
+        self._peers = Peers(identity, layout, staging, connect, self._probe, self.stats)
         self._running = 0
         self._farewells: set[asyncio.Task[None]] = set()
+        self._probes: IdleProbes | None = None
+        self._probing: asyncio.Task[None] | None = None
 
     @property
     def idle(self) -> bool:
         """No hand-over runs and every ended one has taken its leave."""
         return not self._running and not self._farewells
 
+    @property
+    def probing(self) -> bool:
+        """A giver is being probed, for want of traffic."""
+        return self._probes is not None and self._probes.probing
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        """What hand-overs hold here, by kind; nothing when there are none and no probe runs."""
+        return {"handovers": self._running, "farewells": len(self._farewells)}
+
+    def start_probing(self, every_s: float) -> None:
+        """Probes givers that nothing came from for so long, until closed. Called once at most."""
+        self._probes = IdleProbes(
+            self._peers, self._probe, busy=lambda: not self.idle, every_s=every_s
+        )
+        self._probing = asyncio.create_task(self._probes.run())
+
     async def meet(self, giver: WorkerIdentity) -> None:
-        """Meets a giver ahead of traffic: layouts compared, connection warm, result remembered.
+        """Meets a giver ahead of traffic: layouts compared, a probe collected, result remembered.
 
         Raises Incompatible with a readable difference, and Unavailable.
         """
@@ -106,14 +127,18 @@ class Collector:
 
     async def close(self) -> None:
         """Waits for farewells under way and forgets all peers. Collections are ended before."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await outlast([self._probing])
         await outlast(list(self._farewells))
         await self._peers.close()
 
     async def _collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
         clock = asyncio.get_running_loop().time
-        deadline = clock() + ticket.deadline_s
+        deadline, began = clock() + ticket.deadline_s, now()
         try:
             async with self._peers.use(ticket.giver, ticket.deadline_s) as peer:
+                self.stats.took("meet", began)
                 ticket = replace(ticket, deadline_s=deadline - clock())
                 stream = peer.connection.collect()
                 work = Collecting(self._around, ticket, peer, stream, reserve, unpack)
@@ -131,6 +156,9 @@ class Collector:
         except BatonError as error:
             # Meeting failed; what happened on the stream is an Ending.
             raise as_handover_failure(error) from None
+
+    async def _probe(self, peer: Peer) -> Probe:
+        return await probe(self._around, peer)
 
     def _see_off(self, work: Collecting) -> None:
         # Not awaited here: a cancelled hand-over gives its memory back at once.

@@ -7,18 +7,19 @@ computes calls `offer`. One stream's work is `baton.kv.giving.Giving`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
-    Incompatible,
     InvalidArgument,
     NotFound,
     Overloaded,
     Unavailable,
 )
+from baton.core.fit import difference, refusal
 from baton.core.handover import DOOR_S, LIMITS, GiverState, Limit, State
 from baton.core.handover_messages import (
     HANDOVER_ID_BYTES,
@@ -44,6 +45,8 @@ from baton.kv.tasks import outlast
 MAX_OFFERS = 4096
 MAX_AT_THE_DOOR = 256
 MAX_TOMBSTONES = 8192
+
+log = logging.getLogger(__name__)
 
 
 class Giver:
@@ -77,6 +80,7 @@ class Giver:
         self._tombstones: OrderedDict[bytes, None] = OrderedDict()
         self._timers: dict[bytes, tuple[asyncio.TimerHandle, ...]] = {}
         self._streams: set[asyncio.Task[object]] = set()
+        self._num_probes = 0
 
     @property
     def num_offers(self) -> int:
@@ -92,6 +96,16 @@ class Giver:
     def num_tombstones(self) -> int:
         """Ended ids that are remembered."""
         return len(self._tombstones)
+
+    @property
+    def probing(self) -> bool:
+        """A collector probes the way from here."""
+        return self._num_probes > 0
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        """What hand-overs hold here, by kind; nothing when there are none and no probe runs."""
+        return {"offers": len(self._offers), "streams": len(self._streams)}
 
     def offer(
         self,
@@ -123,6 +137,7 @@ class Giver:
             stats,
             is_probe=is_probe,
         )
+        self._num_probes += is_probe
         self._offers[handover_id] = offer
         loop = asyncio.get_running_loop()
         self._timers[handover_id] = (
@@ -137,28 +152,29 @@ class Giver:
     def meet(self, introduction: Introduction) -> Meeting:
         """Answers a collector that introduces itself.
 
-        Raises Unavailable (it looks for an older process at this address) and Incompatible.
+        Raises Unavailable (it looks for an older process at this address), InvalidArgument, and
+        Incompatible with what differs.
         """
         self._check_incarnation(introduction.giver_incarnation)
-        difference = self.layout.difference(introduction.layout)
-        if difference:
-            raise Incompatible(f"the KV of the two workers differs: {difference}")
-        for name in introduction.transports:
-            reader = self.staging.readers.get(name)
-            if reader is not None:
-                return Meeting(
-                    giver=self.identity,
-                    layout=self.layout,
-                    transport=name,
-                    transport_metadata=reader.metadata,
-                    ring=self.staging.ring.describe(),
-                    digest=self.digest,
-                    kv_network=self.staging.ucx.network.value,
-                    ucx_transports=self.staging.ucx.transports,
-                )
-        raise Incompatible(
-            f"no transport in common: {', '.join(introduction.transports) or 'none'} "
-            f"against {', '.join(self.staging.names)}"
+        if not introduction.transports:
+            raise InvalidArgument("must not be empty", field="transports")
+        misfit = difference(
+            self.layout, self.staging.names, introduction.layout, introduction.transports
+        )
+        if misfit:
+            error = refusal(self.identity, introduction.collector, misfit)
+            log.warning("%s", error.message)
+            raise error
+        name = next(name for name in introduction.transports if name in self.staging.readers)
+        return Meeting(
+            giver=self.identity,
+            layout=self.layout,
+            transport=name,
+            transport_metadata=self.staging.readers[name].metadata,
+            ring=self.staging.ring.describe(),
+            digest=self.digest,
+            kv_network=self.staging.ucx.network.value,
+            ucx_transports=self.staging.ucx.transports,
         )
 
     async def serve(
@@ -253,6 +269,7 @@ class Giver:
         offer.stats.outcomes[outcome.outcome.value] += 1
         if offer.is_probe:
             # Its bytes are worth nothing, and the tombstones of others must not be pushed out.
+            self._num_probes -= 1
             return
         self._tombstones[offer.handover_id] = None
         while len(self._tombstones) > MAX_TOMBSTONES:

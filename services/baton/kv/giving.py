@@ -36,6 +36,7 @@ from baton.kv.line import Line, PeerLost
 from baton.kv.offer import HandoverOutcome, Offer, Outcome
 from baton.kv.parcel import HEADER_BYTES, Sealer
 from baton.kv.slots import Slot
+from baton.kv.stats import now
 from baton.kv.tasks import race, to_end
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Giving:
         self._opening: asyncio.Future[OpenHandover] = asyncio.get_running_loop().create_future()
         self._offer: Offer | None = None
         self._slots: dict[int, Slot] = {}
+        self._announced_at = 0.0
+        self._sent_at: dict[int, float] = {}
 
     async def run(self) -> None:
         """Returns when the hand-over has ended, with every slot released and the offer ended."""
@@ -87,6 +90,7 @@ class Giving:
         except TimeoutError:
             raise PeerLost("the collector did not say what it wants") from None
         offer = self._offer = await self._giver.claim(opening)
+        offer.stats.took("open_wait", offer.made_at)
         self._sealer = Sealer(
             offer.handover_id,
             self._giver.identity.incarnation,
@@ -103,6 +107,7 @@ class Giving:
             if side.state is GiverState.OPENED and offer.announced:
                 side.announced()
                 self._patience.moved()
+                self._announced_at = now()
                 await self._line.say(Announced(side.num_positions))
             await self._tell_finished(offer)
             while (run := side.next_run()) is not None:
@@ -120,18 +125,23 @@ class Giving:
             await self._line.say(Finished(offer.side.finished))
 
     async def _send(self, offer: Offer, run: Run) -> None:
-        slot = await self._giver.staging.ring.wait(offer.collector_incarnation)
+        stats = offer.stats
+        with stats.timed("slot_wait"):
+            slot = await self._giver.staging.ring.wait(offer.collector_incarnation)
         self._slots[run.index] = slot
         header = self._sealer.header(run)
         payload = slot.view[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-        await to_end(offer.pack(run.first_position, run.num_positions, payload))
-        if self._sealer.is_slow(header):
-            digest = await to_end(asyncio.to_thread(self._sealer.seal, header, slot.view))
-        else:
-            digest = self._sealer.seal(header, slot.view)
-        offer.stats.parcels += 1
-        offer.stats.payload_bytes += header.payload_bytes
+        with stats.timed("pack"):
+            await to_end(offer.pack(run.first_position, run.num_positions, payload))
+        with stats.timed("seal"):
+            if self._sealer.is_slow(header):
+                digest = await to_end(asyncio.to_thread(self._sealer.seal, header, slot.view))
+            else:
+                digest = self._sealer.seal(header, slot.view)
+        stats.parcels += 1
+        stats.payload_bytes += header.payload_bytes
         offer.side.sent(run.index)
+        self._sent_at[run.index] = now()
         await self._line.say(ParcelReady(replace(header, digest=digest), slot.index))
 
     def _hear(self, message: CollectorMessage) -> None:
@@ -144,6 +154,7 @@ class Giving:
         match message:
             case Granted(from_position):
                 offer.side.granted(from_position)
+                offer.stats.took("grant_wait", self._announced_at)
                 offer.granted = True
                 offer.on_granted()
             case Full():
@@ -153,6 +164,7 @@ class Giving:
                 offer.side.credited(num_parcels)
             case ParcelCollected(index):
                 offer.side.collected(index)
+                offer.stats.took("confirm_wait", self._sent_at.pop(index))
                 self._slots.pop(index).release()
             case Completed():
                 offer.side.completed()

@@ -52,7 +52,7 @@ class NixlTransport:
 
     def __init__(self, ring: SlotRing, incarnation: str, ucx: Ucx) -> None:
         """Starts an agent named after our incarnation. Raises TransportError when NIXL cannot."""
-        self._ring = ring
+        self._ring, self._incarnation = ring, incarnation
         self._peers: dict[str, RingDescription] = {}
         ucx.apply()
         try:
@@ -83,6 +83,10 @@ class NixlTransport:
         return bytes(self._agent.getLocalMD())
 
     def add_peer(self, peer: str, metadata: bytes, ring: RingDescription) -> None:
+        if peer == self._incarnation:
+            # An agent knows its own memory since it was registered.
+            self._peers[peer] = ring
+            return
         try:
             name: str = self._agent.loadRemoteMD(metadata).decode()
         except Exception as error:
@@ -93,7 +97,7 @@ class NixlTransport:
         self._peers[peer] = ring
 
     def remove_peer(self, peer: str) -> None:
-        if self._peers.pop(peer, None) is not None:
+        if self._peers.pop(peer, None) is not None and peer != self._incarnation:
             self._disconnect(peer)
 
     def post(self, peer: str, remote_slot: int, local_slot: int, num_bytes: int) -> object:

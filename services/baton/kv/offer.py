@@ -11,7 +11,7 @@ from baton.core.attempt import ChoiceTokens
 from baton.core.errors import BatonError
 from baton.core.handover import GiverSide, GiverState, HandoverEvent
 from baton.kv.ending import Ending
-from baton.kv.stats import HandoverStats
+from baton.kv.stats import HandoverStats, now
 
 Pack = Callable[[int, int, memoryview], Awaitable[None]]
 """pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
@@ -56,6 +56,7 @@ class Offer:
     ) -> None:
         self.handover_id, self.collector_incarnation = handover_id, collector_incarnation
         self.pack, self.stats, self.is_probe = pack, stats, is_probe
+        self.made_at = now()
         self.side = GiverSide(num_positions)
         self.on_granted: Callable[[], None] = lambda: None
         self.granted: bool | None = None

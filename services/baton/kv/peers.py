@@ -6,33 +6,45 @@ Knows how workers meet, neither gRPC nor what is handed over.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, HandoverFailed, Incompatible, Unavailable
+from baton.core.fit import difference, refusal, short_name
 from baton.core.handover_messages import Introduction, Meeting
 from baton.core.model import KvLayout, WorkerIdentity
+from baton.core.verdict import Verdict
 from baton.kv.connection import Connect, GiverConnection
-from baton.kv.parcel import DIGESTS, HEADER_BYTES
+from baton.kv.parcel import DIGESTS
 from baton.kv.reader import Reader
 from baton.kv.staging import Staging
+from baton.kv.stats import HandoverStats
+from baton.kv.ticket import Probe, ProbeOutcome
 from baton.kv.transport import TransportError
 
 MEET_S = 10.0
 MAX_PEERS = 1024
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Peer:
-    """A giver whose ring can be read. suspect: its stream or a read broke; removed once unused."""
+    """A giver whose ring can be read. suspect: its stream or a read broke; removed once unused.
+
+    verdict: of its probes while it is idle. last_used: when the last user left, by the loop's time.
+    """
 
     meeting: Meeting
     reader: Reader
     connection: GiverConnection
     users: int = 0
     suspect: bool = False
+    verdict: Verdict = field(default_factory=Verdict)
+    last_used: float = 0.0
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -41,17 +53,27 @@ class Peer:
 
 
 class Peers:
-    """Meets givers and remembers them. Lives on the event loop."""
+    """Meets givers and remembers them. Lives on the event loop.
+
+    prove: collects a probe from a peer whose ring was just made reachable.
+    """
 
     def __init__(
-        self, identity: WorkerIdentity, layout: KvLayout, staging: Staging, connect: Connect
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        staging: Staging,
+        connect: Connect,
+        prove: Callable[[Peer], Awaitable[Probe]],
+        stats: HandoverStats,
     ) -> None:
         self._identity, self._layout = identity, layout
         self._staging, self._connect = staging, connect
+        self._prove, self._stats = prove, stats
         self._meetings: OrderedDict[str, asyncio.Task[Peer]] = OrderedDict()
 
     async def meet(self, giver: WorkerIdentity) -> Peer:
-        """Meets a giver, or remembers that we have; waits for its ring to be read once.
+        """Meets a giver, or remembers that we have; waits until a probe has arrived from it.
 
         Raises Incompatible with what differs, and Unavailable.
         """
@@ -76,13 +98,31 @@ class Peers:
                 peer = await self.meet(giver)
         except TimeoutError:
             raise Unavailable("the giver did not answer in time") from None
+        async with self.hold(peer):
+            yield peer
+
+    @asynccontextmanager
+    async def hold(self, peer: Peer) -> AsyncIterator[None]:
+        """Keeps a known peer until the block is left."""
         peer.users += 1
         try:
-            yield peer
+            yield
         finally:
             peer.users -= 1
+            peer.last_used = asyncio.get_running_loop().time()
             if peer.suspect and peer.users == 0:
                 await self._remove(peer)
+
+    def unused_for(self, seconds: float) -> list[Peer]:
+        """Peers that nobody uses, and nobody has used for so long."""
+        before = asyncio.get_running_loop().time() - seconds
+        known = [self._known(incarnation) for incarnation in self._meetings]
+        return [p for p in known if p and self.is_unused(p) and p.last_used <= before]
+
+    def is_unused(self, peer: Peer) -> bool:
+        """Whether it is known, nobody uses it and nothing speaks against it."""
+        known = self._known(peer.incarnation) is peer
+        return known and not peer.users and not peer.suspect
 
     async def forget(self, incarnation: str) -> None:
         """Drops what is kept of a giver that is gone, as soon as no hand-over uses it."""
@@ -119,7 +159,7 @@ class Peers:
     async def _meet(self, giver: WorkerIdentity) -> Peer:
         connection = self._connect(giver)
         names = list(self._staging.names)
-        refused: list[str] = []
+        refused: dict[str, str] = {}
         theirs = ""
         try:
             async with asyncio.timeout(MEET_S):
@@ -137,28 +177,30 @@ class Peers:
                     self._check(giver, meeting)
                     theirs = meeting.kv_network
                     try:
-                        reader = await self._reach(meeting)
-                    except TransportError:
-                        refused.append(meeting.transport)
+                        return await self._reach(meeting, connection)
+                    except TransportError as error:
+                        refused[meeting.transport] = str(error)
                         names = [name for name in names if name not in refused]
-                        continue
-                    return Peer(meeting, reader, connection)
         except TimeoutError:
             raise Unavailable("the giver did not answer in time") from None
-        ours = self._staging.ucx.network.value
-        raise Incompatible(
-            f"the giver's memory cannot be reached: tried {', '.join(refused)}; "
-            f"kv_network is {ours} here, {theirs or 'unknown'} there"
+        except Incompatible as error:
+            log.warning("%s", error.message)
+            raise
+        tried = ", ".join(f"{name} ({why})" for name, why in refused.items())
+        tried += (
+            f"; kv_network is {self._staging.ucx.network.value} here, {theirs or 'unknown'} there"
         )
+        log.warning("%s cannot be reached: tried %s", short_name(giver), tried)
+        raise Incompatible(f"the memory of {short_name(giver)} cannot be reached: tried {tried}")
 
     def _check(self, giver: WorkerIdentity, meeting: Meeting) -> None:
         if meeting.giver.incarnation != giver.incarnation:
             raise Unavailable("this address now belongs to another process")
-        difference = self._layout.difference(meeting.layout)
-        if difference:
-            raise Incompatible(f"the KV of the two workers differs: {difference}")
-        if meeting.transport not in self._staging.readers or meeting.digest not in DIGESTS:
-            raise Incompatible("the giver chose a transport or digest that is not known here")
+        misfit = difference(meeting.layout, (meeting.transport,), self._layout, self._staging.names)
+        if not misfit and meeting.digest not in DIGESTS:
+            misfit = f"digest: {meeting.digest or 'none'} against {', '.join(DIGESTS)}"
+        if misfit:
+            raise refusal(giver, self._identity, misfit)
         network = self._staging.ucx.network
         if meeting.digest not in network.accepts:
             raise Incompatible(
@@ -166,19 +208,26 @@ class Peers:
                 f"kv_network is {network.value} here: declare the same on both"
             )
 
-    async def _reach(self, meeting: Meeting) -> Reader:
-        """Adds the peer and reads one header, so that the first parcel finds a warm connection."""
-        reader, peer = self._staging.readers[meeting.transport], meeting.giver.incarnation
-        await reader.add_peer(peer, meeting.transport_metadata, meeting.ring)
-        slot = await self._staging.ring.wait(peer)
+    async def _reach(self, meeting: Meeting, connection: GiverConnection) -> Peer:
+        """Adds the peer and collects a probe, so that the first parcel finds a way that works.
+
+        Raises TransportError when this transport does not carry it, and Unavailable.
+        """
+        reader, name = self._staging.readers[meeting.transport], meeting.giver.incarnation
+        await reader.add_peer(name, meeting.transport_metadata, meeting.ring)
+        peer = Peer(meeting, reader, connection, last_used=asyncio.get_running_loop().time())
         try:
-            await reader.read(peer, 0, slot, HEADER_BYTES, MEET_S)
+            result = await self._prove(peer)
+            why = result.error.message if result.error is not None else ""
+            if result.outcome is ProbeOutcome.LOST:
+                raise Unavailable(f"no probe came from {short_name(meeting.giver)}: {why}")
+            if result.outcome is not ProbeOutcome.OK:
+                raise TransportError(why)
         except BaseException:
-            await reader.remove_peer(peer)
+            await reader.remove_peer(name)
             raise
-        finally:
-            slot.release()
-        return reader
+        self._stats.peers_met += 1
+        return peer
 
     async def _drop_replaced(self, peer: Peer) -> None:
         """A process at an address replaces the one before; and the number of peers is bounded."""

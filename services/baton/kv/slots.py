@@ -56,6 +56,11 @@ class SlotRing:
     The memory is an anonymous file (memfd) that cannot shrink: processes of the same machine may
     map it, and it is gone when the last of them is, however that one ended.
     No peer holds more than `share` slots, so a slow one leaves room for the others.
+
+    worn_out: set once the ring is exhausted, and never cleared, even if slots come back. What
+    watches it tells others to look elsewhere and ends the process; taking that back halfway would
+    draw work to a ring that has just been lost to its peers, and a restart, the only thing that is
+    sure to stop a transfer, costs seconds. no_limbo: set while no slot is in limbo.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
@@ -76,6 +81,9 @@ class SlotRing:
         whole.release()
         self._free = deque(range(num_slots))
         self._limbo = 0
+        self.worn_out = asyncio.Event()
+        self.no_limbo = asyncio.Event()
+        self.no_limbo.set()
         self._held_by: Counter[str] = Counter()
         self._waiting: deque[tuple[str, asyncio.Future[Slot]]] = deque()
 
@@ -147,6 +155,12 @@ class SlotRing:
 
     def _moved(self, slot: Slot, before: SlotState, after: SlotState) -> None:
         self._limbo += (after is SlotState.LIMBO) - (before is SlotState.LIMBO)
+        if self.exhausted:
+            self.worn_out.set()
+        if self._limbo:
+            self.no_limbo.clear()
+        else:
+            self.no_limbo.set()
         if after is SlotState.FREE:
             self._return(slot)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
 
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.kv import nixl
@@ -14,12 +15,22 @@ from baton.kv.ucx import KvNetwork, Ucx, choose, inherited
 
 CHOICES = ("auto", "nixl", "loopback")
 
+log = logging.getLogger(__name__)
+
 
 class Staging:
-    """One ring and its readers by transport name, best first. ucx: how NIXL may move KV."""
+    """One ring and its readers by transport name, best first. ucx: how NIXL may move KV.
 
-    def __init__(self, ring: SlotRing, readers: Mapping[str, Reader], ucx: Ucx) -> None:
+    quiet: False once closed with a transfer in limbo, which may still write into the ring. Then
+    nothing of it may be torn down any more: the process has to end without going through that.
+    """
+
+    def __init__(
+        self, ring: SlotRing, readers: dict[str, Reader], ucx: Ucx, *, named: bool = True
+    ) -> None:
+        """named: each transport was asked for by name, so that none may be missing."""
         self.ring, self.readers, self.ucx = ring, readers, ucx
+        self.quiet, self._named = True, named
 
     @classmethod
     async def open(
@@ -58,19 +69,30 @@ class Staging:
                 ring.close()
                 raise Unavailable(f"the KV transport {name} could not be started") from None
             readers[name] = reader
-        return cls(ring, readers, allowed)
+        return cls(ring, readers, allowed, named=transport != "auto")
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.readers)
 
+    async def give_up(self, name: str, why: str) -> None:
+        """Goes on without a transport that does not work.
+
+        Raises Unavailable when it was asked for by name, or is the last one.
+        """
+        if self._named or len(self.readers) == 1:
+            raise Unavailable(f"the KV transport {name} does not work here: {why}")
+        log.warning("KV will not move over %s, which does not work here: %s", name, why)
+        reader = self.readers.pop(name)
+        self.quiet = self.quiet and reader.idle
+        await reader.close()
+
     async def close(self) -> None:
         """Stops the transports and unmaps the ring, unless a transfer in limbo may still write."""
-        quiet = True
         for reader in self.readers.values():
-            quiet = quiet and reader.idle
+            self.quiet = self.quiet and reader.idle
             await reader.close()
-        if quiet:
+        if self.quiet:
             self.ring.close()
 
 

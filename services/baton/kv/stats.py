@@ -1,9 +1,15 @@
-"""Counts what hand-overs do, as plain integers; knows nothing of how metrics are exported."""
+"""Counts what hand-overs do, as plain numbers; knows nothing of how metrics are exported."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from time import perf_counter
+from types import TracebackType
+
+from baton.core.timings import Timings
+
+MISMATCHES = ("announcement", "header", "digest")
 
 
 @dataclass(slots=True)
@@ -12,11 +18,51 @@ class HandoverStats:
 
     outcomes: hand-overs by how they ended: completed, full or failed. mismatches: parcels that did
     not verify, by what was wrong: announcement (the stream's header is not what must come), header
-    (the slot holds another parcel) or digest (the bytes differ).
+    (the slot holds another parcel) or digest (the bytes differ). peers_met: givers that were met,
+    a giver met again included. probes: by path (self or peer) and outcome; probes count nowhere
+    else. stages: how long each stage took, of those that came to their end; a giver's are
+    open_wait, grant_wait, slot_wait, pack, seal and confirm_wait, a collector's meet,
+    announce_wait, reserve, slot_wait, read, verify, unpack and last_chunk (from the news that all
+    is computed to the end).
     """
 
     parcels: int = 0
     payload_bytes: int = 0
     transfer_errors: int = 0
+    peers_met: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     mismatches: Counter[str] = field(default_factory=Counter)
+    probes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    stages: defaultdict[str, Timings] = field(default_factory=lambda: defaultdict(Timings))
+
+    def timed(self, stage: str) -> Stopwatch:
+        """Times a block, if it is left in order."""
+        return Stopwatch(self.stages[stage])
+
+    def took(self, stage: str, since: float) -> None:
+        """A stage that began at `since`, a reading of `now`, has ended."""
+        self.stages[stage].add(perf_counter() - since)
+
+
+class Stopwatch:
+    """Used once, by `with`."""
+
+    __slots__ = ("_began", "_timings")
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+
+    def __enter__(self) -> None:
+        self._began = perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._timings.add(perf_counter() - self._began)
+
+
+now = perf_counter

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from baton.core.attempt import ChoiceTokens
+from baton.core.errors import BatonError
 from baton.core.handover import Limit, State
 from baton.core.model import KvLayout, WorkerIdentity
 from baton.kv.line import Liveness
@@ -37,7 +39,7 @@ class Collected:
 class Ticket:
     """Names one hand-over to collect. num_positions: of the input. deadline_s: for all of it.
 
-    is_probe: nobody offers it; the giver makes its KV up.
+    is_probe: nobody offers it; the giver makes its KV up (`baton.kv.probe`).
     """
 
     handover_id: bytes
@@ -45,6 +47,24 @@ class Ticket:
     num_positions: int
     deadline_s: float = 30.0
     is_probe: bool = False
+
+
+class ProbeOutcome(Enum):
+    OK = "ok"
+    LOST = "lost"
+    """The peer did not answer, refused, or took too long."""
+    UNREADABLE = "unreadable"
+    """The read failed or hangs."""
+    MISMATCH = "mismatch"
+    """What arrived is not what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What came of a probe. error: None only when all went well."""
+
+    outcome: ProbeOutcome
+    error: BatonError | None = None
 
 
 @dataclass(frozen=True, slots=True)

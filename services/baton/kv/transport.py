@@ -38,7 +38,10 @@ class KvTransport(Protocol):
         """What a peer needs to reach our ring; opaque, of this machine and process start."""
 
     def add_peer(self, peer: str, metadata: bytes, ring: RingDescription) -> None:
-        """Makes a peer's ring reachable. Raises TransportError; then nothing is left behind."""
+        """Makes a peer's ring reachable. Raises TransportError; then nothing is left behind.
+
+        Our own ring is reached under our own name, the incarnation.
+        """
 
     def remove_peer(self, peer: str) -> None:
         """Forgets a peer. Only when none of its reads is running. Unknown peers are no error."""

@@ -88,6 +88,15 @@ class PrefillService:
     def num_attempts(self) -> int:
         return len(self._jobs)
 
+    @property
+    def holdings(self) -> dict[str, int]:
+        """What is held here for attempts besides blocks and slots, by kind."""
+        return {**self._giver.holdings, "tasks": len(self._watchers)}
+
+    @property
+    def probing(self) -> bool:
+        return self._giver.probing
+
     async def run(
         self, attempt: Attempt, handover_id: bytes, decode_incarnation: str
     ) -> FirstTokens:

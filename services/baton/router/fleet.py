@@ -9,6 +9,7 @@ from baton.core.routing import models_of
 from baton.router.decode_session import DecodeSession
 from baton.router.detokenizer_session import DetokenizerSession
 from baton.router.discovery import Discovery
+from baton.router.misfits import Misfits
 from baton.router.notice import Notice
 from baton.router.pools import Pool
 from baton.router.prefill_client import PrefillClient
@@ -21,6 +22,7 @@ class Fleet:
 
     def __init__(self, discovery: Discovery, channels: Channels, router: WorkerIdentity) -> None:
         self.changed = Notice()
+        self.misfits = Misfits()
         self.tokenizers = Pool(
             "tokenizer",
             discovery,

@@ -202,7 +202,8 @@ class AttemptRunner:
             handing_over = state in (AttemptState.PAIRED, AttemptState.HANDING_OVER)
             if place.prefill is not None and handing_over and error.reason is not Reason.OVERLOADED:
                 placement.blame_prefill(place.prefill.identity, error)
-            if error.reason is not Reason.HANDOVER_FAILED:
+            # Two that do not fit are parted by keeping prefill out; decode can prefill by itself.
+            if error.reason not in (Reason.HANDOVER_FAILED, Reason.INCOMPATIBLE):
                 placement.blame_decode(place.decode.identity, error)
 
     def _log(self, level: int, text: str) -> None:

@@ -79,6 +79,7 @@ class Placement:
                 self._fleet.decodes.snapshots(),
                 local_prefill_tokens=self._local_prefill_tokens,
             )
+            self._fleet.misfits.note(decision)
             if not decision.wait:
                 return self._place(decision)
             if now >= give_up:

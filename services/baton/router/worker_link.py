@@ -85,6 +85,7 @@ class Worker(Generic[C]):
             model=self.model,
             load=load,
             layout=self.description.layout,
+            transports=self.description.transports,
             block_size=max(1, self.description.block_size),
             placed_sequences=self.placed_sequences,
             placed_tokens=self.placed_tokens,

@@ -1,13 +1,16 @@
 """One process's life from start to exit: signals, drain, crash, and the death of its parent.
 
 Knows nothing of what the process does. Exit codes: 0 drained, 1 crashed or not drained in time, 2 a
-wrong configuration, 3 another failure that start-up foresees, 128 + signal when told twice to stop.
+wrong configuration, 3 another failure that start-up foresees, 4 worn out (it drained because only a
+new process helps), 128 + signal when told twice to stop. From the end of the drain on, the process
+has EXIT_S to be gone, whatever hangs: then it says where on stderr and ends with 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import logging
 import os
 import secrets
@@ -27,6 +30,8 @@ from baton.rpc.server import ProcessServer
 log = logging.getLogger(__name__)
 
 PARENT_VARIABLE = "BATON_PARENT_PID"
+WORN_OUT = 4
+EXIT_S = 20.0
 STOP_GRACE_S = 1.0
 """What calls that are open after the drain get to end; streams that never end take all of it."""
 
@@ -63,40 +68,63 @@ async def run_until_stopped(
     *,
     drain_timeout_s: float,
     fatal: asyncio.Future[None] | None = None,
+    worn_out: asyncio.Future[str] | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, drains, stops the server and returns the exit code.
 
     On a signal the server turns not ready first, then `drain` is awaited for at most
     drain_timeout_s. A second signal, or `fatal` being done, ends everything at once. `fatal` is
     done when something the process cannot live without has ended, as an engine thread; with an
-    exception that is logged.
+    exception that is logged. `worn_out` is done, with the reason, when the process still works but
+    only a new one will do: it drains as on a signal, for good, and a signal that comes then changes
+    nothing.
     """
     loop = asyncio.get_running_loop()
     told: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in _SIGNALS:
         loop.add_signal_handler(number, told.put_nowait, number)
     crash = fatal if fatal is not None else loop.create_future()
+    worn = worn_out if worn_out is not None else loop.create_future()
     try:
-        first = await _first(told, crash)
+        first = await _first(told, crash, worn)
         if first is None:
             return _crashed(crash)
         server.set_serving(False)
-        log.info("%s: draining for at most %g s", first.name, drain_timeout_s)
-        return await _drain(drain, drain_timeout_s, told, crash)
+        ending = worn.done()
+        level = logging.WARNING if ending else logging.INFO
+        log.log(level, "%s: draining for at most %g s", first, drain_timeout_s)
+        code = await _drain(drain, drain_timeout_s, told, crash, signals=2 if ending else 1)
+        return WORN_OUT if ending and code < 128 and not crash.done() else code
     finally:
+        faulthandler.dump_traceback_later(EXIT_S, exit=True)
         await server.stop(STOP_GRACE_S)
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
+def exit_at_once(code: int) -> None:
+    """Ends the process without tearing anything down: no destructor, no waiting for threads.
+
+    For a process with memory that something outside may still write to, and a library that would
+    pull that memory, or the peer's connection, from under it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
 async def _first(
-    told: asyncio.Queue[signal.Signals], crash: asyncio.Future[None]
-) -> signal.Signals | None:
-    """The next signal, or None when the crash came first."""
+    told: asyncio.Queue[signal.Signals], crash: asyncio.Future[None], worn: asyncio.Future[str]
+) -> str | None:
+    """Why to drain, or None when the crash came first."""
     getter = asyncio.ensure_future(told.get())
     try:
-        await asyncio.wait((getter, crash), return_when=asyncio.FIRST_COMPLETED)
-        return None if crash.done() else getter.result()
+        await asyncio.wait((getter, crash, worn), return_when=asyncio.FIRST_COMPLETED)
+        if crash.done():
+            return None
+        return worn.result() if worn.done() else getter.result().name
     finally:
         getter.cancel()
 
@@ -106,9 +134,11 @@ async def _drain(
     timeout_s: float,
     told: asyncio.Queue[signal.Signals],
     crash: asyncio.Future[None],
+    signals: int,
 ) -> int:
+    """signals: so many more end it at once."""
     draining = asyncio.ensure_future(drain())
-    second = asyncio.ensure_future(told.get())
+    second = asyncio.ensure_future(_last_of(told, signals))
     try:
         await asyncio.wait(
             (draining, second, crash), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -130,6 +160,12 @@ async def _drain(
             task.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.wait((draining, second), timeout=STOP_GRACE_S)
+
+
+async def _last_of(told: asyncio.Queue[signal.Signals], number: int) -> signal.Signals:
+    for _ in range(number - 1):
+        await told.get()
+    return await told.get()
 
 
 def _crashed(crash: asyncio.Future[None]) -> int:

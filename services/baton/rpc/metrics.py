@@ -12,11 +12,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.core.timings import BOUNDS_S, Timings
 from baton.rpc.scrape import MetricsServer, serve
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,9 @@ ProcessCollector(registry=REGISTRY)
 
 GaugeReader = Callable[[], Mapping[tuple[str, ...], float]]
 """Label values (in the order of the spec's labels) to value. Called on the scrape's thread."""
+
+TimingsReader = Callable[[], Mapping[tuple[str, ...], Timings]]
+"""Like GaugeReader, for times that are kept as `Timings`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,17 @@ SWAP_BLOCKS = Spec(
     "baton_swap_blocks", "Blocks of memory beside the pool for preempted KV.", ("place", "state")
 )
 SLOTS = Spec("baton_slots", "Staging slots for parcels.", ("ring", "state"))
+ATTEMPTS_HERE = Spec("baton_attempts", "Attempts on this worker, whatever they wait for.")
 SEQUENCES = Spec("baton_sequences", "Sequences on this worker.", ("state",))
 STREAMS = Spec("baton_streams", "Shared streams that are open.", ("kind",))
 WAITING_TOKENS = Spec("baton_waiting_tokens", "Prompt tokens that wait to be computed.")
 WORKERS = Spec("baton_workers", "Workers that the router knows.", ("role", "state"))
 REQUESTS_OPEN = Spec("baton_requests_open", "Requests that have not ended.")
-LEAKS = Spec("baton_leaks", "Things owned by nobody; 0 at idle.", ("kind",))
+LEAKS = Spec(
+    "baton_leaks",
+    "Things held while no attempt and no probe is here; what stays is owned by nobody.",
+    ("kind",),
+)
 
 REQUESTS = Spec("baton_requests_total", "Requests that ended.", ("outcome",))
 ATTEMPTS = Spec("baton_attempts_total", "Attempts that ended.", ("outcome",))
@@ -73,7 +83,15 @@ HANDOVER_BYTES = Spec("baton_handover_bytes_total", "KV bytes moved by hand-over
 KV_SOURCE = Spec(
     "baton_kv_source_total", "Attempts by where their KV really came from.", ("source",)
 )
-PARCELS_REFUSED = Spec("baton_parcels_refused_total", "Parcels whose seal was broken.")
+PARCELS = Spec("baton_parcels_total", "Parcels given, or collected and verified.", ("side",))
+PARCELS_REFUSED = Spec(
+    "baton_parcels_refused_total",
+    "Parcels that did not verify: not the announced one, another header, or other bytes.",
+    ("kind",),
+)
+TRANSFER_ERRORS = Spec("baton_transfer_errors_total", "Parcels that could not be read, or in time.")
+PEERS_MET = Spec("baton_peers_met_total", "Meetings with givers that ended well.")
+PROBES = Spec("baton_probes_total", "Probes of ways for KV.", ("path", "outcome"))
 TEXT_BYTES = Spec("baton_text_bytes_total", "UTF-8 bytes of text made from tokens.")
 
 TIME_TO_FIRST_TOKEN = Spec(
@@ -85,6 +103,12 @@ STAGE_TIME = Spec(
     "baton_stage_seconds", "Time of one stage of a request.", ("stage",), buckets=_LATENCY
 )
 STEP_TIME = Spec("baton_step_seconds", "Time of one step.", buckets=_STEP)
+HANDOVER_STAGE = Spec(
+    "baton_handover_stage_seconds",
+    "Time of one stage of a hand-over, or of one of its parcels.",
+    ("side", "stage"),
+    buckets=BOUNDS_S,
+)
 
 
 @functools.cache
@@ -111,6 +135,17 @@ def gauge(
     return lambda: readers.remove(read)
 
 
+def timings(
+    spec: Spec, read: TimingsReader, registry: CollectorRegistry = REGISTRY
+) -> Callable[[], None]:
+    """Shows as a histogram what `read` gives at every scrape, until the returned function is
+    called. Only one reader of a spec may tell of the same labels.
+    """
+    readers = _gauges(registry).timings[spec]
+    readers.append(read)
+    return lambda: readers.remove(read)
+
+
 def serve_metrics(listen: str, registry: CollectorRegistry = REGISTRY) -> MetricsServer:
     """Serves GET and HEAD /metrics at "host:port" until closed.
 
@@ -120,10 +155,11 @@ def serve_metrics(listen: str, registry: CollectorRegistry = REGISTRY) -> Metric
 
 
 class _Gauges(Collector):
-    """All gauges of one registry."""
+    """All that is read when somebody scrapes, of one registry."""
 
     def __init__(self) -> None:
         self.readers: defaultdict[Spec, list[GaugeReader]] = defaultdict(list)
+        self.timings: defaultdict[Spec, list[TimingsReader]] = defaultdict(list)
 
     def collect(self) -> Iterable[Metric]:
         for spec, readers in list(self.readers.items()):
@@ -131,6 +167,17 @@ class _Gauges(Collector):
             for labels, value in _sum(spec, readers).items():
                 family.add_metric(labels, value)
             yield family
+        for spec, kept in list(self.timings.items()):
+            histogram = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+            for read in list(kept):
+                for labels, times in read().items():
+                    histogram.add_metric(labels, _buckets(times), times.total_s)
+            yield histogram
+
+
+def _buckets(times: Timings) -> list[tuple[str, float]]:
+    bounds = (*map(str, BOUNDS_S), "+Inf")
+    return list(zip(bounds, accumulate(times.counts), strict=True))
 
 
 @functools.cache

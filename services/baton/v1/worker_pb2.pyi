@@ -29,7 +29,7 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
     """Never sent."""
     WORKER_STATE_STARTING: _WorkerState.ValueType  # 1
-    """Loading."""
+    """Not ready (yet, or again): it loads, or its own way for KV does not work."""
     WORKER_STATE_SERVING: _WorkerState.ValueType  # 2
     """Takes work."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 3
@@ -43,7 +43,7 @@ class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
 WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
 """Never sent."""
 WORKER_STATE_STARTING: WorkerState.ValueType  # 1
-"""Loading."""
+"""Not ready (yet, or again): it loads, or its own way for KV does not work."""
 WORKER_STATE_SERVING: WorkerState.ValueType  # 2
 """Takes work."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 3

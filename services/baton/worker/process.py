@@ -2,7 +2,10 @@
 
 It listens only when everything is there: a port that answers means a worker that works. SIGTERM
 drains; an engine thread that died ends the process at once, because its memory is in an unknown
-state and a new process is the only clean one.
+state and a new process is the only clean one. A ring that is worn out drains too, and ends with a
+code of its own. Transfers in limbo get what is left of the drain's time to end: UCX aborts a frozen
+peer that wakes up with our read before it and us gone. With one that does not end nothing is torn
+down: the process ends at once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -34,12 +37,13 @@ from baton.kv.stats import HandoverStats
 from baton.rpc import metrics
 from baton.rpc.address import join, split
 from baton.rpc.channels import Channels
-from baton.rpc.lifecycle import new_incarnation, run_until_stopped
+from baton.rpc.lifecycle import exit_at_once, new_incarnation, run_until_stopped
 from baton.rpc.logs import setup
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
 from baton.worker import garbage
 from baton.worker.engine import open_runner
+from baton.worker.fitness import Fitness
 from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
 from baton.worker.report import Report, describe
@@ -55,6 +59,14 @@ class WorkerService(Protocol):
 
     @property
     def num_attempts(self) -> int: ...
+
+    @property
+    def holdings(self) -> Mapping[str, int]:
+        """What is held for attempts besides blocks and slots, by kind; 0 when none is here."""
+
+    @property
+    def probing(self) -> bool:
+        """Whether a probe holds something of it."""
 
     def deliver(self, events: Sequence[Event]) -> None: ...
 
@@ -131,11 +143,16 @@ async def run_worker(
         ends.push_async_callback(staging.close)
         identity = WorkerIdentity(role, incarnation, address)
         stats = HandoverStats()
+        fitness = Fitness(engine, runner, staging, identity, stats, options.probe_interval_s)
+        await fitness.prove()
         service, services = make_service(Parts(engine, runner, identity, staging, stats, channels))
         ends.push_async_callback(service.close)
         report = Report(
             engine, staging, stats, side, runner.num_blocks, scheduler,
-            state=lambda: service.state, num_attempts=lambda: service.num_attempts,
+            state=lambda: fitness.limit(service.state),
+            num_attempts=lambda: service.num_attempts,
+            holdings=lambda: service.holdings,
+            probing=lambda: service.probing or fitness.probing,
         )  # fmt: skip
         report.export()
         description = describe(runner, identity, staging.names)
@@ -147,18 +164,35 @@ async def run_worker(
         )
         listening = await server.start()
         server.set_serving(True)
+        fitness.watch(lambda: service.num_attempts == 0, server.set_serving)
+        ends.push_async_callback(fitness.close)
         log.info(
             "%s serves %s at %s: %d blocks of %d positions, KV over %s",
             role, runner.model.name, listening, runner.num_blocks, runner.block_size,
             " or ".join(staging.names),
         )  # fmt: skip
-        print(json.dumps({"role": role, "listen": listening}), flush=True)
-        return await run_until_stopped(
+        told = {"role": role, "listen": listening, "metrics": server.metrics_address}
+        print(json.dumps(told), flush=True)
+
+        worn_out = asyncio.create_task(_worn_out(staging))
+        ends.callback(worn_out.cancel)
+
+        async def drain() -> None:
+            fitness.stop()
+            server.set_serving(False)
+            await service.drain()
+            await staging.ring.no_limbo.wait()
+
+        code = await run_until_stopped(
             server,
-            service.drain,
+            drain,
             drain_timeout_s=options.drain_timeout_s,
             fatal=_fatal(engine),
+            worn_out=worn_out,
         )
+    if not staging.quiet:
+        exit_at_once(code)
+    return code
 
 
 def _settled(listen: str) -> str:
@@ -182,6 +216,12 @@ def _advertised(options: WorkerOptions) -> str:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+async def _worn_out(staging: Staging) -> str:
+    """Returns when too much of the ring waits for transfers that nothing can stop."""
+    await staging.ring.worn_out.wait()
+    return "too many slots are in limbo"
 
 
 def _fatal(engine: EngineThread[Any]) -> asyncio.Future[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import WorkerIdentity
 from baton.core.ports import ModelRunner
 from baton.core.scheduling import Scheduler
+from baton.core.timings import Timings
 from baton.engine.thread import EngineThread
 from baton.kv.staging import Staging
-from baton.kv.stats import HandoverStats
+from baton.kv.stats import MISMATCHES, HandoverStats
 from baton.rpc import metrics
 from baton.worker.engine import is_exact
 
@@ -24,7 +25,8 @@ class Report:
     """Reads the worker's parts; every reading is of this moment.
 
     side: giver or collector. scheduler: the engine thread's own; only counts of it are read here.
-    num_attempts: attempts the service knows of, whatever they wait for.
+    num_attempts: attempts the service knows of, whatever they wait for. holdings: what is held here
+    besides blocks and slots, by kind. probing: whether a probe holds something of it now.
     """
 
     engine: EngineThread[Any]
@@ -35,6 +37,8 @@ class Report:
     scheduler: Scheduler
     state: Callable[[], WorkerState]
     num_attempts: Callable[[], int]
+    holdings: Callable[[], Mapping[str, int]]
+    probing: Callable[[], bool]
 
     def worker_load(self) -> WorkerLoad:
         load = self.engine.load
@@ -59,7 +63,13 @@ class Report:
         metrics.gauge(metrics.PREEMPTIONS, self._preemptions)
         metrics.gauge(metrics.HANDOVERS, self._handovers)
         metrics.gauge(metrics.HANDOVER_BYTES, lambda: {(self.side,): self.stats.payload_bytes})
-        metrics.gauge(metrics.PARCELS_REFUSED, lambda: {(): self.stats.mismatches.total()})
+        metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.num_attempts()})
+        metrics.gauge(metrics.PARCELS, lambda: {(self.side,): self.stats.parcels})
+        metrics.gauge(metrics.PARCELS_REFUSED, self._refused)
+        metrics.gauge(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
+        metrics.gauge(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
+        metrics.gauge(metrics.PROBES, self._probes)
+        metrics.timings(metrics.HANDOVER_STAGE, self._stages)
 
     def _blocks(self) -> Gauge:
         free = self.engine.load.free_blocks
@@ -90,10 +100,31 @@ class Report:
     def _handovers(self) -> Gauge:
         return {(self.side, outcome): n for outcome, n in dict(self.stats.outcomes).items()}
 
+    def _refused(self) -> Gauge:
+        return {(kind,): self.stats.mismatches[kind] for kind in MISMATCHES}
+
+    def _probes(self) -> Gauge:
+        return {labels: number for labels, number in dict(self.stats.probes).items()}
+
+    def _stages(self) -> dict[tuple[str, ...], Timings]:
+        return {(self.side, stage): times for stage, times in dict(self.stats.stages).items()}
+
     def _leaks(self) -> Gauge:
-        """Blocks in use though no attempt is here: nobody would ever free them."""
-        used = self.num_blocks - self.engine.load.free_blocks
-        return {("blocks",): 0 if self.num_attempts() else used}
+        """What is held though nobody is here for whom: what stays so, nobody will ever free.
+
+        Slots in limbo are not counted: a transfer owns them. For a moment after the last attempt,
+        and after a probe, this may see what is just being freed.
+        """
+        load, ring = self.engine.load, self.staging.ring
+        held = {
+            "blocks": self.num_blocks - load.free_blocks,
+            "swap_blocks": sum(load.swap_used),
+            "sequences": load.waiting_sequences + load.running_sequences,
+            "slots": ring.num_slots - ring.num_free - ring.num_limbo,
+            **self.holdings(),
+        }
+        busy = self.num_attempts() > 0 or self.probing()
+        return {(kind,): 0 if busy else number for kind, number in held.items()}
 
 
 def describe(

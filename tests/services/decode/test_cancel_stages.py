@@ -35,7 +35,9 @@ async def before_its_first_chunk(world: Pair, end: RouterEnd, one: Attempt) -> N
 async def between_two_chunks(world: Pair, end: RouterEnd, one: Attempt) -> None:
     world.prefill.runner.allow(1)
     # Packing is asked for while the second chunk computes, and done before the third one.
-    await until(lambda: any(offer.side.next_index for offer in world.giver._offers.values()))
+    await until(
+        lambda: any(o.side.next_index and not o.is_probe for o in world.giver._offers.values())
+    )
     world.prefill.runner.allow(1)
     await until(lambda: world.decode.stats.payload_bytes >= 16 * CHUNK)
 

@@ -17,6 +17,7 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
+from baton.core.fit import short_name
 from baton.core.request import (
     ChatPrompt,
     FinishReason,
@@ -130,13 +131,22 @@ async def test_without_prefill_workers_decode_prefills(world: World) -> None:
     assert tuple((await world.ask(REQUEST)).token_ids[0]) == EXPECTED
 
 
-async def test_a_prefill_worker_that_does_not_fit_is_not_used(world: World) -> None:
+async def test_a_prefill_worker_that_does_not_fit_is_not_used(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says once which two and why."""
     prefill = world.new_prefill()
     prefill.layout = replace(language.LAYOUT, dtype="bfloat16")
     world.prefills.append(prefill)
     await world.start(prefills=0)
-    assert tuple((await world.ask(REQUEST)).token_ids[0]) == EXPECTED
+    for _ in range(2):
+        assert tuple((await world.ask(REQUEST)).token_ids[0]) == EXPECTED
     assert prefill.runs == []
+    names = f"{short_name(prefill.identity)} and {short_name(world.decodes[0].identity)}"
+    told = [record.getMessage() for record in caplog.records if "not fit" in record.getMessage()]
+    assert told == [
+        f"KV does not fit between {names}: dtype: bfloat16 against float32 (they are not paired)"
+    ]
 
 
 async def test_token_0_reaches_the_client_before_decode_has_anything(world: World) -> None:

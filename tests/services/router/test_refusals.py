@@ -6,6 +6,7 @@ import pytest
 
 from baton.core.errors import (
     HandoverFailed,
+    Incompatible,
     Internal,
     InvalidArgument,
     Overloaded,
@@ -62,6 +63,19 @@ async def test_a_failed_handover_is_repeated_elsewhere(world: World) -> None:
     check(await world.ask(REQUEST))
     ran = [{run.attempt for run in prefill.runs} for prefill in world.prefills]
     assert {1} in ran, "the second attempt's giver did not run the first"
+
+
+async def test_two_that_do_not_fit_when_they_meet_are_parted(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decode, which is not at fault, prefills at once; the log says what differs."""
+    caplog.set_level("INFO")
+    await world.start()
+    world.decodes[0].refusals = [Incompatible("KV does not fit between a and b: digest")]
+    check(await world.ask(REQUEST))
+    assert len(world.prefills[0].runs) == 1 and len(world.decodes[0].starts) == 2
+    assert any("between a and b: digest" in record.getMessage() for record in caplog.records)
+    await until(world.nothing_left)
 
 
 async def test_a_request_gives_up_after_failures_without_progress(world: World) -> None:

@@ -151,6 +151,7 @@ class Pair:
             self.prefilling.num_attempts == self.decoding.num_attempts == 0
             and self.giver.num_offers == 0
             and self.collector.idle
+            and not any((*self.prefilling.holdings.values(), *self.decoding.holdings.values()))
             and await self.prefill.is_idle()
             and await self.decode.is_idle()
         )

@@ -20,7 +20,7 @@ from baton.worker.options import WorkerOptions
 from tests.kv.listeners import listeners
 from tests.kv.rig import Pool, identity, rig
 from tests.services.worker.pair import PATIENCE_S
-from tests.services.worker.test_worker_process import Process, worker
+from tests.services.worker.processes import Process, worker
 
 
 async def refused(folder: Path, *flags: str) -> str:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import re
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import grpc
 import pytest
 
-from baton.core.attempt import Attempt
-from baton.core.errors import HandoverFailed
-from baton.core.model import WorkerIdentity
+from baton.core.errors import HandoverFailed, Incompatible
 from baton.core.prefix import prefix_hashes
-from baton.rpc.convert import attempt_to_proto, identity_from_proto
 from baton.rpc.digest import tokenizer_digest
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub
@@ -29,70 +21,24 @@ from baton.v1.prefill_pb2_grpc import PrefillStub
 from baton.v1.worker_pb2_grpc import WorkerStub
 from tests.core.cache_replica import CacheReplica, hashes
 from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, reference, until
+from tests.services.worker.processes import metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
-
-@dataclass
-class Process:
-    """A worker that serves."""
-
-    process: asyncio.subprocess.Process
-    channel: grpc.aio.Channel
-    identity: WorkerIdentity
-
-    async def exit_code(self) -> int:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self.process.wait()
+STAGES = {
+    "giver": ("open_wait", "grant_wait"),
+    "collector": ("meet", "announce_wait", "reserve", "last_chunk"),
+}
+PARCEL_STAGES = {
+    "giver": ("slot_wait", "pack", "seal", "confirm_wait"),
+    "collector": ("slot_wait", "read", "verify", "unpack"),
+}
 
 
-@asynccontextmanager
-async def worker(module: str, folder: Path, *flags: str) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--model", str(folder), "--runner", "fake"),
-        *("--listen", "127.0.0.1:0", "--log-level", "error", *flags),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
-            address = json.loads(await process.stdout.readline())["listen"]
-        async with grpc.aio.insecure_channel(address) as channel:
-            watch = WorkerStub(channel).Watch(worker_pb2.WatchRequest())
-            first: Any = await watch.read()
-            watch.cancel()
-            identity = identity_from_proto(first.description.identity)
-            assert identity.address == address
-            yield Process(process, channel, identity)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-def run_on(prefill: Process, decode: Process, one: Attempt, handover_id: bytes) -> Any:
-    return PrefillStub(prefill.channel).Run(
-        prefill_pb2.RunRequest(
-            attempt=attempt_to_proto(one),
-            handover_id=handover_id,
-            decode_incarnation=decode.identity.incarnation,
-        )
-    )
-
-
-def metrics_of(address: str) -> dict[str, float]:
-    with urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
-        lines = answer.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
-
-
-async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path, unused_port: int) -> None:
+async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path) -> None:
     one, long = attempt(n=2), attempt("long", seed=2, max_tokens=400)
-    metrics = f"127.0.0.1:{unused_port}"
     async with (
         worker("baton.prefill", tmp_path) as prefill,
-        worker("baton.decode", tmp_path, "--metrics-listen", metrics) as decode,
+        worker("baton.decode", tmp_path) as decode,
     ):
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
         await end.connect()
@@ -103,15 +49,38 @@ async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path, unused_por
         assert end.started[one.key].received_bytes == 16 * 600
         await end.start(long)
         await until(lambda: bool(end.tokens[keys_of(long)[0]]))
-        read = await asyncio.to_thread(metrics_of, metrics)
+        read = await asyncio.to_thread(metrics_of, decode.metrics)
         assert read['baton_kv_source_total{source="handover"}'] == 1
         assert read["baton_step_seconds_count"] > 11
         assert read['baton_stage_seconds_count{stage="kv_wait"}'] == 1
+        await prefill.idle()
+        check_handover_metrics(read, await asyncio.to_thread(metrics_of, prefill.metrics))
         decode.process.send_signal(signal.SIGTERM)
         prefill.process.send_signal(signal.SIGTERM)
         assert await end.ended(long) == reference(long)
         assert [await decode.exit_code(), await prefill.exit_code()] == [0, 0]
         await end.break_off()
+
+
+def check_handover_metrics(decode: dict[str, float], prefill: dict[str, float]) -> None:
+    """Of one hand-over, with its meeting and its probe."""
+    parcels = decode['baton_parcels_total{side="collector"}']
+    assert prefill['baton_parcels_total{side="giver"}'] == parcels > 0
+    for read, side in ((decode, "collector"), (prefill, "giver")):
+        assert read[f'baton_handover_bytes_total{{side="{side}"}}'] == 16 * 600
+        assert read[f'baton_handovers_total{{outcome="completed",side="{side}"}}'] == 1
+        assert read[f'baton_slots{{ring="{side}",state="limbo"}}'] == 0
+        assert read['baton_probes_total{outcome="ok",path="self"}'] >= 2
+        assert read['baton_parcels_refused_total{kind="digest"}'] == 0
+        assert read["baton_transfer_errors_total"] == 0
+        for stage in (*STAGES[side], *PARCEL_STAGES[side]):
+            labels = f'side="{side}",stage="{stage}"'
+            number = 1 if stage in STAGES[side] else parcels
+            assert read[f"baton_handover_stage_seconds_count{{{labels}}}"] == number, stage
+            assert read[f'baton_handover_stage_seconds_bucket{{le="60.0",{labels}}}'] == number
+            assert read[f"baton_handover_stage_seconds_sum{{{labels}}}"] > 0
+    assert decode["baton_peers_met_total"] == 1
+    assert decode['baton_probes_total{outcome="ok",path="peer"}'] == 1
 
 
 async def test_both_tell_what_their_caches_hold(tmp_path: Path) -> None:
@@ -171,6 +140,59 @@ async def test_prefill_freezes_and_dies(tmp_path: Path) -> None:
         await end.start(again)
         assert await end.ended(again) == reference(again)
         await end.break_off()
+
+
+async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
+    """With what differs; and decode can still compute the prompt itself."""
+    one, again = attempt(), attempt(number=1)
+    module, pipe = "tests.services.worker.other_decode", asyncio.subprocess.PIPE
+    warnings = ("--log-level", "warning")
+    async with (
+        worker("baton.prefill", tmp_path, *warnings, stderr=pipe) as prefill,
+        worker(module, tmp_path, *warnings, stderr=pipe) as decode,
+    ):
+        end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
+        await end.connect()
+        handover_id = new_id()
+        await end.start(one, handover_id)
+        run = asyncio.ensure_future(run_on(prefill, decode, one, handover_id))
+        error = await end.failed(one)
+        assert isinstance(error, Incompatible)
+        names = [f"{w.identity.role} {w.identity.incarnation[:8]}" for w in (prefill, decode)]
+        digest = re.search(r"model_digest: (\w+) against another; dtype", error.message)
+        assert digest and error.message == (
+            f"KV does not fit between {names[0]} and {names[1]}: "
+            f"model_digest: {digest[1]} against another; dtype: float32 against bfloat16; "
+            "key_size: 2 against 4; value_size: 2 against 4"
+        )
+        await PrefillStub(prefill.channel).Cancel(
+            prefill_pb2.CancelRequest(request_id=one.request_id, attempt=one.attempt)
+        )
+        await asyncio.gather(run, return_exceptions=True)
+        end.failures.clear()
+        await end.start(again)
+        assert await end.ended(again) == reference(again)
+        await end.break_off()
+        for leaving in (prefill, decode):
+            leaving.process.terminate()
+            _, logged = await leaving.process.communicate()
+            assert error.message.encode() in logged
+
+
+async def test_a_slot_that_leaks_is_found(tmp_path: Path) -> None:
+    """So that the check after every other test is known to see one."""
+    one = attempt()
+    async with worker("baton.prefill", tmp_path) as prefill:
+        with pytest.raises(AssertionError, match=r"still holds \{'slots': 1.0\}"):
+            async with worker("tests.services.worker.leaking_decode", tmp_path) as decode:
+                end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
+                await end.connect()
+                handover_id = new_id()
+                await end.start(one, handover_id)
+                await run_on(prefill, decode, one, handover_id)
+                assert await end.ended(one) == reference(one)
+                await end.break_off()
+                await decode.idle(0.5)
 
 
 async def test_an_engine_that_breaks_ends_the_process(tmp_path: Path) -> None:

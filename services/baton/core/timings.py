@@ -1,0 +1,30 @@
+"""How often something took how long, in buckets; reads no clock and knows nothing of metrics."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+BOUNDS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
+    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+
+
+class Timings:
+    """counts: how many took at most as long as each bound and longer than the one before it; the
+    last one has no bound. total_s: of all. Written by one thread; others may read.
+    """
+
+    __slots__ = ("counts", "total_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)

@@ -1,0 +1,153 @@
+"""Whether this worker's own way for KV works: proven at start, and again while nothing happens.
+
+Knows no peer: those are probed by whoever collects from them.
+
+The rule: a worker that cannot prove it at start does not start. Later, two failed probes in a row
+make it not ready, and two good ones in a row make it ready again, probed once a second in between;
+a single failure changes nothing. Probes run only while there is no attempt here, and one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from baton.core.errors import Unavailable
+from baton.core.load import WorkerState
+from baton.core.model import WorkerIdentity
+from baton.core.ports import ModelRunner
+from baton.core.verdict import Verdict
+from baton.engine.thread import EngineThread
+from baton.kv.made_up import probe_positions
+from baton.kv.self_probe import probe_self
+from baton.kv.staging import Staging
+from baton.kv.stats import HandoverStats
+from baton.kv.tasks import outlast
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+_FIRST_BLOCK = ((0, 1),)
+
+
+class Fitness:
+    """every_s: between two probes. Lives on the event loop."""
+
+    def __init__(
+        self,
+        engine: EngineThread[Any],
+        runner: ModelRunner,
+        staging: Staging,
+        identity: WorkerIdentity,
+        stats: HandoverStats,
+        every_s: float,
+    ) -> None:
+        self._engine, self._staging, self._identity = engine, staging, identity
+        self._layout, self._stats, self._every_s = runner.layout, stats, every_s
+        self._positions = min(
+            runner.block_size, probe_positions(staging.ring.slot_bytes, runner.layout)
+        )
+        self._pattern = _pattern(self._positions * runner.layout.bytes_per_position)
+        self._verdict = Verdict()
+        self._watching: asyncio.Task[None] | None = None
+        self.probing = False
+
+    @property
+    def fit(self) -> bool:
+        return self._verdict.good
+
+    def limit(self, state: WorkerState) -> WorkerState:
+        """The state to tell, when the service itself is in `state`."""
+        serving = state is WorkerState.SERVING
+        return state if self.fit or not serving else WorkerState.STARTING
+
+    async def prove(self) -> None:
+        """Before anything is served: from the engine's memory into it, over every transport.
+
+        The pool's first block is used, which nobody owns yet. Raises Unavailable when no transport
+        works, or one does not that was asked for by name.
+        """
+        for name in self._staging.names:
+            try:
+                await self._probe(name, through_engine=True)
+            except Unavailable as error:
+                await self._staging.give_up(name, error.message)
+
+    def watch(self, idle: Callable[[], bool], tell: Callable[[bool], None]) -> None:
+        """Goes on proving it. idle: no attempt is here. tell: called whenever `fit` changes."""
+        self._watching = asyncio.create_task(self._watch(idle, tell))
+
+    def stop(self) -> None:
+        """After this `tell` is not called any more."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await outlast([self._watching])
+
+    async def _watch(self, idle: Callable[[], bool], tell: Callable[[bool], None]) -> None:
+        while True:
+            await asyncio.sleep(self._every_s if self.fit else min(AGAIN_S, self._every_s))
+            if not idle():
+                continue
+            why = await self._look()
+            if self._verdict.observe(not why):
+                log.warning("the way for KV works again" if self.fit else f"not ready: {why}")
+                tell(self.fit)
+
+    async def _look(self) -> str:
+        """What does not work, or ""."""
+        try:
+            for name in self._staging.names:
+                await self._probe(name, through_engine=False)
+        except Unavailable as error:
+            return error.message
+        except Exception:
+            log.exception("the worker's probe of itself failed for a fault of its own")
+            return "the probe itself failed"
+        return ""
+
+    async def _probe(self, name: str, *, through_engine: bool) -> None:
+        pack, unpack = (self._pack, self._unpack) if through_engine else (self._write, self._check)
+        good = False
+        self.probing = True
+        try:
+            await probe_self(
+                self._staging, name, self._identity, self._layout, self._positions, pack, unpack
+            )
+            good = True
+        finally:
+            self.probing = False
+            self._stats.probes["self", "ok" if good else "failed"] += 1
+
+    async def _write(self, first_position: int, count: int, out: memoryview) -> None:
+        out[:] = self._pattern
+
+    async def _check(self, first_position: int, count: int, payload: memoryview) -> None:
+        if payload != self._pattern:
+            raise Unavailable("other KV came out than went in")
+
+    async def _pack(self, first_position: int, count: int, out: memoryview) -> None:
+        await self._engine.call_to_end(
+            lambda loop: loop.runner.unpack(_FIRST_BLOCK, 0, count, memoryview(self._pattern))
+        )
+        await self._engine.call_to_end(lambda loop: loop.runner.pack(_FIRST_BLOCK, 0, count, out))
+
+    async def _unpack(self, first_position: int, count: int, payload: memoryview) -> None:
+        await self._engine.call_to_end(
+            lambda loop: loop.runner.unpack(_FIRST_BLOCK, 0, count, payload)
+        )
+        back = memoryview(bytearray(len(payload)))
+        await self._engine.call_to_end(lambda loop: loop.runner.pack(_FIRST_BLOCK, 0, count, back))
+        await self._check(first_position, count, back)
+
+
+def _pattern(num_bytes: int) -> bytearray:
+    """Bytes that are harmless numbers, between 0.0001 and 2, in every dtype of KV."""
+    drawn = hashlib.shake_128(b"baton self-probe").digest(num_bytes)
+    return bytearray(0x38 | byte & 7 for byte in drawn)

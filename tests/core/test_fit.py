@@ -1,0 +1,47 @@
+"""What keeps two workers' KV apart is told in words that name both sides' values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.fit import difference, refusal
+from baton.core.model import KvLayout, WorkerIdentity
+
+LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
+BOTH = ("nixl", "loopback")
+
+
+@pytest.mark.parametrize(
+    ("other", "transports", "told"),
+    [
+        (LAYOUT, BOTH, ""),
+        (LAYOUT, ("loopback",), ""),
+        (LAYOUT, (), ""),
+        (LAYOUT, ("rdma",), "transports: nixl, loopback against rdma"),
+        (replace(LAYOUT, dtype="bfloat16"), BOTH, "dtype: float32 against bfloat16"),
+        (
+            replace(LAYOUT, model_digest="d2", num_layers=3),
+            BOTH,
+            "model_digest: d1 against d2; num_layers: 2 against 3",
+        ),
+        (
+            replace(LAYOUT, min_wire_version=2, max_wire_version=3),
+            ("rdma",),
+            "wire versions: 1-1 against 2-3; transports: nixl, loopback against rdma",
+        ),
+        (None, BOTH, "KV layout: one against none"),
+    ],
+)
+def test_a_difference(other: KvLayout | None, transports: tuple[str, ...], told: str) -> None:
+    assert difference(LAYOUT, BOTH, other, transports) == told
+
+
+def test_a_refusal_names_both_workers_in_the_order_of_the_values() -> None:
+    giver = WorkerIdentity("prefill", "a1" * 16, "10.0.0.1:1")
+    collector = WorkerIdentity("decode", "b2" * 16, "10.0.0.2:1")
+    assert refusal(giver, collector, "dtype: float32 against bfloat16").message == (
+        "KV does not fit between prefill a1a1a1a1 and decode b2b2b2b2: "
+        "dtype: float32 against bfloat16"
+    )

@@ -1,0 +1,70 @@
+"""Asserts that real workers hold nothing once their work is done.
+
+Whoever starts workers for tests registers them here (`Relay` does, and `worker` in
+`services/worker/processes.py`); `tests/conftest.py` then looks after every test. Workers that a
+test killed or froze are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import psutil
+
+IDLE_S = 30.0
+"""A bound for liveness: a router's session may be kept for seconds after its stream broke."""
+
+SOURCES: dict[object, Callable[[], Iterable[RunningWorker]]] = {}
+"""By owner: the workers that live longer than a test."""
+
+
+@dataclass(frozen=True)
+class RunningWorker:
+    """metrics: its URL."""
+
+    pid: int
+    metrics: str
+
+
+def held(text: str) -> dict[str, float]:
+    """What a worker's metrics say it holds; empty when it is idle and nothing leaked."""
+    kinds = re.findall(r'^baton_leaks\{kind="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    assert len(kinds) > 5, "this worker does not tell what it holds"
+    found = {kind: float(number) for kind, number in kinds}
+    found["attempts"] = float(re.findall(r"^baton_attempts (\S+)$", text, re.MULTILINE)[0])
+    return {kind: number for kind, number in found.items() if number}
+
+
+def check(worker: RunningWorker, idle_s: float = IDLE_S) -> None:
+    """Waits until the worker is idle and asserts that it holds nothing then."""
+    deadline = time.monotonic() + idle_s
+    told: object = "nothing"
+    while runs(worker.pid):
+        try:
+            with urllib.request.urlopen(worker.metrics, timeout=5) as answer:
+                told = held(answer.read().decode())
+        except (urllib.error.URLError, OSError) as error:
+            told = error
+        if told == {}:
+            return
+        assert time.monotonic() < deadline, f"process {worker.pid} still holds {told}"
+        time.sleep(0.02)
+
+
+def check_all() -> None:
+    for workers in list(SOURCES.values()):
+        for worker in workers():
+            check(worker)
+
+
+def runs(pid: int) -> bool:
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return False
+    return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_DEAD)

@@ -1,0 +1,43 @@
+"""A decode worker that freezes process $GIVER before reading from it, once file $FREEZE exists.
+
+Its steps take 10 ms, so that what runs is still running when the freeze is found out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from baton.core.plan import StepPlan
+from baton.decode.__main__ import main
+from baton.engine.fake import FakeRunner
+from baton.kv.nixl import NixlTransport
+
+post, submit = NixlTransport.post, FakeRunner.submit
+
+
+def freeze_and_post(
+    self: NixlTransport, peer: str, remote_slot: int, local_slot: int, num_bytes: int
+) -> object:
+    if Path(os.environ["FREEZE"]).exists() and peer != self._incarnation:
+        giver = psutil.Process(int(os.environ["GIVER"]))
+        giver.send_signal(signal.SIGSTOP)
+        while giver.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+    return post(self, peer, remote_slot, local_slot, num_bytes)
+
+
+def submit_slowly(self: FakeRunner, plan: StepPlan) -> None:
+    time.sleep(0.01)
+    submit(self, plan)
+
+
+if __name__ == "__main__":
+    NixlTransport.post = freeze_and_post  # type: ignore[method-assign]
+    FakeRunner.submit = submit_slowly  # type: ignore[method-assign]
+    sys.exit(main())
