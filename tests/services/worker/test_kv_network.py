@@ -54,14 +54,15 @@ def beyond_loopback(process: Process) -> list[str]:
 async def test_a_worker_of_one_machine_opens_no_way_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One port, gRPC's, on loopback; UCX with nothing said listens on every interface."""
+    """Two ports, of gRPC and of metrics, on loopback; UCX with nothing said listens on all."""
     monkeypatch.delenv("UCX_TLS", raising=False)
     async with worker("baton.prefill", tmp_path, "--transport", "nixl") as prefill:
         meeting = await meeting_with(prefill)
         assert (meeting.transport, meeting.kv_network, meeting.digest) == ("nixl", "local", XXH3)
         assert meeting.ucx_transports == Ucx().transports
-        port = int(prefill.identity.address.rpartition(":")[2])
-        assert listeners(prefill.process.pid) == [("127.0.0.1", port)]
+        told = (prefill.identity.address, prefill.metrics)
+        ports = [("127.0.0.1", int(address.rpartition(":")[2])) for address in told]
+        assert sorted(listeners(prefill.process.pid)) == sorted(ports)
 
 
 async def test_tcp_that_nobody_declared_ends_the_start(
@@ -85,7 +86,7 @@ async def test_tcp_that_is_declared_serves(tmp_path: Path, monkeypatch: pytest.M
         assert meeting.ucx_transports == ("tcp", "self")
         # UCX listens on the device it was given, and there only.
         assert beyond_loopback(prefill) == []
-        assert len(listeners(prefill.process.pid)) > 1
+        assert len(listeners(prefill.process.pid)) > 2
 
 
 async def test_a_worker_that_others_reach_must_say_what_network_it_is_on(tmp_path: Path) -> None:

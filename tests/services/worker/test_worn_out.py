@@ -21,7 +21,7 @@ from tests.services.worker.processes import Process, becomes, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
 pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
-NIXL = ("--transport", "nixl")
+NIXL = ("--transport", "nixl", "--kv-network", "isolated", "--ucx-devices", "lo")
 TCP = {"UCX_TLS": "tcp"}
 
 
