@@ -21,7 +21,7 @@ from baton.core.plan import BlockCopy, Extents
 from baton.engine.check import check_extents
 from baton.engine.config import TILE
 from baton.engine.spans import spans
-from baton.engine.wire import DTYPES, as_tensor, converted, keys_and_values
+from baton.engine.wire import DTYPES, KeysAndValues, as_tensor, converted, keys_and_values
 
 
 class KvCache:
@@ -91,14 +91,7 @@ class KvCache:
 
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
         """See ModelRunner.pack."""
-        wire = self._wire(extents, first_position, count, out)
-        done = 0
-        for start, length in spans(extents, first_position, count, self.block_size):
-            for part, memory in zip(wire, (self.keys, self.values), strict=True):
-                stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
-                numbers = converted(stored, part.dtype)
-                part.narrow(1, done, length).copy_(numbers.transpose(1, 2))
-            done += length
+        self.read(extents, first_position, self._wire(count, out))
 
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
@@ -106,8 +99,25 @@ class KvCache:
         """See ModelRunner.unpack. A read-only payload is copied once more."""
         if payload.readonly:
             payload = memoryview(bytearray(payload))
-        wire = self._wire(extents, first_position, count, payload)
+        self.fill(extents, first_position, self._wire(count, payload))
+
+    def read(self, extents: Extents, first_position: int, wire: KeysAndValues) -> None:
+        """Writes KV of the positions from first_position on into wire: [layers, positions, heads,
+        size], of any strides and in the wire's number type."""
+        done, count = 0, wire[0].shape[1]
+        check_extents(extents, first_position + count, self.num_blocks, self.block_size)
+        for start, length in spans(extents, first_position, count, self.block_size):
+            for part, memory in zip(wire, (self.keys, self.values), strict=True):
+                stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
+                numbers = converted(stored, part.dtype)
+                part.narrow(1, done, length).copy_(numbers.transpose(1, 2))
+            done += length
+
+    def fill(self, extents: Extents, first_position: int, wire: KeysAndValues) -> None:
+        """The inverse of `read`."""
         done = start = length = 0
+        count = wire[0].shape[1]
+        check_extents(extents, first_position + count, self.num_blocks, self.block_size)
         for start, length in spans(extents, first_position, count, self.block_size):
             for part, memory in zip(wire, (self.keys, self.values), strict=True):
                 stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
@@ -132,9 +142,6 @@ class KvCache:
             yield raw[:, done : done + row].view(memory.dtype).view(stored.shape), stored
             done += row
 
-    def _wire(
-        self, extents: Extents, first_position: int, count: int, buffer: memoryview
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a payload as [layers, count, heads, size] views of its bytes."""
-        check_extents(extents, first_position + count, self.num_blocks, self.block_size)
+    def _wire(self, count: int, buffer: memoryview) -> KeysAndValues:
+        """A payload's keys and values as views of its bytes."""
         return keys_and_values(self.layout, count, as_tensor(self.layout, count, buffer))

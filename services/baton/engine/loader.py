@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from baton.engine.wire import DTYPES
 
 log = logging.getLogger(__name__)
 
+Build = Callable[[Any, Path, Any, torch.dtype, Bar], nn.Module]
+"""(model class, folder, its config, number type, progress) -> the network in eval mode."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -39,11 +43,13 @@ class LoadedModel:
     device: torch.device
 
 
-def load(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
+def load(
+    config: EngineConfig, progress: Progress | None = None, build: Build | None = None
+) -> LoadedModel:
     """Reads the model. Raises UnsupportedModel naming what is wrong with it.
 
     Weights are read twice, once for the digest (which also warms the page cache) and once into
-    memory; progress counts both.
+    memory; progress counts both. build: what makes the network, where it is not the whole one.
     """
     folder = _folder(config.model, ["*.safetensors", "*.json", "*.jinja"])
     weights = check_files(folder)
@@ -56,7 +62,8 @@ def load(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
     total = 2 * sum(file.stat().st_size for file in weights)
     bar = Bar(progress, total)
     digest = model_digest(folder / "config.json", weights, config.quantize, bar.advance)
-    network = _network(model_class, folder, settings, _dtype(config.dtype, device, settings), bar)
+    dtype = _dtype(config.dtype, device, settings)
+    network = (build or _network)(model_class, folder, settings, dtype, bar)
     return LoadedModel(
         network=network.to(device),
         description=ModelDescription(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ from baton.core.errors import Internal
 from baton.core.model import KvLayout, ModelDescription
 from baton.core.plan import Extents, StepPlan, StepResult
 from baton.engine import selfcheck
-from baton.engine.backend import Backend, ForwardPass
+from baton.engine.backend import Backend, ForwardPass, KvMemory
 from baton.engine.backends import open_backend
 from baton.engine.check import check_plan
 from baton.engine.config import EngineConfig
@@ -35,6 +36,9 @@ from baton.engine.swap import SwapMemory
 from baton.engine.wire import is_lossless
 
 log = logging.getLogger(__name__)
+
+Agree = Callable[[frozenset[int]], frozenset[int]]
+"""What all runners that compute one network together have in common of a set of numbers."""
 
 
 class TorchRunner:
@@ -58,6 +62,7 @@ class TorchRunner:
         self._last = LastTokens(backend.memory.device)
         self._graphs: DecodeGraphs | None = None
         self._row_counts: frozenset[int] = frozenset()
+        self._agree: Agree = lambda counts: counts
         self._running: deque[tuple[SampledStep, Moved]] = deque()
         self.not_exact_because = "exact mode is off"
 
@@ -77,8 +82,13 @@ class TorchRunner:
 
     @classmethod
     @torch.inference_mode()
-    def over(cls, loaded: LoadedModel, config: EngineConfig, free: int) -> TorchRunner:
-        """Like `load`, of a model that is in memory. free: bytes of its device before it was."""
+    def over(
+        cls, loaded: LoadedModel, config: EngineConfig, free: int, agree: Agree | None = None
+    ) -> TorchRunner:
+        """Like `load`, of a model that is in memory. free: bytes of its device before it was.
+
+        agree: for ranks, which must pad a step to the same number of rows.
+        """
         if config.exact is None:
             config = replace(config, exact=loaded.device.type == "cpu")
         texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
@@ -98,6 +108,7 @@ class TorchRunner:
             folder=config.swap_folder,
         )
         runner = cls(loaded.network, model, backend, swap_memory)
+        runner._agree = agree or runner._agree
         runner._prepare(config, texts, expected)
         if not is_lossless(shape.dtype, shape.layout.dtype):
             runner.not_exact_because = (
@@ -123,6 +134,11 @@ class TorchRunner:
     @property
     def block_size(self) -> int:
         return self._backend.memory.block_size
+
+    @property
+    def memory(self) -> KvMemory:
+        """The pool's own, for who packs a part of it."""
+        return self._backend.memory
 
     @property
     def num_swap_blocks(self) -> tuple[int, int]:
@@ -211,7 +227,7 @@ class TorchRunner:
             if config.exact or not on_gpu:
                 exact = bool(config.exact)
                 counts = swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
-                self._row_counts = frozenset() if on_gpu else counts
+                self._row_counts = frozenset() if on_gpu else self._agree(counts)
             if config.exact:
                 confine(self._network, lambda: selfcheck.whole(self.forward, tables, texts))
                 selfcheck.check_exact(self.forward, tables, texts)

@@ -36,6 +36,10 @@ def converted(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return numbers.to(dtype)
 
 
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+"""Of some positions, both [layers, positions, heads, size]."""
+
+
 def as_tensor(layout: KvLayout, count: int, payload: memoryview) -> torch.Tensor:
     """The payload of `count` positions, flat, sharing its memory. Raises Internal for one of
     another size."""
@@ -44,11 +48,14 @@ def as_tensor(layout: KvLayout, count: int, payload: memoryview) -> torch.Tensor
     return torch.frombuffer(payload, dtype=DTYPES[layout.dtype])
 
 
-def keys_and_values(
-    layout: KvLayout, count: int, wire: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as views [layers, count, heads, size] of a flat payload."""
+def keys_and_values(layout: KvLayout, count: int, wire: torch.Tensor) -> KeysAndValues:
+    """Both as views of a flat payload of `count` positions."""
     by_layer = wire.view(layout.num_layers, -1)
     split = count * layout.num_kv_heads * layout.key_size
     shape = (layout.num_layers, count, layout.num_kv_heads, -1)
     return by_layer[:, :split].view(shape), by_layer[:, split:].view(shape)
+
+
+def of_heads(wire: KeysAndValues, first: int, count: int) -> KeysAndValues:
+    """The part of some consecutive heads, as views."""
+    return wire[0].narrow(2, first, count), wire[1].narrow(2, first, count)

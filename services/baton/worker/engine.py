@@ -10,12 +10,15 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from baton.core.errors import InvalidArgument
 from baton.core.ports import ModelRunner
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.fake import FakeRunner
+from baton.engine.ranks.ray_ranks import RayRanks
+from baton.engine.ranks.runner import RankedRunner
 from baton.engine.threads import configure
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.lifecycle import PARENT_VARIABLE
@@ -41,6 +44,8 @@ def open_runner(options: WorkerOptions) -> ModelRunner:
     folder = Path(options.model)
     digest = tokenizer_digest(folder) if folder.is_dir() else ""
     if options.runner == "fake":
+        if options.tensor_parallel > 1:
+            raise InvalidArgument("the fake runner has one rank", field="tensor_parallel")
         return FakeRunner(
             num_blocks=FAKE_BLOCKS,
             block_size=options.block_size,
@@ -48,12 +53,14 @@ def open_runner(options: WorkerOptions) -> ModelRunner:
             tokenizer_digest=digest,
             wire_dtype=options.kv_wire_dtype,
         )
-    configure(options.threads)
-    from baton.engine.runner import TorchRunner
-    from baton.engine.sizing import foresee
-
     try:
         config = engine_config(options, digest)
+        if options.tensor_parallel > 1:
+            return _open_ranks(options, config)
+        configure(options.threads)
+        from baton.engine.runner import TorchRunner
+        from baton.engine.sizing import foresee
+
         # What can never fit is refused before gigabytes are read.
         foresee(config)
         return TorchRunner.load(config, progress=_loading())
@@ -61,6 +68,14 @@ def open_runner(options: WorkerOptions) -> ModelRunner:
         if error.field not in _OPTION_NAMES:
             raise
         raise InvalidArgument(error.message, field=_OPTION_NAMES[error.field]) from error
+
+
+def _open_ranks(options: WorkerOptions, config: EngineConfig) -> ModelRunner:
+    """This process computes nothing itself, and loads no torch."""
+    size = options.tensor_parallel
+    threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // size)
+    ranks = RayRanks(size, threads, spin=bool(options.threads))
+    return RankedRunner.open(ranks, replace(config, threads=threads))
 
 
 def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineConfig:

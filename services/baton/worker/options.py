@@ -26,6 +26,13 @@ class WorkerOptions(ServingOptions):
     )
     device: str = option("auto", "where steps run", choices=("auto", "cpu", "cuda"))
     threads: int = option(0, "torch threads; 0: all cores", unit="threads", minimum=0, maximum=1024)
+    tensor_parallel: int = option(
+        1,
+        "ranks that share the model, on this machine's CPUs. More than one takes Ray, which is "
+        "started for this worker alone, on loopback; there is no swap memory then, threads are "
+        "shared out, and exact holds among workers of as many ranks",
+        unit="ranks", minimum=1, maximum=64,
+    )  # fmt: skip
     exact: bool = option(True, "same tokens whatever runs beside them")
     quantize: str = option(
         "none", "weights of linear layers in fewer bits", choices=("none", "int8")

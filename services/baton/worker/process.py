@@ -46,6 +46,7 @@ from baton.worker.engine import open_runner
 from baton.worker.fitness import Fitness
 from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
+from baton.worker.ranks import end_with_ranks, share_ring
 from baton.worker.report import Report, describe
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ async def run_worker(
             ucx=ucx,
         )
         ends.push_async_callback(staging.close)
+        share_ring(runner, staging.ring)
         identity = WorkerIdentity(role, incarnation, address)
         stats = HandoverStats()
         fitness = Fitness(engine, runner, staging, identity, stats, options.probe_interval_s)
@@ -171,6 +173,8 @@ async def run_worker(
             role, runner.model.name, listening, runner.num_blocks, runner.block_size,
             " or ".join(staging.names),
         )  # fmt: skip
+        fatal = _fatal(engine)
+        end_with_ranks(runner, fatal)
         told = {"role": role, "listen": listening, "metrics": server.metrics_address}
         print(json.dumps(told), flush=True)
 
@@ -187,7 +191,7 @@ async def run_worker(
             server,
             drain,
             drain_timeout_s=options.drain_timeout_s,
-            fatal=_fatal(engine),
+            fatal=fatal,
             worn_out=worn_out,
         )
     if not staging.quiet:

@@ -50,12 +50,14 @@ async def worker(
     module: str,
     folder: Path,
     *flags: str,
+    runner: str = "fake",
+    start_s: float = PATIENCE_S,
     stderr: int | None = None,
     environment: Mapping[str, str] = {},
 ) -> AsyncIterator[Process]:
     """Runs until the block is left. A worker that still runs then must hold nothing."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--model", str(folder), "--runner", "fake"),
+        *(sys.executable, "-m", module, "--model", str(folder), "--runner", runner),
         *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
         *("--log-level", "error", *flags),
         stdout=asyncio.subprocess.PIPE,
@@ -64,7 +66,7 @@ async def worker(
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(start_s):
             told = json.loads(await process.stdout.readline())
         address = told["listen"]
         async with grpc.aio.insecure_channel(address) as channel:

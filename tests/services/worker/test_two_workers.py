@@ -24,7 +24,7 @@ def kv_source(source: str) -> float:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("block_sizes", [(16, 16), (8, 32)])
+@pytest.mark.parametrize("block_sizes", [(16, 16), (8, 32), (24, 16)])
 async def test_tokens_equal_an_undisturbed_engines(
     transport: str, block_sizes: tuple[int, int]
 ) -> None:
@@ -45,8 +45,12 @@ async def test_tokens_equal_an_undisturbed_engines(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_prefixes_are_found_on_both_sides_and_not_moved_again(transport: str) -> None:
-    async with pair(transport) as world, router(world) as end:
+@pytest.mark.parametrize("block_sizes", [(16, 16), (16, 32), (32, 16), (24, 16), (16, 24)])
+async def test_prefixes_are_found_on_both_sides_and_not_moved_again(
+    transport: str, block_sizes: tuple[int, int]
+) -> None:
+    """What decode holds ends with a block of its own, inside a block of prefill's."""
+    async with pair(transport, block_sizes=block_sizes) as world, router(world) as end:
         moved = []
         for number, size in enumerate((500, 600, 600)):
             one = attempt("r", size=size, number=number)
@@ -57,8 +61,9 @@ async def test_prefixes_are_found_on_both_sides_and_not_moved_again(transport: s
             started = end.started[one.key]
             moved.append(started.received_bytes)
             assert started.received_bytes == 16 * (size - started.cached_tokens)
+            assert started.cached_tokens % block_sizes[1] == 0
             assert (answer.cached_tokens > 0) == (number > 0)
-        assert moved[0] == 16 * 500 and 0 < moved[1] < 16 * 150 and moved[2] < 16 * 16
+        assert moved[0] == 16 * 500 and 0 < moved[1] < 16 * 150 and moved[2] < 16 * block_sizes[1]
         assert world.decode.stats.payload_bytes == world.prefill.stats.payload_bytes == sum(moved)
 
 

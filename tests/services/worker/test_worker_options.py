@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,16 @@ def test_refusals_name_options(changes: dict[str, Any], field: str, fresh_torch:
 def fresh_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are set before torch is imported; here it may be already."""
     monkeypatch.setattr("baton.worker.engine.configure", lambda threads: None)
+
+
+def test_the_fake_runner_has_one_rank() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        open_runner(replace(OPTIONS, runner="fake", tensor_parallel=2))
+    assert refused.value.field == "tensor_parallel"
+
+
+def test_ranks_without_ray_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidArgument, match=r"baton\[ranks\]") as refused:
+        open_runner(replace(OPTIONS, tensor_parallel=2))
+    assert refused.value.field == "tensor_parallel"

@@ -1,0 +1,193 @@
+"""RankedRunner, the ModelRunner port over several ranks; imports neither torch nor Ray.
+
+All ranks are told every plan and compute their heads of it; all of them draw the same tokens, and
+rank 0's are reported. KV moves through memory that all ranks map: each packs its heads into the
+payload where it lies, and no rank sees another's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from baton.core.errors import Internal, InvalidArgument
+from baton.core.model import KvLayout, ModelDescription
+from baton.core.plan import Extents, StepPlan, StepResult
+from baton.engine.check import check_extents, check_plan
+from baton.engine.config import EngineConfig
+from baton.engine.ranks.messages import (
+    Answer,
+    Done,
+    Open,
+    Opened,
+    Pack,
+    Refused,
+    Request,
+    Step,
+    Stepped,
+    Unpack,
+    encode,
+    to_answer,
+)
+from baton.engine.ranks.port import Ranks
+from baton.engine.ranks.shared import Place, Region, Scratch
+
+log = logging.getLogger(__name__)
+
+FIELD = "tensor_parallel"
+"""What the operator calls the number of ranks."""
+
+
+class RankedRunner:
+    """Made by `open`, which takes the ranks over; `close` ends them. Engine thread only."""
+
+    def __init__(self, ranks: Ranks, opened: Opened, block_size: int):
+        self._ranks = ranks
+        self._model = opened.model
+        self._layout = replace(opened.layout, num_kv_heads=opened.layout.num_kv_heads * ranks.size)
+        self._num_blocks = opened.num_blocks
+        self._block_size = block_size
+        self.not_exact_because = opened.not_exact_because
+        self._results: deque[StepResult] = deque()
+        self._shared: Region | None = None
+        self._scratch = Scratch()
+
+    @classmethod
+    def open(cls, ranks: Ranks, config: EngineConfig) -> RankedRunner:
+        """Has every rank load its part. config: the worker's, memory is shared out here; but
+        threads are those of one rank.
+
+        Raises InvalidArgument, naming the field, for what ranks cannot serve. Closes the ranks when
+        it raises.
+        """
+        try:
+            if config.quantize != "none":
+                raise InvalidArgument("more than one rank takes quantize none", field=FIELD)
+            share = replace(
+                config,
+                kv_memory_bytes=config.kv_memory_bytes // ranks.size,
+                swap_host_bytes=0,
+                swap_disk_bytes=0,
+            )
+            opened = [answer for answer in _ask(ranks, Open(share)) if isinstance(answer, Opened)]
+            parts = {(each.layout, each.num_blocks, each.model) for each in opened}
+            if len(opened) != ranks.size or len(parts) != 1:
+                raise Internal("the ranks do not agree on what they loaded")
+        except BaseException:
+            ranks.close()
+            raise
+        return cls(ranks, opened[0], config.block_size)
+
+    @property
+    def model(self) -> ModelDescription:
+        return self._model
+
+    @property
+    def layout(self) -> KvLayout:
+        """Over all heads: what travels says nothing of ranks."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def num_swap_blocks(self) -> tuple[int, int]:
+        return 0, 0
+
+    @property
+    def depth(self) -> int:
+        return 1
+
+    @property
+    def exact(self) -> bool:
+        """As TorchRunner's, among runners of as many ranks: another number sums in another
+        order."""
+        return not self.not_exact_because
+
+    def submit(self, plan: StepPlan) -> None:
+        check_plan(
+            plan,
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+        )
+        answers = _ask(self._ranks, Step(plan))
+        if not isinstance(answers[0], Stepped):
+            raise Internal("a rank answered out of place")
+        self._results.append(answers[0].result)
+
+    def collect(self) -> StepResult:
+        if not self._results:
+            raise Internal("no step was submitted")
+        return self._results.popleft()
+
+    def share(self, region: Region) -> None:
+        """Tells of memory that payloads are going to lie in; others are copied once more."""
+        self._shared = region
+
+    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
+        self._check(extents, first_position, count, out)
+        place = self._find(out)
+        if place is not None:
+            self._move(Pack(extents, first_position, count, place))
+            return
+        place, room = self._scratch.room(out.nbytes)
+        self._move(Pack(extents, first_position, count, place))
+        out.cast("B")[:] = room
+
+    def unpack(
+        self, extents: Extents, first_position: int, count: int, payload: memoryview
+    ) -> None:
+        self._check(extents, first_position, count, payload)
+        place = self._find(payload)
+        if place is None:
+            place, room = self._scratch.room(payload.nbytes)
+            room[:] = payload.cast("B")
+        self._move(Unpack(extents, first_position, count, place))
+
+    def on_death(self, died: Callable[[], None]) -> None:
+        """See Ranks.on_death. The process has to end then, whether or not a step is running."""
+        self._ranks.on_death(died)
+
+    def close(self) -> None:
+        self._results.clear()
+        self._ranks.close()
+        self._scratch.close()
+
+    def _find(self, payload: memoryview) -> Place | None:
+        return None if self._shared is None else self._shared.find(payload)
+
+    def _check(
+        self, extents: Extents, first_position: int, count: int, payload: memoryview
+    ) -> None:
+        """Before any rank is told: one that refuses has lost its step."""
+        check_extents(extents, first_position + count, self._num_blocks, self._block_size)
+        if count <= 0 or payload.nbytes != count * self._layout.bytes_per_position:
+            raise Internal("the payload's size does not fit its positions")
+
+    def _move(self, request: Pack | Unpack) -> None:
+        if not all(isinstance(answer, Done) for answer in _ask(self._ranks, request)):
+            raise Internal("a rank answered out of place")
+
+
+def _ask(ranks: Ranks, request: Request) -> list[Answer]:
+    """All answers by rank. The first refusal is raised at once: the others may wait for that rank
+    and never answer."""
+    answers: dict[int, Answer] = {}
+    for rank, data in ranks.ask(encode(request)):
+        answer = to_answer(data)
+        if isinstance(answer, Refused):
+            log.error("rank %d refused: %s", rank, answer.message)
+            if answer.field:
+                raise InvalidArgument(answer.message, field=answer.field)
+            raise Internal(answer.message)
+        answers[rank] = answer
+    return [answers[rank] for rank in range(ranks.size)]

@@ -1,0 +1,107 @@
+"""Workers of unequal degree and block size, as real processes over NIXL: tokens equal
+transformers', and decode is sent what it lacks and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.kv import nixl
+from baton.v1.decode_pb2_grpc import DecodeStub
+from tests.engine.driving import random_prompts
+from tests.engine.modes import attempt
+from tests.engine.test_parity import expected
+from tests.engine.tiny_models import VOCAB, save_tiny_model
+from tests.services.worker.pair import new_id
+from tests.services.worker.processes import Process, run_on, worker
+from tests.services.worker.router_end import RouterEnd
+
+pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
+
+NEW = 6
+POSITION_BYTES = 3 * 2 * 2 * 16 * 4
+"""layers x (keys, values) x heads x elements x bytes"""
+
+SMALL = ("--device", "cpu", "--kv-memory-mib", "8", "--swap-host-mib", "0", "--transport", "nixl")
+RAY = ("--tensor-parallel", "2", "--threads", "2")
+ONE = ("--threads", "1")
+REAL: Any = {"runner": "torch", "start_s": 240}
+
+
+def command(role: str, block_size: int, *ranks: str) -> tuple[str, tuple[str, ...]]:
+    return f"baton.{role}", (*SMALL, "--block-size", str(block_size), *ranks)
+
+
+def in_threads(role: str, block_size: int) -> tuple[str, tuple[str, ...]]:
+    flags = (*SMALL, "--block-size", str(block_size), "--tensor-parallel", "2", *ONE)
+    return "tests.services.worker.local_ranks", (*flags, f"baton.{role}")
+
+
+@pytest.mark.parametrize(
+    "prefill, decode, held",
+    [
+        pytest.param(
+            command("prefill", 32, *RAY), command("decode", 48, *ONE), 48, id="Ray's two to one"
+        ),
+        pytest.param(
+            command("prefill", 48, *ONE), in_threads("decode", 32), 64, id="one to two threads"
+        ),
+        pytest.param(
+            command("prefill", 48, *ONE),
+            command("decode", 32, *RAY),
+            64,
+            id="one to Ray's two",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            in_threads("prefill", 16),
+            in_threads("decode", 48),
+            48,
+            id="two to two",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+async def test_sequences_go_on_where_the_degree_is_another(
+    prefill: tuple[str, tuple[str, ...]],
+    decode: tuple[str, tuple[str, ...]],
+    held: int,
+    tmp_path: Path,
+) -> None:
+    """The last prompt begins with another one, of which decode holds `held` positions: whole
+    blocks of its own, which end inside one of prefill's."""
+    folder = save_tiny_model("llama", tmp_path / "m")
+    prompts = random_prompts((5, 16, 130, 70), VOCAB)
+    prompts.append(prompts[-1] + prompts[0])
+    wanted = expected("llama", prompts, NEW)
+    async with (
+        worker(prefill[0], folder, *prefill[1], **REAL) as giver,
+        worker(decode[0], folder, *decode[1], **REAL) as collector,
+    ):
+        end = RouterEnd(DecodeStub(collector.channel), collector.identity, giver.identity)
+        await end.connect()
+        cached = [await serve(end, giver, collector, i, p, w) for i, (p, w) in enumerate(
+            zip(prompts, wanted, strict=True)
+        )]  # fmt: skip
+        assert cached == [0, 0, 0, 0, held]
+        await end.break_off()
+
+
+async def serve(
+    end: RouterEnd,
+    giver: Process,
+    collector: Process,
+    number: int,
+    prompt: list[int],
+    wanted: list[int],
+) -> int:
+    """Runs one prompt over both. Returns how much of it decode held."""
+    one, handover_id = attempt(str(number), prompt, NEW), new_id()
+    await end.start(one, handover_id)
+    await run_on(giver, collector, one, handover_id)
+    assert await end.ended(one) == {0: wanted}
+    started = end.started[one.key]
+    assert started.received_bytes == POSITION_BYTES * (len(prompt) - started.cached_tokens)
+    return int(started.cached_tokens)
