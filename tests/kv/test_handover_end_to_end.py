@@ -54,6 +54,38 @@ async def test_cached_positions_do_not_travel(transport: str, cached: int) -> No
         assert collected.received_bytes == (40 - cached) * LAYOUT.bytes_per_position
 
 
+async def test_parcels_are_unpacked_in_order_whatever_order_reads_end_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig(num_slots=8) as world:
+        offer, pool = world.offer(4 * POSITIONS_PER_SLOT), Pool()
+        (reader,) = world.landed.readers.values()
+        read, order, unpacked = reader.read, [], []
+        all_begun = asyncio.Event()
+
+        async def backwards(*arguments: object) -> None:
+            """The last one that was asked for ends first."""
+            order.append(ended := asyncio.Event())
+            if len(order) == 4:
+                all_begun.set()
+            await read(*arguments)  # type: ignore[arg-type]
+            await all_begun.wait()
+            if ended is not order[-1]:
+                await order[order.index(ended) + 1].wait()
+            ended.set()
+
+        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
+            unpacked.append(first_position)
+            await pool.unpack(first_position, count, payload)
+
+        await world.collector.meet(world.giver.identity)
+        monkeypatch.setattr(reader, "read", backwards)
+        world.compute(offer)
+        await world.collector.collect(world.ticket(offer), pool.reserve, unpack)
+        assert unpacked == [i * POSITIONS_PER_SLOT for i in range(4)]
+        assert pool.kv == expected(offer.handover_id, offer.num_positions)
+
+
 async def test_chunks_travel_while_the_next_one_computes() -> None:
     async with rig() as world:
         offer, pool = world.offer(60), Pool()

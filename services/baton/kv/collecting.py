@@ -3,10 +3,10 @@
 Knows the peer and the line it speaks on, neither gRPC nor the engine.
 
 A credit stands for a landing slot that is held here. A parcel goes: read into its landing slot,
-header and digest verified, unpacked into blocks, slot released, confirmed. Nothing is unpacked that
-did not verify. When the work ends early, a read may still be running: its slot is released all the
-same and stays in limbo until the read has ended; the blocks behind it are touched only by
-unpacking, which is always waited for.
+header and digest verified, unpacked into blocks in the order of parcels, slot released, confirmed.
+Nothing is unpacked that did not verify. When the work ends early, a read may still be running: its
+slot is released all the same and stays in limbo until the read has ended; the blocks behind it are
+touched only by unpacking, which is always waited for.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Collecting:
         self._credited: deque[Slot] = deque()
         self._landing: dict[int, Slot] = {}
         self._landings: set[asyncio.Task[None]] = set()
+        self._newest: asyncio.Task[None] | None = None
         self._tokens: tuple[ChoiceTokens, ...] = ()
         self._received_bytes = self._cached_positions = 0
         self._opened_at = self._last_told_at = 0.0
@@ -211,11 +212,14 @@ class Collecting:
             raise self._mismatch("announcement")
         self.side.arriving(run)
         self._landing[run.index] = self._credited.popleft()
-        task = asyncio.create_task(self._land(header, remote_slot))
+        task = asyncio.create_task(self._land(header, remote_slot, self._newest))
+        self._newest = task
         self._landings.add(task)
         task.add_done_callback(self._landed)
 
-    async def _land(self, header: ParcelHeader, remote_slot: int) -> None:
+    async def _land(
+        self, header: ParcelHeader, remote_slot: int, before: asyncio.Task[None] | None
+    ) -> None:
         slot, stats = self._landing[header.index], self._around.stats
         try:
             size = HEADER_BYTES + header.payload_bytes
@@ -237,6 +241,10 @@ class Collecting:
                     wrong = self._sealer.mismatch(header, slot.view)
             if wrong:
                 raise self._mismatch(wrong)
+            if before is not None:
+                # Reads end in any order. Unpacking must not: the places that follow a parcel in its
+                # last tile are cleared.
+                await asyncio.wait([before])
             payload = slot.view[HEADER_BYTES:size]
             with stats.timed("unpack"):
                 await to_end(self._unpack(header.first_position, header.num_positions, payload))

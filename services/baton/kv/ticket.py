@@ -22,8 +22,9 @@ Reserve = Callable[[], Awaitable[int | None]]
 when there is no room. May be cancelled; whatever it holds then is the caller's to free."""
 
 Unpack = Callable[[int, int, memoryview], Awaitable[None]]
-"""unpack(first_position, count, payload): copies verified KV into the reserved blocks. It is never
-cancelled; when it returns or raises, it reads `payload` no more."""
+"""unpack(first_position, count, payload): copies verified KV into the reserved blocks. Called for
+one parcel after the other, in position order. It is never cancelled; when it returns or raises, it
+reads `payload` no more."""
 
 
 @dataclass(frozen=True, slots=True)
