@@ -39,7 +39,7 @@ def test_one_input_from_queue_to_token_0() -> None:
     assert loop.step(1.2) == []
     assert loop.scheduler.next_wake(1.2) == 1.5
     events = loop.step(2.0)
-    assert events[:2] == [Planned(one.key), Computed(one.key, 10, 0)]
+    assert events[:2] == [Planned(one.key, ((0, 3),)), Computed(one.key, 10, 0)]
     (first,) = firsts(events).values()
     assert (first.cached_tokens, first.queue_s, first.prefill_s) == (0, 1.0, 0.0)
     assert [t.key for t in first.tokens] == list(one.keys())
@@ -270,10 +270,14 @@ def test_one_bad_input_fails_alone() -> None:
     bad = replace(attempt("bad", size=2), token_ids=(5, EOS))
     loop.scheduler.add(bad, 0.0, keep=True)
     loop.scheduler.add(attempt("good"), 0.0, keep=False)
-    events = run_out(loop, 1.0)
+    events = loop.step(1.0)
     (failed,) = [event for event in events if isinstance(event, Failed)]
     assert failed.key == bad.key and isinstance(failed.error, Internal)
     assert [key.request_id for key in firsts(events)] == ["good"]
+    assert loop.scheduler.extents(bad.key), "its blocks may be copied just now"
+    assert not loop.scheduler.load.waiting_tokens
+    loop.scheduler.cancel(bad.key)
+    assert not run_out(loop, 1.1)
 
 
 def test_token_0_can_end_a_choice() -> None:

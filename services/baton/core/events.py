@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 from baton.core.attempt import AttemptKey, ChoiceTokens
 from baton.core.errors import BatonError
+from baton.core.plan import Extents
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Prefill: the input's first chunk is in a step that is about to run."""
+    """Prefill: the input's first chunk is in a step that is about to run.
+
+    extents: where its KV will lie, until it is released or cancelled.
+    """
 
     key: AttemptKey
+    extents: Extents
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt, or some choices of it, ended without an answer; nothing of them is left here."""
+    """An attempt, or some choices of it, ended without an answer; nothing of them is left here.
+
+    Prefill: the blocks of one that is kept stay until it is released or cancelled.
+    """
 
     key: AttemptKey
     choices: tuple[int, ...]

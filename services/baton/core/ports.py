@@ -11,9 +11,10 @@ from baton.core.plan import Extents, StepPlan, StepResult
 class ModelRunner(Protocol):
     """Runs steps of one model over one block pool's memory.
 
-    Called by the engine thread only. `submit` starts a step and may return before it is done;
-    `collect` waits for the oldest submitted one. Steps complete in the order submitted. Doubles:
-    `baton.engine.fake.FakeRunner` (no torch), real: `baton.engine.runner.TorchRunner`.
+    Called by the engine thread only, but for copies (`copies_beside_steps`). `submit` starts a step
+    and may return before it is done; `collect` waits for the oldest submitted one. Steps complete
+    in the order submitted. Doubles: `baton.engine.fake.FakeRunner` (no torch), real:
+    `baton.engine.runner.TorchRunner`.
     """
 
     @property
@@ -37,6 +38,11 @@ class ModelRunner(Protocol):
         """How many steps may be submitted before the oldest is collected; 1 where `submit`
         computes, 2 where the next step is better prepared while one runs."""
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        """Whether pack and unpack may be called on another thread while a step runs, for positions
+        that no step in flight writes (pack) or reads (unpack)."""
+
     def submit(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...
@@ -51,7 +57,10 @@ class ModelRunner(Protocol):
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
     ) -> None:
-        """The inverse of pack. The blocks are owned by the sequence and no step reads them yet."""
+        """The inverse of pack. The blocks are owned by the sequence and no step reads them yet.
+
+        In position order: what follows the last position in its block may be cleared.
+        """
 
     def close(self) -> None:
         """Frees memory and threads, once no step in flight can touch them; such steps are dropped.

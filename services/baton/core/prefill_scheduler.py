@@ -252,7 +252,8 @@ class PrefillScheduler:
             return False
         shared.started = now
         shared.move(SequenceEvent.START)
-        self._events.append(Planned(shared.key))
+        assert shared.table is not None
+        self._events.append(Planned(shared.key, shared.table.extents))
         return True
 
     def _finish(self, job: _Job, tokens: dict[int, SampledToken], now: float) -> None:
@@ -288,9 +289,15 @@ class PrefillScheduler:
                 self._fail(job, DeadlineExceeded("The request ran out of time in the queue."))
 
     def _fail(self, job: _Job, error: BatonError) -> None:
-        choices = tuple(sequence.key.choice for sequence in job.input.sequences)
-        self._events.append(Failed(job.input.key, choices, error))
-        self._end(job, SequenceEvent.FAIL)
+        shared = job.input
+        choices = tuple(sequence.key.choice for sequence in shared.sequences)
+        self._events.append(Failed(shared.key, choices, error))
+        if job.keep and shared.table is not None:
+            # Whoever hands it over may be copying its blocks just now.
+            del self._unfinished[shared.key]
+            shared.move(SequenceEvent.HOLD)
+        else:
+            self._end(job, SequenceEvent.FAIL)
 
     def _end(self, job: _Job, event: SequenceEvent) -> None:
         """The one place where an attempt leaves."""

@@ -14,6 +14,7 @@ from baton.core.attempt import Attempt, SequenceKey
 from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import HandoverFailed
 from baton.core.loop import EngineLoop
+from baton.core.plan import Extents
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.kv.collector import Collected, Collector, Ticket
@@ -96,27 +97,29 @@ class Beginner:
     async def _collect(self, running: Running, ticket: Ticket) -> Collected:
         """Raises HandoverFailed when it takes too long, and what `Collector.collect` raises."""
         key = running.attempt.key
+        extents: Extents = ()
 
         async def reserve() -> int | None:
+            nonlocal extents
             # A choice that is cancelled later reaches the scheduler after this.
             attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
 
-            def ask(loop: EngineLoop[DecodeScheduler]) -> tuple[int | None, bool]:
+            def ask(loop: EngineLoop[DecodeScheduler]) -> tuple[int | None, Extents, bool]:
                 scheduler, now = loop.scheduler, time.monotonic()
                 position = scheduler.reserve(attempt, now, max_unconfirmed=max_unconfirmed)
-                return position, scheduler.making_room(key, now)
+                place = () if position is None else scheduler.extents(key)
+                return position, place, scheduler.making_room(key, now)
 
             while True:
-                position, soon = await self._engine.call(ask)
+                position, extents, soon = await self._engine.call(ask)
                 if position is not None or not soon:
                     return position
                 await asyncio.sleep(ROOM_POLL_S)
 
         async def unpack(first_position: int, count: int, payload: memoryview) -> None:
-            await self._engine.call_to_end(
-                lambda loop: loop.runner.unpack(
-                    loop.scheduler.extents(key), first_position, count, payload
-                )
+            # What is reserved stays in its place, and ours, until the collector is done.
+            await self._engine.copy(
+                lambda runner: runner.unpack(extents, first_position, count, payload)
             )
 
         remaining_s = running.attempt.remaining_s or DEFAULT_DEADLINE_S

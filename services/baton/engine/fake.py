@@ -122,6 +122,11 @@ class FakeRunner:
         return self._depth
 
     @property
+    def copies_beside_steps(self) -> bool:
+        """Its steps may run late, and nobody knows on which thread."""
+        return False
+
+    @property
     def exact(self) -> bool:
         return True
 

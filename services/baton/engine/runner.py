@@ -45,7 +45,8 @@ class TorchRunner:
     """Puts steps in the device's queue; `collect` waits for the oldest one's tokens.
 
     On a GPU `submit` waits for nothing, so that the next step is prepared while one runs; on a CPU
-    it computes. Made by `load`. Not thread-safe; called by the engine thread only.
+    it computes. Made by `load`. Not thread-safe; called by the engine thread only, but for copies
+    beside steps.
     """
 
     def __init__(
@@ -147,6 +148,10 @@ class TorchRunner:
     @property
     def depth(self) -> int:
         return 2 if self._backend.memory.device.type == "cuda" else 1
+
+    @property
+    def copies_beside_steps(self) -> bool:
+        return self._backend.memory.device.type == "cpu"
 
     @property
     def exact(self) -> bool:

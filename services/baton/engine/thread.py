@@ -23,7 +23,9 @@ from baton.core.errors import Overloaded, Unavailable
 from baton.core.events import Event
 from baton.core.loop import EngineLoop, SchedulerT
 from baton.core.plan import StepPlan
+from baton.core.ports import ModelRunner
 from baton.core.scheduling import Load
+from baton.engine.copying import CopyThread
 from baton.engine.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class EngineThread(Generic[SchedulerT]):
         self._wake = threading.Condition()
         self._calls: deque[_Call] = deque()
         self._stopping = False
+        self._copies = CopyThread()
+        self._runner: ModelRunner | None = None
         self._answers: list[_Call] = []
         self._watch = StepWatch()
         self.load = Load(0, 0, 0, 0)
@@ -99,6 +103,7 @@ class EngineThread(Generic[SchedulerT]):
         with self._wake:
             self._stopping = True
             self._wake.notify()
+        await asyncio.to_thread(self._copies.close)
         await asyncio.to_thread(self._thread.join, self._stop_timeout_s)
         if self._thread.is_alive():
             logger.error("the engine's step did not end within %g s", self._stop_timeout_s)
@@ -127,6 +132,19 @@ class EngineThread(Generic[SchedulerT]):
                     continue
             answer.exception()
             raise
+
+    async def copy(self, function: Callable[[ModelRunner], object]) -> None:
+        """Runs a pack or an unpack, beside the running step where the runner allows it.
+
+        A cancelled waiter leaves only when the function is done. Its blocks must stay until then.
+        Raises Overloaded and Unavailable like `call`, and what the function raises.
+        """
+        runner = self._runner
+        assert runner is not None, "the thread was not started"
+        if runner.copies_beside_steps:
+            await self._copies.run(lambda: function(runner))
+        else:
+            await self.call_to_end(lambda loop: function(loop.runner))
 
     def post(self, function: Callable[[EngineLoop[SchedulerT]], object]) -> None:
         """Runs a function on the engine thread; nobody waits for it. It must not raise.
@@ -170,6 +188,7 @@ class EngineThread(Generic[SchedulerT]):
             self._tell(self._made.set_exception, error)
             return
         self.load = loop.scheduler.load
+        self._runner = loop.runner
         self._tell(_resolve, self._made, None)
         try:
             self._run(loop)

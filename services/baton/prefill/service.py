@@ -28,6 +28,7 @@ from baton.core.errors import (
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.load import WorkerState
 from baton.core.loop import EngineLoop
+from baton.core.plan import Extents
 from baton.core.prefill_scheduler import PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.kv.giver import Giver, Offer
@@ -46,12 +47,16 @@ MAX_ATTEMPTS = 4096
 class Job:
     """One attempt here. first: resolves with token 0. offer: None when nothing is given (any more).
 
-    counted: positions that are in the metrics.
+    extents: where its KV lies. packing: whether some of it is being copied. over: it has ended; its
+    blocks are given back as soon as nothing is copied. counted: positions that are in the metrics.
     """
 
     attempt: Attempt
     first: asyncio.Future[FirstTokens]
     offer: Offer | None = None
+    extents: Extents = ()
+    packing: bool = False
+    over: bool = False
     counted: int = 0
 
 
@@ -147,7 +152,7 @@ class PrefillService:
         over = {first.key for first in firsts if _is_last(first)}
         for event in events:
             match event:
-                case Planned(key) | Computed(key) | FirstTokens(key) | Failed(key):
+                case Planned(key, _) | Computed(key) | FirstTokens(key) | Failed(key):
                     job = self._jobs.get(key)
                     if job is not None:
                         self._take(job, event, may_give=key not in over)
@@ -174,8 +179,10 @@ class PrefillService:
     def _take(self, job: Job, event: Event, *, may_give: bool) -> None:
         offer = job.offer
         match event:
-            case Planned() if offer is not None:
-                offer.announce()
+            case Planned(_, extents):
+                job.extents = extents
+                if offer is not None:
+                    offer.announce()
             case Computed(_, num_positions, cached):
                 self._count(job, num_positions, cached)
                 if offer is not None and may_give:
@@ -214,11 +221,17 @@ class PrefillService:
         key = job.attempt.key
 
         async def pack(first_position: int, count: int, out: memoryview) -> None:
-            await self._engine.call_to_end(
-                lambda loop: loop.runner.pack(
-                    loop.scheduler.extents(key), first_position, count, out
+            if job.over:
+                raise Cancelled("cancelled")
+            job.packing = True
+            try:
+                await self._engine.copy(
+                    lambda runner: runner.pack(job.extents, first_position, count, out)
                 )
-            )
+            finally:
+                job.packing = False
+                if job.over:
+                    self._give_back(job)
 
         offer = self._giver.offer(
             handover_id,
@@ -257,7 +270,11 @@ class PrefillService:
         if not job.first.done():
             job.first.set_exception(error)
             job.first.exception()
-        # Packing that is queued now comes before this, and later packing finds nothing to pack.
+        job.over = True
+        if not job.packing:
+            self._give_back(job)
+
+    def _give_back(self, job: Job) -> None:
         self._post(lambda loop: loop.scheduler.cancel(job.attempt.key))
 
     def _forget(self, job: Job) -> bool:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import grpc
 import pytest
 
 from baton.core.load import WorkerState
+from baton.core.plan import Extents
+from baton.engine.fake import FakeRunner
 from baton.kv import nixl
 from baton.prefill import service as service_module
 from baton.prefill.collectors import LIVE_S, MAX_KNOWN, LiveCollectors
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, counter
 from baton.v1 import prefill_pb2
-from tests.services.worker.pair import PATIENCE_S, POISON, attempt, new_id, pair, reference, until
+from tests.services.worker.pair import (
+    PATIENCE_S,
+    POISON,
+    GatedRunner,
+    attempt,
+    new_id,
+    pair,
+    reference,
+    until,
+)
 from tests.services.worker.router_end import router
 
 
@@ -101,6 +113,38 @@ async def test_cancel_ends_the_call_and_frees_the_blocks() -> None:
         await world.cancel_prefill(one)
         assert await code_of(call) is grpc.StatusCode.CANCELLED
         await world.cancel_prefill(attempt("never heard of"))
+
+
+async def test_blocks_of_a_cancelled_prompt_stay_while_they_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packing, may_end = threading.Event(), threading.Event()
+
+    def pack(
+        runner: GatedRunner, extents: Extents, first_position: int, count: int, out: memoryview
+    ) -> None:
+        packing.set()
+        assert may_end.wait(PATIENCE_S)
+        FakeRunner.pack(runner, extents, first_position, count, out)
+
+    monkeypatch.setattr(GatedRunner, "copies_beside_steps", True)
+    monkeypatch.setattr(GatedRunner, "pack", pack)
+    one = attempt()
+    async with pair() as world, router(world) as end:
+        world.prefill.runner.hold()
+        handover_id = new_id()
+        await end.start(one, handover_id)
+        call = world.run(one, handover_id)
+        world.prefill.runner.allow(1)
+        try:
+            assert await asyncio.to_thread(packing.wait, PATIENCE_S)
+            await world.cancel_prefill(one)
+            assert await code_of(call) is grpc.StatusCode.CANCELLED
+            world.prefill.runner.open()
+            engine = world.prefill.engine
+            assert await engine.call(lambda loop: loop.scheduler.extents(one.key))
+        finally:
+            may_end.set()
 
 
 async def test_out_of_time_while_computing() -> None:

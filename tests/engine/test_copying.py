@@ -1,0 +1,116 @@
+"""Copies run beside a step where the runner allows it, and never past the end of who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.errors import Unavailable
+from baton.core.loop import EngineLoop
+from baton.core.plan import StepPlan
+from baton.engine.copying import CopyThread
+from baton.engine.fake import FakeRunner
+from baton.engine.thread import EngineThread
+from tests.core.attempts import attempt
+
+PATIENCE_S = 20
+
+
+class HeldRunner(FakeRunner):
+    """Stays in its step until it is let go."""
+
+    def __init__(self, *, beside: bool) -> None:
+        super().__init__(16, 4)
+        self._beside = beside
+        self.stepping = threading.Event()
+        self.may_step = threading.Event()
+
+    @property
+    def copies_beside_steps(self) -> bool:
+        return self._beside
+
+    def submit(self, plan: StepPlan) -> None:
+        self.stepping.set()
+        assert self.may_step.wait(PATIENCE_S)
+        super().submit(plan)
+
+
+async def _stepping(runner: HeldRunner) -> EngineThread[DecodeScheduler]:
+    policy = DecodePolicy(max_sequences=4, token_budget=64, prefill_budget=32)
+    engine = EngineThread(
+        lambda: EngineLoop(runner, DecodeScheduler(BlockPool(16, 4), policy, runner.model)),
+        lambda events: None,
+    )
+    await engine.start()
+    await engine.call(lambda loop: loop.scheduler.add(attempt(size=8), 0.0))
+    assert await asyncio.to_thread(runner.stepping.wait, PATIENCE_S)
+    return engine
+
+
+async def test_a_copy_does_not_wait_for_the_step() -> None:
+    runner = HeldRunner(beside=True)
+    engine = await _stepping(runner)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.copy(lambda given: given.pack(((8, 1),), 0, 4, memoryview(bytearray(64))))
+    finally:
+        runner.may_step.set()
+        await engine.stop()
+
+
+async def test_a_copy_waits_for_the_step_where_it_must() -> None:
+    runner = HeldRunner(beside=False)
+    engine = await _stepping(runner)
+    stepping = []
+    copying = asyncio.create_task(
+        engine.copy(lambda given: stepping.append(not runner.may_step.is_set()))
+    )
+    await asyncio.sleep(0.02)
+    assert not stepping
+    runner.may_step.set()
+    await copying
+    assert stepping == [False]
+    await engine.stop()
+
+
+async def test_copies_are_refused_when_the_engine_has_stopped() -> None:
+    runner = HeldRunner(beside=True)
+    engine = await _stepping(runner)
+    runner.may_step.set()
+    await engine.stop()
+    with pytest.raises(Unavailable):
+        await engine.copy(lambda given: None)
+
+
+async def test_who_is_cancelled_leaves_when_the_copy_has_ended() -> None:
+    copies, began, may_end = CopyThread(), threading.Event(), threading.Event()
+    ended = []
+
+    def copy() -> None:
+        began.set()
+        assert may_end.wait(PATIENCE_S)
+        ended.append(True)
+
+    waiting = asyncio.create_task(copies.run(copy))
+    assert await asyncio.to_thread(began.wait, PATIENCE_S)
+    for _ in range(3):
+        waiting.cancel()
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended
+    copies.close()
+
+
+async def test_what_a_copy_raises_comes_out() -> None:
+    copies = CopyThread()
+    with pytest.raises(ZeroDivisionError):
+        await copies.run(lambda: 1 / 0)
+    copies.close()
+    copies.close()
