@@ -13,7 +13,7 @@ llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine tables test-chaos test-slow clean
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv tables test-chaos test-slow clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -84,6 +84,10 @@ bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LL
 	@$(BIN)/baton bench cost $(call figures,cost)
 	@$(BIN)/baton bench batching $(call figures,batching)
 	@$(BIN)/baton bench stalls $(call figures,stalls)
+	@$(BIN)/python scripts/tables.py
+
+bench-kv: install ## Measure the KV hand-over (about 4 minutes)
+	@$(BIN)/baton bench kv $(call figures,kv)
 	@$(BIN)/python scripts/tables.py
 
 tables: install ## Write the tables of docs from docs/benchmarks

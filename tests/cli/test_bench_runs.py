@@ -77,6 +77,23 @@ def test_cost(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+def test_kv(bench: Bench) -> None:
+    small = ("--sizes", "1,2", "--prompt-tokens", "256", "--chunks", "64", "--rounds", "1")
+    found = bench("kv", *small)
+    for transport in ("nixl", "loopback"):
+        slots = found[f"{transport}, 2 MB: slot to slot, verified, against raw"]
+        assert slots["met"] is (slots["ratio"] >= 0.8)
+        pools = found[f"{transport}, 1 MB: pool to pool against the sum of its parts"]
+        assert pools["met"] is (pools["ratio"] <= 1.25)
+        assert found[f"{transport}, 2 MB: whole hand-over of peers that have not met"]["value"] > 0
+    assert found["xxh3-128: seal and verify"]["value"] > found["blake2b: seal and verify"]["value"]
+    hidden = "256 tokens in chunks of 64"
+    assert found[f"{hidden}: bytes when decode holds the first half"]["ratio"] == 0.5
+    assert found[f"{hidden}: bound of what can be hidden"]["value"] == 75
+    assert found[f"{hidden}: last chunk to first decode step"]["value"] > 0
+
+
+@pytest.mark.slow
 def test_stalls(bench: Bench) -> None:
     few = ("--running", "3", "--output-tokens", "48", "--prompt-tokens", "512", "--arrivals", "2")
     found = bench("stalls", *few, "--chunks", "64")

@@ -6,8 +6,15 @@ Times are estimates for the 100m shape on two otherwise idle cores.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from baton.worker.options import WorkerOptions
+
+_RING = {field.name: field.default for field in fields(WorkerOptions)}
+"""What a worker has if it is not told otherwise."""
 
 
 def add(kinds: Any) -> None:
@@ -17,6 +24,7 @@ def add(kinds: Any) -> None:
     _cost(kinds)
     _batching(kinds)
     _stalls(kinds)
+    _kv(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -122,6 +130,26 @@ def _stalls(kinds: Any) -> None:
     stalls.add_argument("--chunks", type=_numbers, default=(256, 512), metavar="N,N")
 
 
+def _kv(kinds: Any) -> None:
+    kv = _kind(kinds, "kv", "what a hand-over costs, and what of it is hidden", "About 3 minutes.")
+    _model(kv, threads=1)
+    kv.add_argument(
+        "--sizes", type=_numbers, default=(1, 2, 4, 8, 16, 32, 64), metavar="N,N", help="megabytes"
+    )
+    kv.add_argument(
+        "--transports",
+        type=_names("nixl", "loopback"),
+        default=("nixl", "loopback"),
+        metavar="T,T",
+        help="nixl, loopback; the first one also for digests and for hiding",
+    )
+    kv.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
+    kv.add_argument("--chunks", type=_numbers, default=(512, 256), metavar="N,N")
+    kv.add_argument("--rounds", type=int, default=3, metavar="N", help="prompts of each chunk size")
+    kv.add_argument("--slots", type=int, default=_RING["slots"], metavar="N", help="of a ring")
+    kv.add_argument("--slot-mib", type=int, default=_RING["slot_mib"], metavar="MIB")
+
+
 def _kind(
     kinds: Any, name: str, what: str, takes: str = "", *, plot: bool = True
 ) -> argparse.ArgumentParser:
@@ -158,3 +186,13 @@ def _device(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
+
+
+def _names(*allowed: str) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if not set(found) <= set(allowed):
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(allowed)}")
+        return found
+
+    return names
