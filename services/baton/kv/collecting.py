@@ -159,12 +159,10 @@ class Collecting:
             self._changed.clear()
             if side.state is CollectorState.RESERVING:
                 await self._reserve()
-            while side.wants_credit and side.credits + len(side.landing) < MAX_IN_FLIGHT:
+            while side.wants_credit and self._in_flight < MAX_IN_FLIGHT:
                 with self._around.stats.timed("slot_wait"):
                     slot = await self._around.ring.wait(giver.incarnation)
-                self._credited.append(slot)
-                side.credited()
-                await self._line.say(Credit(1))
+                await self._credit(slot)
             if side.all_in:
                 side.completed()
                 if self._last_told_at:
@@ -172,6 +170,21 @@ class Collecting:
                 await self._line.say(Completed())
             elif not side.ended:
                 await self._changed.wait()
+
+    @property
+    def _in_flight(self) -> int:
+        return self.side.credits + len(self.side.landing)
+
+    async def _credit(self, slot: Slot | None) -> None:
+        """Tells of a slot that was waited for and of all others that can be had, in one message."""
+        num_parcels = 0
+        while slot is not None:
+            self._credited.append(slot)
+            self.side.credited()
+            num_parcels += 1
+            more = self.side.wants_credit and self._in_flight < MAX_IN_FLIGHT
+            slot = self._around.ring.take(self._ticket.giver.incarnation) if more else None
+        await self._line.say(Credit(num_parcels))
 
     async def _reserve(self) -> None:
         with self._around.stats.timed("reserve"):
