@@ -16,6 +16,7 @@ from baton.kv.loopback import LoopbackTransport
 from baton.kv.nixl import NixlTransport
 from baton.kv.slots import SlotRing
 from baton.kv.transport import KvTransport
+from baton.kv.ucx import KvNetwork, choose, inherited
 from baton.rpc.server import ProcessServer, Service
 
 NO_DIGEST = "none"
@@ -61,7 +62,10 @@ class Exhibit:
 
 
 def open_transport(name: str, ring: SlotRing, incarnation: str) -> KvTransport:
-    return NixlTransport(ring, incarnation) if name == "nixl" else LoopbackTransport(ring)
+    """On this machine only."""
+    if name == "loopback":
+        return LoopbackTransport(ring)
+    return NixlTransport(ring, incarnation, choose(KvNetwork.LOCAL, inherited=inherited()))
 
 
 def described(exhibit: dict[str, Any]) -> tuple[str, bytes, RingDescription]:
