@@ -106,6 +106,11 @@ class RankedRunner:
         return 1
 
     @property
+    def copies_beside_steps(self) -> bool:
+        """Ranks do one thing at a time."""
+        return False
+
+    @property
     def exact(self) -> bool:
         """As TorchRunner's, among runners of as many ranks: another number sums in another
         order."""
