@@ -225,6 +225,21 @@ async def test_closing_is_bounded_although_the_giver_goes_on_talking() -> None:
             await giver.over.wait()
 
 
+async def test_a_giver_that_leaves_while_it_is_written_to_has_left() -> None:
+    """gRPC calls that an internal error, as if it were a fault of ours."""
+    giver = Scripted([], "ends")
+    async with connected(giver) as (channel, _):
+        stream = GrpcGiverConnection(channel).collect()
+        async with asyncio.timeout(20):
+            with pytest.raises(Unavailable):
+                while True:
+                    await stream.send(Heartbeat())
+            with pytest.raises(Unavailable, match="the giver left"):
+                async for _ in stream:
+                    pass
+        await stream.close()
+
+
 async def test_an_empty_message_from_either_side_is_a_fault() -> None:
     giver = Scripted([], "listens")
     async with connected(giver) as (channel, _):

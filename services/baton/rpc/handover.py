@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from baton.core.errors import BatonError, HandoverFailed, Unavailable
+from baton.core.errors import BatonError, HandoverFailed, Internal, Unavailable
 from baton.core.handover_messages import (
     Announced,
     CollectorMessage,
@@ -182,6 +182,10 @@ class GrpcCollectStream:
                 await self._put(_giver_message(response))
         except grpc.aio.AioRpcError as error:
             last = from_rpc_error(error)
+            if isinstance(last, Internal):
+                # gRPC's own word for a stream that ended while we wrote. Givers tell their faults
+                # in messages.
+                last = Unavailable("the giver left")
         except BatonError as error:
             last = error
         await self._put(last)
