@@ -13,7 +13,7 @@ llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv tables test-chaos test-slow clean
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv tables test-chaos test-slow chaos-kv clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -89,6 +89,14 @@ bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LL
 bench-kv: install ## Measure the KV hand-over (about 4 minutes)
 	@$(BIN)/baton bench kv $(call figures,kv)
 	@$(BIN)/python scripts/tables.py
+
+chaos-kv: install ## Break hand-overs in every way and count (about half an hour)
+	@$(BIN)/baton chaos kv corruptions --json docs/benchmarks/chaos-kv-corruptions.json
+	@$(BIN)/baton chaos kv clean --json docs/benchmarks/chaos-kv-clean.json
+	@$(BIN)/baton chaos kv freeze-kill --json docs/benchmarks/chaos-kv-freeze-kill.json
+	@$(BIN)/baton chaos kv late-write --json docs/benchmarks/chaos-kv-late-write.json
+	@$(BIN)/baton chaos kv cancel-storm --json docs/benchmarks/chaos-kv-cancel-storm.json
+	@$(BIN)/baton chaos kv head-of-line --json docs/benchmarks/chaos-kv-head-of-line.json
 
 tables: install ## Write the tables of docs from docs/benchmarks
 	@$(BIN)/python scripts/tables.py

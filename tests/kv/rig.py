@@ -18,6 +18,7 @@ from baton.core.handover import LIMITS, Limit, State
 from baton.core.handover_messages import CollectorMessage, GiverMessage
 from baton.core.model import KvLayout, WorkerIdentity
 from baton.kv.collector import Collected, Collector, Ticket
+from baton.kv.faults import NO_FAULTS, Faults
 from baton.kv.giver import Giver, Offer
 from baton.kv.line import Liveness
 from baton.kv.staging import Staging
@@ -199,6 +200,8 @@ async def rig(
     collector_ucx: Ucx | None = None,
     liveness: Liveness = FAST,
     limits: Mapping[State, Limit] = LIMITS,
+    giver_faults: Faults = NO_FAULTS,
+    collector_faults: Faults = NO_FAULTS,
 ) -> AsyncIterator[Rig]:
     """Everything running; checked on leaving: all slots free, no task left."""
     before = asyncio.all_tasks()
@@ -211,6 +214,7 @@ async def rig(
         num_slots=num_slots,
         slot_bytes=giver_slot_bytes,
         ucx=giver_ucx,
+        faults=giver_faults,
     )
     landed = await Staging.open(
         collecting.incarnation,
@@ -218,6 +222,7 @@ async def rig(
         num_slots=num_slots,
         slot_bytes=collector_slot_bytes,
         ucx=collector_ucx,
+        faults=collector_faults,
     )
     giver = Giver(giving, giver_layout, given, digest=digest, liveness=liveness, limits=limits)
     add_HandoverServicer_to_server(HandoverServicer(giver), server)

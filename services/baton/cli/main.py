@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "doctor",
     "plan": "plan",
     "bench": "bench.command",
+    "chaos": "chaos.command",
 }
 """Each with the module that has it."""
 

@@ -46,13 +46,15 @@ def at_most(
 def goal_text(result: Mapping[str, Any]) -> str:
     """ "≥ 3 (met)": a goal is for the ratio if there is one, else for the value. "" without one.
 
-    Whether it is a least or a greatest one follows from whether it was met.
+    Whether it is a least or a greatest one follows from whether it was met; where the goal was
+    reached exactly, a ratio counts as a least one and a value as a greatest one.
     """
     goal, met = result["goal"], result["met"]
     if goal is None:
         return ""
     reached = result["value"] if result["ratio"] is None else result["ratio"]
-    sign = "≥" if (reached >= goal) == met else "≤"
+    least = result["ratio"] is not None if reached == goal else (reached > goal) == met
+    sign = "≥" if least else "≤"
     return f"{sign} {goal:g} ({'met' if met else 'missed'})"
 
 

@@ -67,7 +67,9 @@ class Collecting:
         self._around, self._ticket, self._peer, self._stream = around, ticket, peer, stream
         self._reserve_blocks, self._unpack = reserve, unpack
         self._line: Line[GiverMessage, CollectorMessage] = Line(
-            aiter(stream), stream.send, around.liveness
+            around.faults.hearing("collector", aiter(stream)),
+            around.faults.saying("collector", stream.send),
+            around.liveness,
         )
         slot_bytes = min(around.ring.slot_bytes, peer.meeting.ring.slot_bytes)
         self.side = CollectorSide(
@@ -189,6 +191,7 @@ class Collecting:
     async def _reserve(self) -> None:
         with self._around.stats.timed("reserve"):
             from_position = await self._reserve_blocks()
+        await self._around.faults.at("collector.reserved")
         self._patience.moved()
         if from_position is None:
             self.side.full()
@@ -234,7 +237,9 @@ class Collecting:
         self, header: ParcelHeader, remote_slot: int, before: asyncio.Task[None] | None
     ) -> None:
         slot, stats = self._landing[header.index], self._around.stats
+        faults = self._around.faults
         try:
+            await faults.at("collector.reading")
             size = HEADER_BYTES + header.payload_bytes
             try:
                 with stats.timed("read"):
@@ -245,6 +250,7 @@ class Collecting:
                 self._peer.suspect = True
                 stats.transfer_errors += 1
                 raise HandoverFailed("a parcel could not be read") from None
+            await faults.at("collector.read", slot.view[:size])
             with stats.timed("verify"):
                 if self._sealer.is_slow(header):
                     wrong = await to_end(
@@ -254,6 +260,7 @@ class Collecting:
                     wrong = self._sealer.mismatch(header, slot.view)
             if wrong:
                 raise self._mismatch(wrong)
+            await faults.at("collector.verified")
             if before is not None:
                 # Reads end in any order. Unpacking must not: the places that follow a parcel in its
                 # last tile are cleared.
@@ -261,6 +268,7 @@ class Collecting:
             payload = slot.view[HEADER_BYTES:size]
             with stats.timed("unpack"):
                 await to_end(self._unpack(header.first_position, header.num_positions, payload))
+            await faults.at("collector.unpacked")
         finally:
             self._landing.pop(header.index).release()
         self.side.landed(header.index)

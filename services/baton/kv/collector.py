@@ -61,8 +61,9 @@ class Collector:
             )
         self.stats = stats or HandoverStats()
         self._around = Surroundings(
-            identity, layout, staging.ring, liveness or Liveness(), limits, self.stats
-        )
+            identity, layout, staging.ring, liveness or Liveness(), limits, self.stats,
+            staging.faults,
+        )  # fmt: skip
         self._peers = Peers(identity, layout, staging, connect, self._probe, self.stats)
         self._running = 0
         self._farewells: set[asyncio.Task[None]] = set()

@@ -55,7 +55,10 @@ class Giving:
         send: Callable[[GiverMessage], Awaitable[None]],
     ) -> None:
         self._giver = giver
-        self._line: Line[CollectorMessage, GiverMessage] = Line(incoming, send, giver.liveness)
+        faults = self._faults = giver.staging.faults
+        self._line: Line[CollectorMessage, GiverMessage] = Line(
+            faults.hearing("giver", incoming), faults.saying("giver", send), giver.liveness
+        )
         self._opening: asyncio.Future[OpenHandover] = asyncio.get_running_loop().create_future()
         self._offer: Offer | None = None
         self._slots: dict[int, Slot] = {}
@@ -129,15 +132,18 @@ class Giving:
         with stats.timed("slot_wait"):
             slot = await self._giver.staging.ring.wait(offer.collector_incarnation)
         self._slots[run.index] = slot
+        await self._faults.at("giver.slot_taken")
         header = self._sealer.header(run)
         payload = slot.view[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         with stats.timed("pack"):
             await to_end(offer.pack(run.first_position, run.num_positions, payload))
+        await self._faults.at("giver.packed")
         with stats.timed("seal"):
             if self._sealer.is_slow(header):
                 digest = await to_end(asyncio.to_thread(self._sealer.seal, header, slot.view))
             else:
                 digest = self._sealer.seal(header, slot.view)
+        await self._faults.at("giver.sealed", slot.view[: HEADER_BYTES + header.payload_bytes])
         stats.parcels += 1
         stats.payload_bytes += header.payload_bytes
         offer.side.sent(run.index)

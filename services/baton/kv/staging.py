@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.kv import nixl
+from baton.kv.faults import NO_FAULTS, Faults
 from baton.kv.loopback import LoopbackTransport
 from baton.kv.reader import Reader
 from baton.kv.slots import SlotRing
@@ -26,10 +27,16 @@ class Staging:
     """
 
     def __init__(
-        self, ring: SlotRing, readers: dict[str, Reader], ucx: Ucx, *, named: bool = True
+        self,
+        ring: SlotRing,
+        readers: dict[str, Reader],
+        ucx: Ucx,
+        *,
+        named: bool = True,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """named: each transport was asked for by name, so that none may be missing."""
-        self.ring, self.readers, self.ucx = ring, readers, ucx
+        self.ring, self.readers, self.ucx, self.faults = ring, readers, ucx, faults
         self.quiet, self._named = True, named
 
     @classmethod
@@ -41,6 +48,7 @@ class Staging:
         num_slots: int,
         slot_bytes: int,
         ucx: Ucx | None = None,
+        faults: Faults = NO_FAULTS,
     ) -> Staging:
         """Allocates the ring and starts the transports.
 
@@ -53,8 +61,8 @@ class Staging:
         allowed = ucx or choose(KvNetwork.LOCAL, inherited=inherited())
         ring = SlotRing(num_slots, slot_bytes)
         makers: dict[str, Callable[[], KvTransport]] = {
-            "nixl": lambda: nixl.NixlTransport(ring, incarnation, allowed),
-            "loopback": lambda: LoopbackTransport(ring),
+            "nixl": lambda: faults.transport(nixl.NixlTransport(ring, incarnation, allowed)),
+            "loopback": lambda: faults.transport(LoopbackTransport(ring)),
         }
         readers: dict[str, Reader] = {}
         for name, make in makers.items():
@@ -69,7 +77,7 @@ class Staging:
                 ring.close()
                 raise Unavailable(f"the KV transport {name} could not be started") from None
             readers[name] = reader
-        return cls(ring, readers, allowed, named=transport != "auto")
+        return cls(ring, readers, allowed, named=transport != "auto", faults=faults)
 
     @property
     def names(self) -> tuple[str, ...]:

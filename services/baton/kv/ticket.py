@@ -13,6 +13,7 @@ from baton.core.attempt import ChoiceTokens
 from baton.core.errors import BatonError
 from baton.core.handover import Limit, State
 from baton.core.model import KvLayout, WorkerIdentity
+from baton.kv.faults import Faults
 from baton.kv.line import Liveness
 from baton.kv.slots import SlotRing
 from baton.kv.stats import HandoverStats
@@ -78,3 +79,4 @@ class Surroundings:
     liveness: Liveness
     limits: Mapping[State, Limit]
     stats: HandoverStats
+    faults: Faults

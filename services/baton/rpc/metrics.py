@@ -57,6 +57,7 @@ STREAMS = Spec("baton_streams", "Shared streams that are open.", ("kind",))
 WAITING_TOKENS = Spec("baton_waiting_tokens", "Prompt tokens that wait to be computed.")
 WORKERS = Spec("baton_workers", "Workers that the router knows.", ("role", "state"))
 REQUESTS_OPEN = Spec("baton_requests_open", "Requests that have not ended.")
+TASKS = Spec("baton_tasks", "Tasks of the process's event loop.")
 LEAKS = Spec(
     "baton_leaks",
     "Things held while no attempt and no probe is here; what stays is owned by nobody.",

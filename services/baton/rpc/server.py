@@ -21,7 +21,7 @@ from baton.rpc.address import PortInUse as PortInUse
 from baton.rpc.address import check, join, split
 from baton.rpc.health import Health
 from baton.rpc.interceptors import ErrorInterceptor
-from baton.rpc.metrics import serve_metrics
+from baton.rpc.metrics import TASKS, gauge, serve_metrics
 from baton.rpc.scrape import MetricsServer
 
 
@@ -59,6 +59,7 @@ class ProcessServer:
         self._health = Health([service.name for service in services])
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
+        self._untell: Callable[[], None] = lambda: None
 
     @property
     def metrics_address(self) -> str:
@@ -99,6 +100,8 @@ class ProcessServer:
             raise
         self._metrics = metrics
         self._server = server
+        loop = asyncio.get_running_loop()
+        self._untell = gauge(TASKS, lambda: {(): len(asyncio.all_tasks(loop))})
         return join(host, port)
 
     def set_serving(self, serving: bool) -> None:
@@ -110,6 +113,8 @@ class ProcessServer:
         self.set_serving(False)
         server, self._server = self._server, None
         metrics, self._metrics = self._metrics, None
+        untell, self._untell = self._untell, lambda: None
+        untell()
         try:
             if server is not None:
                 await server.stop(grace_s)

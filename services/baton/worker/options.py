@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.core.errors import InvalidArgument
 from baton.core.model import DTYPE_BYTES
+from baton.kv.fault_spec import parse
 from baton.rpc.config import option
 from baton.rpc.serving import ServingOptions
 
@@ -84,9 +86,19 @@ class WorkerOptions(ServingOptions):
     probe_interval_s: float = option(
         10.0, "between two probes of a way for KV on which nothing moves", unit="s", minimum=0.05
     )
+    kv_faults: str = option("", "what goes wrong with hand-overs; see 'baton chaos kv points'")
+    allow_kv_faults: bool = option(False, "let kv_faults break hand-overs on purpose")
     handover_timeout_s: float = option(
         300.0,
         "longest hand-over, the prompt's waiting and computing included",
         unit="s",
         minimum=1.0,
     )
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for faults that are not understood or not allowed."""
+        if parse(self.kv_faults).rules and not self.allow_kv_faults:
+            raise InvalidArgument(
+                "breaks hand-overs on purpose; say --allow-kv-faults true if that is meant",
+                field="kv_faults",
+            )

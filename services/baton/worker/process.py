@@ -32,6 +32,9 @@ from baton.core.ports import ModelRunner
 from baton.core.scheduling import Scheduler
 from baton.engine.config import MIB
 from baton.engine.thread import EngineThread
+from baton.kv.fault_spec import parse
+from baton.kv.faults import NO_FAULTS, Faults
+from baton.kv.injector import Injector
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
 from baton.rpc import metrics
@@ -140,6 +143,7 @@ async def run_worker(
             num_slots=options.slots,
             slot_bytes=options.slot_mib * MIB,
             ucx=ucx,
+            faults=_faults(options),
         )
         ends.push_async_callback(staging.close)
         share_ring(runner, staging.ring)
@@ -226,6 +230,14 @@ async def _worn_out(staging: Staging) -> str:
     """Returns when too much of the ring waits for transfers that nothing can stop."""
     await staging.ring.worn_out.wait()
     return "too many slots are in limbo"
+
+
+def _faults(options: WorkerOptions) -> Faults:
+    """What goes wrong on purpose; loudly, because nobody should meet such a worker unawares."""
+    if not options.kv_faults:
+        return NO_FAULTS
+    log.warning("THIS WORKER BREAKS HAND-OVERS ON PURPOSE (kv_faults): %s", options.kv_faults)
+    return Injector(parse(options.kv_faults))
 
 
 def _fatal(engine: EngineThread[Any]) -> asyncio.Future[None]:

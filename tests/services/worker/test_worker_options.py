@@ -13,6 +13,8 @@ from baton.cli.layout import resolve_model
 from baton.core.errors import InvalidArgument
 from baton.decode.config import DecodeConfig
 from baton.engine.config import MIB, EngineConfig
+from baton.prefill.config import PrefillConfig
+from baton.rpc.config import load
 from baton.worker.engine import engine_config, open_runner
 from baton.worker.options import WorkerOptions
 
@@ -76,6 +78,29 @@ def test_refusals_name_options(changes: dict[str, Any], field: str, fresh_torch:
     with pytest.raises(InvalidArgument) as caught:
         open_runner(options)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("cls", [PrefillConfig, DecodeConfig])
+def test_faults_are_refused_without_the_second_switch(
+    cls: type[WorkerOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = "corrupt@giver.sealed:rate=0.01"
+    environment = {"BATON_KV_FAULTS": faults}
+    with pytest.raises(SystemExit) as caught:
+        load(cls, ["--model", "m"], environment, prog="baton-test")
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "kv_faults" in said and "--allow-kv-faults" in said
+    allowed = load(
+        cls, ["--model", "m", "--allow-kv-faults", "true"], environment, prog="baton-test"
+    )
+    assert allowed.kv_faults == faults
+    assert not load(cls, ["--model", "m", "--allow-kv-faults", "true"], {}, prog="t").kv_faults
+
+
+def test_faults_that_are_not_understood_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"points are .*giver\.sealed") as caught:
+        WorkerOptions(model="m", kv_faults="corrupt@nowhere", allow_kv_faults=True)
+    assert caught.value.field == "kv_faults"
 
 
 @pytest.fixture

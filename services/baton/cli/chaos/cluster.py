@@ -1,0 +1,136 @@
+"""Router and workers as real processes for one experiment, with the runner that needs no model.
+
+Its tokens are hashes of all KV before them, so that any wrong byte of KV gives other tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from baton.cli.chaos.peers import Broken
+from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
+from baton.cli.ports import free_ports
+from baton.cli.process import Child
+
+START_S = 60.0
+
+
+class Cluster:
+    """What runs. Children stay in the order of the layout."""
+
+    def __init__(self, layout: Layout, children: Sequence[Child]) -> None:
+        self.layout, self.children = layout, children
+
+    @property
+    def grpc(self) -> str:
+        return self.layout.grpc
+
+    def children_of(self, *roles: str) -> list[Child]:
+        return [child for child in self.children if child.spec.role in roles]
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.children if child.spec.name == name)
+
+
+@asynccontextmanager
+async def cluster(
+    options: UpOptions,
+    *,
+    faults: str = "",
+    routed: Mapping[int, int] | None = None,
+    flags: Mapping[str, Sequence[str]] | None = None,
+) -> AsyncIterator[Cluster]:
+    """Everything started and known to the routers, everything killed afterwards.
+
+    faults: of all engine processes. routed: the one decode worker that a router knows, by their
+    indices; a router that is not named knows all. flags: more of them, by a process's name.
+    """
+    http, grpc = free_ports(2)
+    options = replace(options, runner="fake", http_port=http, grpc_port=grpc)
+    layout = _routed(plan(options), routed or {}, flags or {})
+    variables = {"BATON_KV_FAULTS": faults, "BATON_ALLOW_KV_FAULTS": "true"} if faults else {}
+    children: list[Child] = []
+    with tempfile.TemporaryDirectory() as folder, _environment(variables):
+        try:
+            for spec in layout.processes:
+                children.append(await Child.start(spec, Path(folder, "log"), 1, lambda *_: None))
+            started = Cluster(layout, children)
+            await _ready(started, bool(routed))
+            yield started
+        finally:
+            for child in children:
+                child.kill()
+            for child in children:
+                await child.wait()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """For processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def metrics(spec: ProcessSpec) -> dict[str, float]:
+    """A process's metrics by name with labels. Blocks. Raises OSError."""
+    with urllib.request.urlopen(f"http://{spec.metrics}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def total(found: Mapping[str, float], name: str, *labels: str) -> float:
+    """The sum of a metric's samples that have these labels, each as `key="value"`."""
+    return sum(
+        value
+        for sample, value in found.items()
+        if sample.partition("{")[0] == name and all(label in sample for label in labels)
+    )
+
+
+def _routed(
+    layout: Layout, routed: Mapping[int, int], flags: Mapping[str, Sequence[str]]
+) -> Layout:
+    processes = []
+    for spec in layout.processes:
+        command = [*spec.command, *flags.get(spec.name, ())]
+        if spec.role == "router" and spec.index in routed:
+            decodes = command.index("--decodes") + 1
+            command[decodes] = command[decodes].split(",")[routed[spec.index]]
+        processes.append(replace(spec, command=tuple(command)))
+    return replace(layout, processes=tuple(processes))
+
+
+async def _ready(started: Cluster, routed: bool) -> None:
+    workers = len(started.children) - len(started.children_of("router"))
+    least = workers - len(started.children_of("decode")) + 1 if routed else workers
+
+    def met(router: ProcessSpec) -> bool:
+        try:
+            return total(metrics(router), "baton_workers") >= least
+        except OSError:
+            return False
+
+    try:
+        async with asyncio.timeout(START_S):
+            for child in started.children:
+                await child.serving.wait()
+            for router in started.children_of("router"):
+                while not await asyncio.to_thread(met, router.spec):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise Broken(f"router and workers were not ready after {START_S:.0f} s") from None

@@ -1,0 +1,44 @@
+"""`baton chaos`: finds the experiment, shows its counts and writes them; breaks nothing itself.
+
+An experiment is a module of this package with `measure(args)`, which returns its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Any
+
+from baton.cli import results
+from baton.cli.chaos import options
+
+
+def add_parser(subparsers: Any) -> None:
+    chaos = subparsers.add_parser("chaos", help="break things on purpose, and count")
+    what = chaos.add_subparsers(dest="chaos", metavar="WHAT", required=True)
+    kv = what.add_parser("kv", help="the hand-over of KV")
+    options.add(kv.add_subparsers(dest="experiment", metavar="EXPERIMENT", required=True))
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when a goal was missed."""
+    if args.experiment == "points":
+        _points()
+        return 0
+    print(f"seed {args.seed}", file=sys.stderr)
+    module = args.experiment.replace("-", "_")
+    found: list[results.Result] = import_module(f"baton.cli.chaos.{module}").measure(args)
+    print(results.table(found))
+    if args.json:
+        results.write(args.json, args.seed, found)
+        print(f"written to {args.json}", file=sys.stderr)
+    return int(any(result.met is False for result in found))
+
+
+def _points() -> None:
+    from baton.kv.fault_spec import kinds_at
+    from baton.kv.faults import POINTS
+
+    for point in POINTS:
+        print(f"{point:<24} {' '.join(sorted(kind.value for kind in kinds_at(point)))}")

@@ -1,0 +1,93 @@
+"""`baton chaos kv corruptions`: parcels damaged in every way there is; each must be found out.
+
+Two processes and a real transport. A hand-over with one injected fault must end with a typed error
+and no wrong byte unpacked, and the next one, undisturbed, must bring every byte. Then whole
+requests through router and workers, every second parcel damaged: their tokens must be those of the
+same requests undisturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from dataclasses import replace
+
+from baton.cli.chaos import requests
+from baton.cli.chaos.peers import Broken
+from baton.cli.chaos.settings import Settings
+from baton.cli.chaos.world import World, right
+from baton.cli.results import Result, at_most, compared
+from baton.kv.slots import ALIGNMENT
+
+PARCELS = 4
+INJECTIONS = {
+    "bit flipped in a payload, giver's slot": "corrupt@giver.sealed:part=payload",
+    "bit flipped in a header, giver's slot": "corrupt@giver.sealed:part=header",
+    "bit flipped in a payload, landing slot": "corrupt@collector.read:part=payload",
+    "bit flipped in a header, landing slot": "corrupt@collector.read:part=header",
+    "two parcels swapped": "swap@giver.told",
+    "another slot read": "swap@transport.read",
+    "stale incarnation in the slot": "stale@giver.sealed",
+    "stale incarnation announced": "stale@giver.told",
+    "another hand-over's parcel in the slot": "replay@giver.sealed",
+    "another hand-over's payload in the slot": "replay@giver.sealed:part=payload",
+    "another hand-over's parcel announced": "replay@giver.told",
+    "truncated": "truncate@transport.read",
+    "wrong length in the slot": "length@giver.sealed",
+    "wrong length announced": "length@giver.told",
+    "other layout in the slot": "layout@giver.sealed",
+    "other layout announced": "layout@giver.told",
+}
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Raises Broken when a process is gone or does not answer."""
+    settings = Settings(transport=args.transport, slot_bytes=ALIGNMENT)
+    settings = replace(settings, positions=PARCELS * 15, chunk=15)
+    draw = random.Random(args.seed)
+    injected: Counter[str] = Counter()
+    detected: Counter[str] = Counter()
+    wrong = retried = 0
+    with World(settings, draw, args.ucx_tls) as world:
+        # What is brought back later has to be there first.
+        for _ in range(3):
+            world.hand_over()
+        for number in range(args.count):
+            name = list(INJECTIONS)[number % len(INJECTIONS)]
+            found, bad = _inject(world, INJECTIONS[name])
+            injected[name] += 1
+            detected[name] += found
+            again = world.hand_over(giver={"faults": ""}, collector={"faults": ""})
+            retried += right(again, settings.positions)
+            wrong += bad + again["wrong"]
+        world.settle()
+    results = [
+        compared(f"found: {name}", detected[name], "", injected[name], 1.0)
+        for name in INJECTIONS
+        if injected[name]
+    ]
+    return [
+        compared("found, all kinds", detected.total(), "", injected.total(), 1.0),
+        at_most("positions unpacked with a wrong byte", wrong, "", 0),
+        compared("the next hand-over brought every byte", retried, "", args.count, 1.0),
+        *results,
+        *(requests.corrupted(args) if args.requests else ()),
+    ]
+
+
+def _inject(world: World, rule: str) -> tuple[bool, int]:
+    """One hand-over with one fault: whether it was found, and what was unpacked wrongly."""
+    # The last parcel has none after it to be swapped with.
+    rule = requests.with_settings(rule, at=world.draw.randint(1, PARCELS - 1))
+    rule = f"seed={world.draw.getrandbits(30)};{rule}"
+    at_giver = "@giver." in rule
+    before = world.peers["giver" if at_giver else "collector"].ask("state")["injected"]
+    said = world.hand_over(
+        giver={"faults": rule if at_giver else ""},
+        collector={"faults": "" if at_giver else rule},
+    )
+    side = world.giver if at_giver else world.collector
+    if side.ask("state")["injected"] != before + 1:
+        raise Broken(f"{rule} did not happen")
+    return said["outcome"] == "HandoverFailed", said["wrong"] + said["changed"]

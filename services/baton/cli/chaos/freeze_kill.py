@@ -1,0 +1,161 @@
+"""`baton chaos kv freeze-kill`: either side stops or dies at every named point of the protocol.
+
+What must hold each time: the other side lives; whatever it was doing ends right or with a typed
+error in time; a slot that a frozen peer may still fill stays out of use until that peer is back;
+then both rings are full again, nothing changed outside the slots that were in use, and the next
+hand-over brings every byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from baton.cli.bench.process import say
+from baton.cli.chaos.peers import Broken, Peer, PeerGone, Said, until
+from baton.cli.chaos.settings import Settings
+from baton.cli.chaos.world import World, right
+from baton.cli.results import Result, at_most, compared
+from baton.kv.faults import COLLECTOR_WORK, GIVER_WORK, MESSAGE_POINTS, TRANSPORT_READ
+
+ONCE = ("opened", "announced", "granted", "refused", "tokens_told", "completed", "reserved")
+"""Points that a hand-over reaches once; the others are reached with every chunk or parcel."""
+
+DEADLINE_S = 12.0
+GRACE_S = 2.5
+"""A side looks at its time once a second, and says goodbye for at most another."""
+
+TYPED = {"HandoverFailed", "Overloaded", "DeadlineExceeded", "Unavailable", "Cancelled", "PeerLost"}
+
+PLACES = [
+    *((p.partition(".")[0], p) for p in (*MESSAGE_POINTS, *GIVER_WORK, *COLLECTOR_WORK)),
+    ("collector", TRANSPORT_READ),
+]
+
+
+@dataclass(slots=True)
+class Tally:
+    """runs: those in which the victim really stopped. Everything else counts runs or bytes."""
+
+    runs: int = 0
+    survived: int = 0
+    ended: int = 0
+    full_again: int = 0
+    in_limbo: int = 0
+    kept: int = 0
+    changed: int = 0
+    served: int = 0
+    adjacent: int = 2
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Raises Broken, with the point, when something that must happen does not."""
+    draw, tally = random.Random(args.seed), Tally()
+    cases = [(side, point, how) for how in ("freeze", "kill") for side, point in PLACES]
+    # Large enough that a read is often under way when its giver stops.
+    settings = Settings(
+        transport=args.transport, slot_bytes=256 << 10, layers=32, positions=6 * 63, chunk=2 * 63
+    )
+    with World(settings, draw, args.ucx_tls) as world:
+        world.hand_over()
+        while tally.runs < args.count:
+            draw.shuffle(cases)
+            for side, point, how in cases[: args.count - tally.runs]:
+                rule = _rule(how, point, draw)
+                try:
+                    _run(world, side, rule, tally, full=point.endswith("refused"))
+                except Broken as error:
+                    raise Broken(f"{rule}: {error.message}") from None
+    return [
+        Result("runs", tally.runs, ""),
+        Result("points, on either side", len(PLACES), ""),
+        compared("the other side lived", tally.survived, "", tally.runs, 1.0),
+        compared("ended right or with a typed error in time", tally.ended, "", tally.runs, 1.0),
+        Result("runs with a slot in limbo", tally.in_limbo, ""),
+        compared("of these, kept until the peer was back", tally.kept, "", tally.in_limbo, 1.0)
+        if tally.in_limbo
+        else Result("of these, kept until the peer was back", 0, ""),
+        compared("rings full again", tally.full_again, "", tally.runs, 1.0),
+        at_most("bytes changed outside slots in use", tally.changed, "", 0),
+        Result("guards next to the ring, at least", tally.adjacent, ""),
+        compared("the next hand-over brought every byte", tally.served, "", tally.runs, 1.0),
+    ]
+
+
+def _rule(how: str, point: str, draw: random.Random) -> str:
+    most = 1 if point.partition(".")[2] in ONCE else 3
+    return f"{how}@{point}:at={draw.randint(1, most)}"
+
+
+def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> None:
+    victim = world.peers[side]
+    other = world.collector if side == "giver" else world.giver
+    for peer in (victim, other):
+        peer.ask("reset")
+    handover_id = world.new_id()
+    victim.ask("arm", faults=rule)
+    world.offer(handover_id, DEADLINE_S)
+    began = time.monotonic()
+    given = world.giver.begin("outcome", id=handover_id)
+    taken = world.collect(handover_id, DEADLINE_S, full=full)
+    until(
+        lambda: victim.frozen or not victim.alive or (given.done() and taken.done()),
+        "the point to be reached",
+    )
+    if victim.alive and not victim.frozen:
+        # Chunks that were told together leave later points unreached.
+        world.settle()
+        return
+    tally.runs += 1
+    theirs, ours = (given, taken) if side == "giver" else (taken, given)
+    ending = _outcome(ours, other.role)
+    seconds = time.monotonic() - began
+    in_time = seconds <= DEADLINE_S + GRACE_S
+    limbo = other.ask("state")["limbo"]
+    if rule.startswith("freeze"):
+        _thaw(victim, other, limbo, tally)
+        ending_there = _outcome(theirs, victim.role)
+    else:
+        world.start(side)
+        ending_there = "killed"
+    if not in_time or "wrong" in (ending, ending_there):
+        say(f"{rule}: {ending} and {ending_there}, {seconds:.1f} s")
+    else:
+        tally.ended += 1
+    tally.survived += other.alive
+    world.settle()
+    tally.full_again += 1
+    for peer in (other, world.peers[side]):
+        # A new process has not had its slots filled; its guards count all the same.
+        if peer is other or rule.startswith("freeze"):
+            state = peer.ask("state", look=True)
+            tally.changed += state["changed"]
+            tally.adjacent = min(tally.adjacent, state["guards"])
+    if victim.alive:
+        victim.ask("arm", faults="")
+    tally.served += right(world.hand_over(), world.settings.positions)
+
+
+def _thaw(victim: Peer, other: Peer, limbo: int, tally: Tally) -> None:
+    if limbo:
+        tally.in_limbo += 1
+        time.sleep(0.3)
+        tally.kept += other.ask("state")["limbo"] == limbo
+    victim.thaw()
+
+
+def _outcome(answer: Future[Said], role: str) -> str:
+    """completed, the error's name, or "wrong" for what must not be."""
+    try:
+        said = answer.result(DEADLINE_S + 2 * GRACE_S)
+    except (PeerGone, TimeoutError):
+        return "wrong"
+    if role == "collector":
+        clean = said["wrong"] == said["changed"] == 0
+        fine = said["outcome"] in TYPED or said["outcome"] == "completed"
+        return str(said["outcome"]) if clean and fine else "wrong"
+    fine = said["outcome"] == "completed" or said["error"] in TYPED
+    return str(said["outcome"]) if fine else "wrong"

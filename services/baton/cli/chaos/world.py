@@ -1,0 +1,96 @@
+"""A giver's and a collector's process together, and what is done with both."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+from baton.cli.chaos.peers import PATIENCE_S, Peer, Said, result, until
+from baton.cli.chaos.settings import Settings
+
+
+class World:
+    """Both are started with it and end with it."""
+
+    def __init__(self, settings: Settings, draw: random.Random, ucx_tls: str = "") -> None:
+        self.settings, self.draw, self.ucx_tls = settings, draw, ucx_tls
+        self.peers: dict[str, Peer] = {}
+        for role in ("giver", "collector"):
+            self.start(role)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        for peer in self.peers.values():
+            peer.end()
+
+    @property
+    def giver(self) -> Peer:
+        return self.peers["giver"]
+
+    @property
+    def collector(self) -> Peer:
+        return self.peers["collector"]
+
+    def start(self, role: str) -> None:
+        """A new process in place of the one there was."""
+        if role in self.peers:
+            self.peers.pop(role).end()
+        self.peers[role] = Peer(role, self.settings, self.ucx_tls)
+
+    def new_id(self) -> str:
+        return self.draw.randbytes(16).hex()
+
+    def offer(self, handover_id: str, deadline_s: float = PATIENCE_S, **more: Any) -> Said:
+        return self.giver.ask(
+            "offer",
+            id=handover_id,
+            collector=self.collector.incarnation,
+            positions=self.settings.positions,
+            deadline_s=deadline_s,
+            **more,
+        )
+
+    def collect(
+        self, handover_id: str, deadline_s: float = PATIENCE_S, **more: Any
+    ) -> Future[Said]:
+        return self.collector.begin(
+            "collect",
+            id=handover_id,
+            incarnation=self.giver.incarnation,
+            address=self.giver.address,
+            positions=self.settings.positions,
+            deadline_s=deadline_s,
+            **more,
+        )
+
+    def hand_over(self, *, giver: Said | None = None, collector: Said | None = None) -> Said:
+        """One hand-over from offer to end, and what the collector says of it."""
+        handover_id = self.new_id()
+        offered = self.offer(handover_id, **(giver or {}))
+        said = result(self.collect(handover_id, **(collector or {})), "a hand-over to end")
+        return {**said, "given": offered["injected"]}
+
+    def settle(self) -> None:
+        """Returns when both are idle with all slots free. Raises Broken when that does not come."""
+
+        def settled() -> bool:
+            states = [peer.ask("state") for peer in self.peers.values()]
+            return all(state["idle"] and state["free"] == state["slots"] for state in states)
+
+        until(settled, "both sides to be idle with full rings")
+
+
+def right(said: Said, positions: int) -> bool:
+    """Everything was collected and every byte is what it must be."""
+    return (said["outcome"], said["unpacked"], said["wrong"], said["changed"]) == (
+        "completed", positions, 0, 0
+    )  # fmt: skip
