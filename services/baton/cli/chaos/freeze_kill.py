@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
                 rule = _rule(how, point, draw)
                 try:
                     _run(world, side, rule, tally, full=point.endswith("refused"))
-                except Broken as error:
+                except (Broken, PeerGone) as error:
                     raise Broken(f"{rule}: {error.message}") from None
     return [
         Result("runs", tally.runs, ""),
@@ -95,6 +95,8 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
     other = world.collector if side == "giver" else world.giver
     for peer in (victim, other):
         peer.ask("reset")
+        # A point that was not reached last time is not to be met now.
+        peer.ask("arm", faults="")
     handover_id = world.new_id()
     victim.ask("arm", faults=rule)
     world.offer(handover_id, DEADLINE_S)

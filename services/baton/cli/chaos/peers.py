@@ -113,9 +113,10 @@ class Peer:
                 answer.set_exception(Broken(f"the {self.role}: {said['failed']}"))
             else:
                 answer.set_result(said)
+        gone = PeerGone(f"the {self.role} ended with code {self._process.wait()}")
         for answer in list(self._waiting.values()):
             if not answer.done():
-                answer.set_exception(PeerGone(f"the {self.role} is gone"))
+                answer.set_exception(gone)
 
 
 def result(answer: Future[Said], what: str) -> Said:

@@ -8,7 +8,7 @@ import asyncio
 from baton.cli.bench.load import Load, Outcome, drive
 from baton.cli.chaos.cluster import cluster, metrics, total
 from baton.cli.layout import UpOptions
-from baton.cli.results import Result, at_most, compared
+from baton.cli.results import Result, compared
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 8
 
@@ -43,9 +43,8 @@ def corrupted(args: argparse.Namespace) -> list[Result]:
     )
     return [
         compared("whole requests with their own tokens", equal, "", args.requests, 1.0),
-        compared("parcels of these found damaged", refused, "", args.requests - 2, 1.0)
-        if args.requests > 2
-        else at_most("parcels of these found damaged", refused, "", args.requests),
+        # What was damaged is computed again by the decode worker itself or handed over once more.
+        compared("parcels of these found damaged", refused, "", args.requests, 0.3),
     ]
 
 
