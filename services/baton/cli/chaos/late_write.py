@@ -19,7 +19,8 @@ from baton.kv.parcel import HEADER_BYTES
 MIB = 1 << 20
 PARCELS = 4
 LAYERS = 64
-LONGEST_READ_S = 0.003
+TOLD_S = 0.05
+"""Until what a giver has told before it freezes is with its collector."""
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
@@ -66,10 +67,11 @@ def _run(world: World, spare: Peer) -> tuple[int, int, int, bool]:
     for peer in (giver, collector):
         peer.ask("reset")
     handover_id = world.new_id()
-    # The parcel before is being read; a little later it is so more or less.
-    at, seconds = draw.randint(2, PARCELS), draw.uniform(0.0, LONGEST_READ_S)
-    point = "giver.slot_taken"
-    giver.ask("arm", faults=f"delay@{point}:at={at},seconds={seconds};freeze@{point}:at={at}")
+    # Reads begin about when the giver freezes, some before and some after.
+    at, point = draw.randint(2, PARCELS), "giver.slot_taken"
+    giver.ask("arm", faults=f"delay@{point}:at={at},seconds={TOLD_S};freeze@{point}:at={at}")
+    pause = draw.uniform(0.5, 2) * TOLD_S
+    collector.ask("arm", faults=f"delay@collector.reading:seconds={pause}")
     world.offer(handover_id)
     taken = world.collect(handover_id)
     until(lambda: giver.frozen, "the giver to freeze")
@@ -79,7 +81,7 @@ def _run(world: World, spare: Peer) -> tuple[int, int, int, bool]:
     limbo = collector.ask("state")["limbo"]
     world.peers["giver"] = spare
     try:
-        meanwhile = world.hand_over()
+        meanwhile = world.hand_over(collector={"faults": ""})
     finally:
         world.peers["giver"] = giver
     collector.ask("snapshot")
