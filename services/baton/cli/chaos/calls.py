@@ -29,11 +29,19 @@ def call(
 
 
 async def read(stream: Any) -> bool:
-    """Reads to the end. False when it failed or was cancelled."""
+    """Reads to the end. False when it failed or was given up with `stream.cancel()`.
+
+    A task that is cancelled while it reads gives up the stream as well.
+    """
     try:
         async for _ in stream:
             pass
-    except (grpc.aio.AioRpcError, asyncio.CancelledError):
-        stream.cancel()
+    except grpc.aio.AioRpcError:
+        return False
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            stream.cancel()
+            raise
         return False
     return True

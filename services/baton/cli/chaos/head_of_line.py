@@ -1,8 +1,9 @@
 """`baton chaos kv head-of-line`: one decode worker is frozen or full; another's requests go on.
 
-One prefill worker gives to two decode workers, each behind a router of its own, so that it is
-settled who asks for which. Rounds alternate: both well; then the first one in trouble, with the
-same requests sent to it all the while. The second one's requests are counted in both.
+One prefill worker gives to three decode workers, each behind a router of its own, so that it is
+settled who asks for which. Requests to the first one are counted. The second one gets into trouble,
+with requests sent to it all the while; rounds with the same load on the third one, which bears it,
+alternate with these, so that what is compared differs by the trouble and not by the work.
 """
 
 from __future__ import annotations
@@ -27,12 +28,25 @@ from baton.cli.results import Result, compared
 from baton.v1 import inference_pb2_grpc
 
 RATE = 10.0
-"""Requests a second to the worker in trouble: open loop, for an unanswered one stops nobody."""
+"""Requests a second beside the counted ones: open loop, for an unanswered one stops nobody."""
 
 CONCURRENCY = 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 200, 16
-LONG_TOKENS = 1500
-TROUBLED, WELL = 0, 1
+LONG_PROMPT, LONG_OUTPUT, LONG_ONES = 1900, 140, 3
+"""Two of these fill the small pool of the worker in trouble, and one more wants to."""
+
+COUNTED, TROUBLED, SOUND = 0, 1, 2
+SMALL_POOL = ("--block-size", "1")
+
+ROUNDS = {
+    "well": (SOUND, 0),
+    "frozen": (TROUBLED, 0),
+    "busy": (SOUND, LONG_ONES),
+    "full": (TROUBLED, LONG_ONES),
+}
+"""Who gets the load beside the counted requests, and how many long requests belong to it."""
+
+Stubs = Sequence[inference_pb2_grpc.InferenceStub]
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
@@ -41,96 +55,103 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
-    rates: dict[str, list[float]] = {"well": [], "frozen": [], "full": []}
+    rates: dict[str, list[float]] = {name: [] for name in ROUNDS}
     draw = random.Random(args.seed)
-    options = UpOptions(decode=2, routers=2, transport=args.transport)
-    # So few positions that a handful of long sequences keep everybody else out.
-    small = {f"decode-{TROUBLED}": ("--block-size", "1")}
-    async with cluster(options, routed={0: TROUBLED, 1: WELL}, flags=small) as running:
-        first, second = running.children_of("router")
-        async with (
-            grpc.aio.insecure_channel(first.spec.grpc) as troubled,
-            grpc.aio.insecure_channel(second.spec.grpc) as well,
-        ):
-            stubs: Sequence[inference_pb2_grpc.InferenceStub] = [
-                inference_pb2_grpc.InferenceStub(c) for c in (troubled, well)
-            ]
-            await _round(stubs, draw, args.seconds / 2)
+    options = UpOptions(decode=3, routers=3, transport=args.transport)
+    routed, flags = {i: i for i in range(3)}, {f"decode-{TROUBLED}": SMALL_POOL}
+    async with cluster(options, routed=routed, flags=flags) as running:
+        channels = [
+            grpc.aio.insecure_channel(router.spec.grpc) for router in running.children_of("router")
+        ]
+        stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
+        try:
+            await _round("well", running, stubs, draw, args.seconds / 2)
             for _ in range(args.rounds):
-                for trouble in rates:
-                    async with _in_trouble(trouble, running, stubs[TROUBLED], draw):
-                        rates[trouble].append(await _round(stubs, draw, args.seconds))
-                        say(f"{trouble}: {rates[trouble][-1]:.1f} requests/s")
-    quiet = median(rates["well"])
+                for name, found in rates.items():
+                    found.append(await _round(name, running, stubs, draw, args.seconds))
+                    say(f"{name}: {found[-1]:.1f} requests/s")
+        finally:
+            for channel in channels:
+                await channel.close()
     return [
         Result("rounds of each kind", args.rounds, ""),
         *(
             compared(
-                f"requests while the other one is {trouble}",
+                f"requests while another worker is {trouble}, against {sound}",
                 median(rates[trouble]),
                 "/s",
-                quiet,
+                median(rates[sound]),
                 0.9,
             )
-            for trouble in ("frozen", "full")
+            for trouble, sound in (("frozen", "well"), ("full", "busy"))
         ),
     ]
 
 
-@asynccontextmanager
-async def _in_trouble(
-    trouble: str, running: Cluster, stub: inference_pb2_grpc.InferenceStub, draw: random.Random
-) -> AsyncIterator[None]:
-    victim = running.child(f"decode-{TROUBLED}").pid
-    long: list[asyncio.Task[None]] = []
-    if trouble == "frozen":
-        os.kill(victim, signal.SIGSTOP)
-    elif trouble == "full":
-        long = [asyncio.create_task(_fill(stub, draw)) for _ in range(8)]
-        await asyncio.sleep(0.5)
-    try:
-        yield
-    finally:
-        os.kill(victim, signal.SIGCONT)
-        for task in long:
-            task.cancel()
-        await asyncio.gather(*long, return_exceptions=True)
-        # Until the first router has found it well again.
-        await read(call(stub, draw, PROMPT_TOKENS, OUTPUT_TOKENS))
-
-
-async def _fill(stub: inference_pb2_grpc.InferenceStub, draw: random.Random) -> None:
-    """Keeps a long sequence running until cancelled."""
-    while True:
-        stream = call(stub, draw, PROMPT_TOKENS, LONG_TOKENS)
-        try:
-            async for _ in stream:
-                pass
-        except grpc.aio.AioRpcError:
-            await asyncio.sleep(0.1)
-
-
 async def _round(
-    stubs: Sequence[inference_pb2_grpc.InferenceStub], draw: random.Random, seconds: float
+    name: str, running: Cluster, stubs: Stubs, draw: random.Random, seconds: float
 ) -> float:
-    """Requests a second that the second worker finished."""
-    done, open_calls = 0, set[asyncio.Task[bool]]()
-    ends = time.perf_counter() + seconds
+    """Counted requests a second that were answered."""
+    beside, num_long = ROUNDS[name]
+    done, ends = 0, time.perf_counter() + seconds
 
     async def ask() -> None:
         nonlocal done
         while time.perf_counter() < ends:
-            await read(call(stubs[WELL], draw, PROMPT_TOKENS, OUTPUT_TOKENS))
-            done += time.perf_counter() < ends
+            answered = await read(call(stubs[COUNTED], draw, PROMPT_TOKENS, OUTPUT_TOKENS))
+            done += answered and time.perf_counter() < ends
 
-    async def trouble() -> None:
-        while time.perf_counter() < ends:
-            asked = read(call(stubs[TROUBLED], draw, PROMPT_TOKENS, OUTPUT_TOKENS))
-            open_calls.add(asyncio.create_task(asked))
+    async with (
+        _frozen(running, stubs, draw, name == "frozen"),
+        _load(stubs[beside], draw, num_long),
+    ):
+        await asyncio.gather(*(ask() for _ in range(CONCURRENCY)))
+    return done / seconds
+
+
+@asynccontextmanager
+async def _frozen(
+    running: Cluster, stubs: Stubs, draw: random.Random, frozen: bool
+) -> AsyncIterator[None]:
+    if not frozen:
+        yield
+        return
+    victim = running.child(f"decode-{TROUBLED}").pid
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(victim, signal.SIGCONT)
+        # Until its router has found it well again.
+        await read(call(stubs[TROUBLED], draw, PROMPT_TOKENS, OUTPUT_TOKENS))
+
+
+@asynccontextmanager
+async def _load(
+    stub: inference_pb2_grpc.InferenceStub, draw: random.Random, num_long: int
+) -> AsyncIterator[None]:
+    """Short requests at a rate and so many long ones at a time, until left; then none is open."""
+    open_calls: set[asyncio.Task[bool]] = set()
+
+    async def short() -> None:
+        while True:
+            asked = asyncio.create_task(read(call(stub, draw, PROMPT_TOKENS, OUTPUT_TOKENS)))
+            open_calls.add(asked)
+            asked.add_done_callback(open_calls.discard)
             await asyncio.sleep(draw.expovariate(RATE))
 
-    await asyncio.gather(trouble(), *(ask() for _ in range(CONCURRENCY)))
-    for task in open_calls:
-        task.cancel()
-    await asyncio.gather(*open_calls, return_exceptions=True)
-    return done / seconds
+    async def long() -> None:
+        while True:
+            if not await read(call(stub, draw, LONG_PROMPT, LONG_OUTPUT)):
+                await asyncio.sleep(0.1)
+
+    loops = [asyncio.create_task(short()), *(asyncio.create_task(long()) for _ in range(num_long))]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        for asked in list(open_calls):
+            asked.cancel()
+        await asyncio.gather(*open_calls, return_exceptions=True)
