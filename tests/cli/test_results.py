@@ -35,9 +35,12 @@ def test_a_goals_direction_is_told() -> None:
             at_most("a", 1.0, "", 1.5),
             at_most("a", 2.0, "", 1.5),
             Result("a", 2.0, ""),
+            compared("a", 3.0, "", 3.0, goal=1.0),
+            at_most("a", 0.0, "", 0.0),
         )
     ]
-    assert told == ["≥ 1.5 (met)", "≥ 1.5 (missed)", "≤ 1.5 (met)", "≤ 1.5 (missed)", ""]
+    assert told[:5] == ["≥ 1.5 (met)", "≥ 1.5 (missed)", "≤ 1.5 (met)", "≤ 1.5 (missed)", ""]
+    assert told[5:] == ["≥ 1 (met)", "≤ 0 (met)"]
 
 
 def test_numbers_are_short() -> None:

@@ -8,6 +8,8 @@ import mmap
 from baton.cli.chaos.pattern import CANARY, differing
 from baton.kv.slots import Slot, SlotRing
 
+TRIES = 32
+
 
 class WatchedRing(SlotRing):
     """Remembers which slots anybody has had."""
@@ -26,22 +28,33 @@ class WatchedRing(SlotRing):
 
 
 class Guarded:
-    """The ring and its guards, each as large as the ring itself, so that the system lays all three
-    into one gap, next to each other. adjacent: how many guards really are next to the ring.
+    """A ring and its guards, each as large as the ring itself.
+
+    adjacent: how many guards lie right next to the ring. The system puts equal memories one below
+    the other unless a gap ends between them; so gaps are filled up until it does.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         size = num_slots * slot_bytes
-        self._above = mmap.mmap(-1, size)
-        self.ring = WatchedRing(num_slots, slot_bytes)
-        self._below = mmap.mmap(-1, size)
         self._canary = bytes([CANARY]) * size
         self._slot_canary = bytes([CANARY]) * slot_bytes
-        for guard in (self._above, self._below):
+        self._before: dict[int, bytes] = {}
+        fillers = []
+        for _ in range(TRIES):
+            self._above = mmap.mmap(-1, size)
+            self.ring = WatchedRing(num_slots, slot_bytes)
+            self._below = mmap.mmap(-1, size)
+            self.adjacent = sum(
+                _address(guard) - self.ring.base_address == distance
+                for guard, distance in zip(self._guards, (size, -size), strict=True)
+            )
+            if self.adjacent == 2:
+                break
+            fillers.append((self._above, self.ring, self._below))
+        for _, ring, _ in fillers:
+            ring.close()
+        for guard in self._guards:
             guard[:] = self._canary
-        gaps = {abs(_address(guard) - self.ring.base_address) for guard in self._guards}
-        self.adjacent = 2 if gaps == {size} else sum(gap == size for gap in gaps)
-        self._limbo: dict[int, bytes] = {}
 
     @property
     def _guards(self) -> tuple[mmap.mmap, mmap.mmap]:
@@ -62,11 +75,11 @@ class Guarded:
 
     def snapshot(self) -> None:
         """Remembers what lies in every slot now."""
-        self._limbo = {i: bytes(self.ring.view(i)) for i in range(self.ring.num_slots)}
+        self._before = {i: bytes(self.ring.view(i)) for i in range(self.ring.num_slots)}
 
     def num_late(self) -> int:
         """Bytes that changed in slots since `snapshot`."""
-        return sum(differing(self.ring.view(i), old) for i, old in self._limbo.items())
+        return sum(differing(self.ring.view(i), old) for i, old in self._before.items())
 
 
 def _address(memory: mmap.mmap) -> int:
