@@ -141,6 +141,31 @@ async def test_a_frozen_giver_fails_the_hand_over_and_both_sides_recover() -> No
         assert pool.kv == expected(ticket.handover_id, 30)
 
 
+async def test_a_giver_that_falls_silent_again_and_again_costs_no_sockets() -> None:
+    """Its ring stays connected: UCX keeps the sockets of a connection that is made anew."""
+
+    def sockets(process: object) -> int:
+        return len(os.listdir(f"/proc/{process}/fd"))
+
+    async with world("nixl") as here:
+        counts = []
+        for _ in range(3):
+            ticket, pool = await here.offer(30, finished=30), Pool()
+            await here.collector.collect(ticket, pool.reserve, pool.unpack)
+            assert pool.kv == expected(ticket.handover_id, 30)
+            counts.append((sockets("self"), sockets(here.process.pid)))
+            ticket, pool = await here.offer(100, finished=60), Pool()
+            collecting = asyncio.create_task(
+                here.collector.collect(ticket, pool.reserve, pool.unpack)
+            )
+            await until(lambda pool=pool: len(pool.kv) == 60)
+            here.signal(signal.SIGSTOP)
+            with pytest.raises(HandoverFailed, match="silent"):
+                await collecting
+            here.signal(signal.SIGCONT)
+        assert counts[0] == counts[1] == counts[2]
+
+
 @pytest.mark.parametrize("fate", ["continues", "dies"])
 async def test_a_read_from_a_frozen_process_waits_in_limbo(fate: str) -> None:
     """Over TCP, where a frozen process answers no read. Its late bytes hit its own slot only."""

@@ -146,7 +146,7 @@ class Collector:
                 try:
                     return await work.run()
                 finally:
-                    peer.suspect |= work.ending is not None and (
+                    peer.doubted |= work.ending is not None and (
                         work.ending.event is HandoverEvent.PEER_LOST
                     )
                     self._see_off(work)

@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Peer:
-    """A giver whose ring can be read. suspect: its stream or a read broke; removed once unused.
+    """A giver whose ring can be read.
 
+    suspect: a read broke, or it is gone; removed once unused. doubted: a stream broke, which says
+    nothing of the ring; whoever comes next asks whether the process is still there.
     verdict: of its probes while it is idle. last_used: when the last user left, by the loop's time.
     """
 
@@ -43,6 +45,7 @@ class Peer:
     connection: GiverConnection
     users: int = 0
     suspect: bool = False
+    doubted: bool = False
     verdict: Verdict = field(default_factory=Verdict)
     last_used: float = 0.0
     unused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,6 +81,8 @@ class Peers:
         Raises Incompatible with what differs, and Unavailable.
         """
         known = self._known(giver.incarnation)
+        if known is not None and known.doubted:
+            await self._ask_again(known)
         if known is not None and known.suspect:
             # Others still use the broken connection. It must be gone before there is a new one.
             await self._wait_until_unused(known)
@@ -148,6 +153,23 @@ class Peers:
     def _forget_failure(self, incarnation: str) -> None:
         if self._known(incarnation) is None:
             self._meetings.pop(incarnation, None)
+
+    async def _ask_again(self, peer: Peer) -> None:
+        """Keeps the way to the ring of a process that is still there, and forgets any other.
+
+        To reach the ring of a living process anew would cost sockets on both sides for as long as
+        both live: UCX does not close those of before.
+        """
+        try:
+            async with asyncio.timeout(MEET_S):
+                names = (peer.meeting.transport,)
+                meeting = await peer.connection.meet(
+                    Introduction(self._identity, self._layout, names, peer.incarnation)
+                )
+            self._check(peer.meeting.giver, meeting)
+            peer.doubted = False
+        except (BatonError, TimeoutError):
+            await self.forget(peer.incarnation)
 
     async def _wait_until_unused(self, peer: Peer) -> None:
         try:
