@@ -69,6 +69,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
                     _run(world, side, rule, tally, full=point.endswith("refused"))
                 except (Broken, PeerGone) as error:
                     raise Broken(f"{rule}: {error.message}") from None
+                if tally.runs % 20 == 0:
+                    say(f"{tally.runs} of {args.count}")
     return [
         Result("runs", tally.runs, ""),
         Result("points, on either side", len(PLACES), ""),
