@@ -25,9 +25,9 @@ def chaos(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def test_damage_between_processes_is_found(tmp_path: Path) -> None:
-    found = chaos(tmp_path, "corruptions", "--count", "64", "--requests", "0")
-    assert found["found, all kinds"]["value"] == 64
-    assert found["the next hand-over brought every byte"]["value"] == 64
+    found = chaos(tmp_path, "corruptions", "--count", "32", "--requests", "0")
+    assert found["found, all kinds"]["value"] == 32
+    assert found["the next hand-over brought every byte"]["value"] == 32
 
 
 def test_clean_parcels_raise_no_alarm(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_whole_requests_do_not_show_the_damage(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 def test_either_side_freezes_and_dies(tmp_path: Path) -> None:
-    found = chaos(tmp_path, "freeze-kill", "--count", "30")
-    assert found["runs"]["value"] == 30
+    found = chaos(tmp_path, "freeze-kill", "--count", "24")
+    assert found["runs"]["value"] == 24
 
 
 @pytest.mark.chaos
