@@ -102,6 +102,11 @@ async def world(transport: str) -> AsyncIterator[World]:
         await staging.close()
 
 
+async def has(pool: Pool, positions: int) -> None:
+    """Waits until so many positions were unpacked."""
+    await until(lambda: len(pool.kv) == positions)
+
+
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
 async def test_a_killed_giver_fails_the_hand_over_and_its_successor_serves(transport: str) -> None:
     async with world(transport) as here:
@@ -158,7 +163,7 @@ async def test_a_giver_that_falls_silent_again_and_again_costs_no_sockets() -> N
             collecting = asyncio.create_task(
                 here.collector.collect(ticket, pool.reserve, pool.unpack)
             )
-            await until(lambda pool=pool: len(pool.kv) == 60)
+            await has(pool, 60)
             here.signal(signal.SIGSTOP)
             with pytest.raises(HandoverFailed, match="silent"):
                 await collecting
