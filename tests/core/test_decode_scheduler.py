@@ -16,7 +16,7 @@ from baton.core.errors import (
     Overloaded,
 )
 from baton.core.events import Failed, Tokens
-from baton.core.request import FinishReason, SamplingParams
+from baton.core.request import FinishReason
 from baton.core.scheduling import QueueLimit
 from tests.core.attempts import (
     EOS,
@@ -172,23 +172,6 @@ def test_a_paused_sequence_that_is_preempted_stays_within_its_limit() -> None:
         outputs.take(loop.step(0.0))
     outputs.take(run_out(loop))
     assert outputs.of(waits) == expected(waits)
-
-
-def test_a_live_sequence_can_tell_its_tokens_again() -> None:
-    loop = decode_loop()
-    one = attempt(max_tokens=9, sampling=SamplingParams(top_logprobs=2))
-    key = SequenceKey("r", 0, 0)
-    loop.scheduler.add(one, 0.0)
-    assert loop.scheduler.tokens_from(key, 0) is not None
-    for _ in range(4):
-        loop.step(0.0)
-    since = loop.scheduler.tokens_from(key, 1)
-    assert since is not None
-    assert (since.position, list(since.token_ids)) == (1, expected(one)[0][1:4])
-    assert len(since.logprobs) == 3
-    assert loop.scheduler.tokens_from(key, 5) is None
-    run_out(loop)
-    assert loop.scheduler.tokens_from(key, 0) is None
 
 
 def test_it_continues_from_accepted_tokens_at_their_position() -> None:

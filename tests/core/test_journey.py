@@ -96,9 +96,12 @@ class AnyOrder(RuleBasedStateMachine):
                 if self.journey.needs_decode(run.attempt)
                 else {Leg.PREFILL}
             )
+            if run.moved:
+                legs = {Leg.DECODE}
+                assert self.journey.needs_decode(run.attempt) and len(run.attempt.choices) == 1
             for choice in run.attempt.choices:
-                log = self.journey.logs[choice]
-                assert run.attempt.token_ids == PROMPT + log.token_ids()
+                output = self.journey.logs[choice].token_ids()
+                assert run.attempt.token_ids == PROMPT + (output[:-1] if run.moved else output)
             self.journey.placed(run.attempt.attempt, legs)
             self.runs.append(run)
 
@@ -127,7 +130,7 @@ class AnyOrder(RuleBasedStateMachine):
         run = data.draw(st.sampled_from(self.runs))
         if leg is Leg.DECODE and not self.journey.needs_decode(run.attempt):
             return
-        if leg is Leg.PREFILL and run.state is AttemptState.HANDING_OVER:
+        if leg is Leg.PREFILL and (run.state is AttemptState.HANDING_OVER or run.moved):
             return
         choices = data.draw(st.sets(st.sampled_from(run.attempt.choices)))
         error = data.draw(
@@ -165,6 +168,17 @@ class AnyOrder(RuleBasedStateMachine):
         self.journey.tokens(Leg.DECODE, ChoiceTokens(key, len(before) + 1, (7,)))
         assert log.token_ids() == before
         assert run.over or choice not in run.running
+
+    @precondition(lambda self: bool(getattr(self, "runs", [])))
+    @rule(data=st.data())
+    def give_away(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.runs))
+        choice = data.draw(st.sampled_from(run.attempt.choices))
+        position = len(self.journey.logs[choice])
+        if run.state is not AttemptState.DECODING or not position:
+            return
+        expected = choice in run.running
+        assert self.journey.given_away(run.attempt.attempt, choice, position) is expected
 
     def say(self, run: AttemptRun, choice: int) -> None:
         said = tokens_of(run.attempt, choice, run.attempt.position, 1, self.max_tokens)
@@ -227,6 +241,7 @@ def test_the_table_is_complete() -> None:
             AttemptEvent.PLACED_ON_BOTH,
             AttemptEvent.PLACED_ON_PREFILL,
             AttemptEvent.PLACED_ON_DECODE,
+            AttemptEvent.PLACED_TO_MOVE,
         )
         if state is not AttemptState.PLACING
     }
@@ -241,6 +256,8 @@ def test_the_table_is_complete() -> None:
         (AttemptState.PREFILLING, AttemptEvent.DECODE_LOST),
         (AttemptState.HANDING_OVER, AttemptEvent.PREFILL_ANSWERED),
         (AttemptState.HANDING_OVER, AttemptEvent.PREFILL_LOST),
+        (AttemptState.MOVING, AttemptEvent.PREFILL_ANSWERED),
+        (AttemptState.MOVING, AttemptEvent.PREFILL_LOST),
     }
     open_states = [state for state in AttemptState if state not in OVER]
     assert set(TRANSITIONS) == set(itertools.product(open_states, AttemptEvent)) - cannot

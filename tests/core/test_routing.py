@@ -16,6 +16,7 @@ from baton.core.routing import (
     Demand,
     Fate,
     WorkerSnapshot,
+    collector_for,
     cost,
     decide,
     is_stalled,
@@ -233,6 +234,22 @@ def test_another_tokenizer_is_another_language() -> None:
 @given(st.integers(0, 10**8), st.integers(0, 10**8))
 def test_a_step_is_dead_after_2_s_and_three_times_its_prediction(age: int, predicted: int) -> None:
     assert is_stalled(age, predicted) == (age > 2_000_000 and age > 3 * predicted)
+
+
+def test_sequences_move_only_where_all_of_them_fit() -> None:
+    demand = replace(DEMAND, input_tokens=160, choices=2)
+    roomy, busier = worker("a", free_blocks=11), worker("b", free_blocks=11, waiting_tokens=5)
+    assert collector_for(demand, [busier, roomy], LAYOUT) == roomy.identity
+    others = [
+        worker("c", free_blocks=10),
+        worker("d", state=WorkerState.DRAINING),
+        replace(worker("e", running_sequences=3), max_sequences=4),
+        replace(worker("f"), layout=replace(LAYOUT, num_layers=3)),
+        replace(worker("g"), layout=None),
+    ]
+    assert collector_for(demand, others, LAYOUT) is None
+    places = replace(worker("h", running_sequences=2), max_sequences=4)
+    assert collector_for(demand, [*others, places], LAYOUT) == places.identity
 
 
 def test_models_are_listed_once() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.relay import Answer, Relay, eventually, options
+from tests.e2e.streams import Following, requests, undisturbed
 
 pytestmark = pytest.mark.chaos
 
@@ -69,3 +71,25 @@ def test_kill_in_mid_stream(pair: Relay, role: str, temperature: float) -> None:
         assert answer.text == reference.text
     wait_for_all(pair)
     assert busy[0]["pid"] not in [p["pid"] for p in pair.processes(role)]
+
+
+@pytest.mark.parametrize("victim", ["the one that leaves", "the one that takes over"])
+def test_kill_while_sequences_move(pair: Relay, victim: str) -> None:
+    """One decode worker drains; in the middle of it one of the two is killed."""
+    wait_for_all(pair)
+    expected = [answer.token_ids for answer in undisturbed(pair, requests())]
+    router = pair.processes("router")[0]
+    before = pair.metric(router, "baton_moves_total", outcome="moved")
+    streams = Following(pair, requests() * 2)
+    streams.settled()
+    decodes = sorted(pair.processes("decode"), key=lambda p: pair.metric(p, "baton_sequences"))
+    heir, leaving = decodes
+    pair.kill(leaving, signal.SIGTERM)
+    eventually(
+        lambda: pair.metric(router, "baton_moves_total", outcome="moved") > before,
+        60,
+        "one has moved",
+    )
+    pair.kill(leaving if victim == "the one that leaves" else heir)
+    assert [answer.token_ids for answer in streams.answers()] == expected * 2
+    wait_for_all(pair)

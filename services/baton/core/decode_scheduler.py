@@ -18,13 +18,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.block_pool import BlockPool
 from baton.core.claim import Claim
-from baton.core.errors import BatonError, DeadlineExceeded, Internal, InvalidArgument, NotFound
-from baton.core.events import Event, Failed, Started, Tokens
+from baton.core.decode_policy import DecodePolicy as DecodePolicy
+from baton.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    HandoverFailed,
+    Internal,
+    InvalidArgument,
+    NotFound,
+)
+from baton.core.events import Event, Failed, Held, Started, Tokens
 from baton.core.intake import Intake
 from baton.core.launched import InputChunk, Launched
 from baton.core.local_prefill import LocalPrefill
@@ -32,30 +39,12 @@ from baton.core.model import ModelDescription
 from baton.core.plan import BlockCopy, Extents, StepPlan, StepResult, StepWork
 from baton.core.room import Room
 from baton.core.roster import Roster
-from baton.core.scheduling import Load, QueueLimit, earliest
+from baton.core.scheduling import Load, earliest
 from baton.core.sequence import Sequence, SequenceEvent, SequenceState, next_chunks
 from baton.core.shared_input import SharedInput
 from baton.core.step_cost import StepCost
 from baton.core.swap_space import SwapSpace
 from baton.core.swapping import Swapping
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePolicy:
-    """max_sequences: how many own blocks at once. token_budget: positions of a step at most, one of
-    them for each running sequence. prefill_budget: most of them for local prefill while sequences
-    run. headroom: positions that all that is let in can grow. target_step_s: the strictest time
-    between two tokens, in seconds: nothing is let in, and no chunk is longer, than lets a step's
-    predicted time stay below it, but one sequence always runs and one block is always computed; 0:
-    no limit. limit: what may wait to be computed.
-    """
-
-    max_sequences: int = 256
-    token_budget: int = 2048
-    prefill_budget: int = 256
-    headroom: int = 64
-    target_step_s: float = 0.0
-    limit: QueueLimit = field(default_factory=QueueLimit)
 
 
 class DecodeScheduler:
@@ -169,9 +158,10 @@ class DecodeScheduler:
         shared = self._roster.arriving.get(key)
         if shared is None:
             raise NotFound("This attempt is not reserved here.")
-        first = {choice_tokens.key: choice_tokens for choice_tokens in tokens}
+        # By choice: a worker that ran it before says its number of the attempt.
+        first = {given.key.choice: given for given in tokens if given.key[0] == key.request_id}
         for sequence in shared.sequences:
-            given = first.get(sequence.key)
+            given = first.get(sequence.key.choice)
             if given is None or given.position != sequence.position or len(given.token_ids) != 1:
                 raise InvalidArgument("Every choice needs the token of its next position.")
             self._intake.check_token(given.token_ids[0], "tokens")
@@ -180,7 +170,7 @@ class DecodeScheduler:
         self._roster.part(shared, awaited=False)
         made = []
         for sequence in shared.sequences:
-            given = first[sequence.key]
+            given = first[sequence.key.choice]
             logprobs = given.logprobs[0] if given.logprobs else None
             made.append(sequence.accept(given.token_ids[0], logprobs))
             if made[-1].finish_reason is not None:
@@ -213,17 +203,29 @@ class DecodeScheduler:
         if sequence is not None:
             sequence.confirm(position)
 
-    def tokens_from(self, key: SequenceKey, position: int) -> ChoiceTokens | None:
-        """What a sequence that has not ended sampled here from an output position on, or None."""
-        sequence = self._roster.find(key)
-        return None if sequence is None else sequence.tokens_from(position)
-
     def extents(self, key: AttemptKey) -> Extents:
         """Where a reserved attempt's KV goes. Raises NotFound when it is not reserved."""
         shared = self._roster.arriving.get(key)
         if shared is None or shared.table is None:
             raise NotFound("This attempt is not reserved here.")
         return shared.table.extents
+
+    def hold(self, key: SequenceKey) -> bool:
+        """Stops a running sequence, for its KV to be handed over. A Held event follows, unless an
+        awaited token ends it; its blocks stay until `cancel`. False: it cannot be held now."""
+        sequence = self._roster.find(key)
+        if sequence is None or not sequence.can_be_held:
+            return False
+        self._roster.hold(sequence)
+        self._tell_held([sequence])
+        return True
+
+    def held_extents(self, key: SequenceKey) -> Extents:
+        """Where a held sequence's KV is. Raises NotFound when it is not held."""
+        sequence = self._roster.held.get(key)
+        if sequence is None or sequence.table is None:
+            raise NotFound("This sequence is not held here.")
+        return sequence.table.extents
 
     def plan(self, now: float) -> StepPlan | None:
         self._expire(now)
@@ -272,10 +274,13 @@ class DecodeScheduler:
         size = self._pool.block_size
         running = SequenceState.RUNNING
         made = []
+        stopped = []
         for sequence, token in zip(launched.rows, launched.drawn(result), strict=True):
             sequence.in_flight -= 1
-            if sequence.state is not running and (sequence.ended or sequence.lost):
-                continue
+            if sequence.state is not running:
+                if sequence.ended or sequence.lost:
+                    continue
+                stopped.append(sequence)
             if token is None:
                 self._without_token(sequence, launched, now)
                 continue
@@ -288,6 +293,7 @@ class DecodeScheduler:
                 self._roster.end(sequence, SequenceEvent.FINISH)
         if made:
             self._events.append(Tokens(tuple(made), result.step))
+        self._tell_held(stopped)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -319,10 +325,14 @@ class DecodeScheduler:
         priority = attempt.priority
         if self._claim.outranks(priority, now) and not self._claim.is_of(attempt.key, now):
             return True
-        return any(
-            shared.held_back and shared.priority <= priority and not shared.must_wait
-            for shared in self._roster.waiting
-        )
+        return self._roster.waiting.hold_back(priority)
+
+    def _tell_held(self, sequences: Iterable[Sequence]) -> None:
+        """Of these, those that are held and whose launched steps are done."""
+        for one in sequences:
+            newest = one.tokens_from(one.position - 1)
+            if one.state is SequenceState.HELD and not one.in_flight and newest is not None:
+                self._events.append(Held(one.key, one.reach, newest))
 
     def _ready(self, now: float) -> list[Sequence]:
         """Running sequences whose next position can be computed now, with a block for it."""
@@ -372,6 +382,8 @@ class DecodeScheduler:
         if sequence.id in launched.fetched and sequence.state is SequenceState.RUNNING:
             self._room.preempt(sequence, now, may_swap=False)
             sequence.lost = sequence.in_flight > 0
+        elif sequence.id in launched.fetched and sequence.state is SequenceState.HELD:
+            self._fail(sequence, HandoverFailed("The KV to hand over could not be brought back."))
         else:
             self._fail(sequence, Internal("The model gave no token for this sequence."))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.attempt import AttemptKey, ChoiceTokens
+from baton.core.attempt import AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.errors import BatonError
 from baton.core.plan import Extents
 
@@ -64,6 +64,18 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Decode: a sequence has stopped, with all its tokens told and KV of all but the newest one.
+
+    newest: the token that the worker which goes on with it starts from.
+    """
+
+    key: SequenceKey
+    num_positions: int
+    newest: ChoiceTokens
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """An attempt, or some choices of it, ended without an answer; nothing of them is left here.
 
@@ -75,4 +87,4 @@ class Failed:
     error: BatonError
 
 
-Event = Planned | Computed | FirstTokens | Started | Tokens | Failed
+Event = Planned | Computed | FirstTokens | Started | Tokens | Held | Failed

@@ -10,7 +10,13 @@ accepted position is never sampled again. It has one or two legs:
         │
         ├─────► PAIRED ──► HANDING_OVER ──► DECODING     prefill answers first (the usual order)
         │          └──────────────────────────▲         or decode has all KV first
-        └─────────────────────────────────────┘         decode prefills by itself
+        ├─────────────────────────────────────┘         decode prefills by itself
+        └─────► MOVING ──► DECODING                     a decode worker gives it to another one
+
+A choice that decodes may be given away by its worker, with its KV. It leaves its attempt, which
+has not failed, and goes on in another one of its own, MOVING until its KV is complete. The input
+ends before the newest accepted token there, which the giver tells again; losing such an attempt is
+no fault of the request.
 
 Any of them ends as ENDED (no choice is left to run in it) or FAILED (its unfinished choices wait
 for another attempt). Prefill lost after decode has all KV is no loss; prefill lost while its KV is
@@ -43,6 +49,7 @@ class AttemptState(Enum):
     PREFILLING = auto()
     PAIRED = auto()
     HANDING_OVER = auto()
+    MOVING = auto()
     DECODING = auto()
     ENDED = auto()
     FAILED = auto()
@@ -54,6 +61,7 @@ class AttemptEvent(Enum):
     PLACED_ON_PREFILL = auto()
     PLACED_ON_BOTH = auto()
     PLACED_ON_DECODE = auto()
+    PLACED_TO_MOVE = auto()
     PREFILL_ANSWERED = auto()
     PREFILL_LOST = auto()
     KV_COMPLETE = auto()
@@ -67,6 +75,7 @@ TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (_S.PLACING, _E.PLACED_ON_PREFILL): _S.PREFILLING,
     (_S.PLACING, _E.PLACED_ON_BOTH): _S.PAIRED,
     (_S.PLACING, _E.PLACED_ON_DECODE): _S.DECODING,
+    (_S.PLACING, _E.PLACED_TO_MOVE): _S.MOVING,
     (_S.PLACING, _E.NOTHING_LEFT): _S.ENDED,
     # An answer that leaves a choice unfinished breaks the deal: nobody has its KV.
     (_S.PREFILLING, _E.PREFILL_ANSWERED): _S.FAILED,
@@ -80,6 +89,9 @@ TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (_S.HANDING_OVER, _E.KV_COMPLETE): _S.DECODING,
     (_S.HANDING_OVER, _E.DECODE_LOST): _S.FAILED,
     (_S.HANDING_OVER, _E.NOTHING_LEFT): _S.ENDED,
+    (_S.MOVING, _E.KV_COMPLETE): _S.DECODING,
+    (_S.MOVING, _E.DECODE_LOST): _S.FAILED,
+    (_S.MOVING, _E.NOTHING_LEFT): _S.ENDED,
     (_S.DECODING, _E.PREFILL_ANSWERED): _S.DECODING,
     (_S.DECODING, _E.PREFILL_LOST): _S.DECODING,
     (_S.DECODING, _E.KV_COMPLETE): _S.DECODING,
@@ -94,6 +106,7 @@ _HOLDERS: dict[AttemptState, frozenset[Leg]] = {
     _S.PREFILLING: frozenset({Leg.PREFILL}),
     _S.PAIRED: frozenset({Leg.PREFILL, Leg.DECODE}),
     _S.HANDING_OVER: frozenset({Leg.PREFILL, Leg.DECODE}),
+    _S.MOVING: frozenset({Leg.DECODE}),
     _S.DECODING: frozenset({Leg.DECODE}),
 }
 """Who may hold blocks for an attempt in each state, and has to be told when it is over."""
@@ -130,15 +143,20 @@ VERDICTS: dict[Reason, Verdict] = {
 
 @dataclass(slots=True)
 class AttemptRun:
-    """The progress of one attempt. `running`: its choices that have neither ended nor left it."""
+    """The progress of one attempt. `running`: its choices that have neither ended nor left it.
+
+    moved: it goes on with KV that another decode worker gives.
+    """
 
     attempt: Attempt
     running: set[int]
+    moved: bool = False
     state: AttemptState = AttemptState.PLACING
     to_cancel: frozenset[Leg] = frozenset()
     """Once over: the legs that may still hold something for it."""
     freed_by_decode: set[int] = field(default_factory=set)
-    """Choices that decode itself has ended or failed: it holds nothing for them."""
+    """Choices that decode itself has ended, failed or given away: it frees what it holds for them
+    without being told."""
 
     @property
     def over(self) -> bool:
@@ -178,6 +196,7 @@ class Journey:
         self._traceparent = traceparent
         self._runs: dict[int, AttemptRun] = {}
         self._barren = [0] * n
+        self._given_away: set[int] = set()
 
     @property
     def done(self) -> bool:
@@ -185,16 +204,25 @@ class Journey:
         return self.failure is not None or all(log.ended for log in self.logs)
 
     def next_attempts(self) -> list[AttemptRun]:
-        """Attempts for all choices that wait, one per group with the same accepted tokens."""
+        """Attempts for all choices that wait: one for each that is given away, one per group of the
+        others with the same accepted tokens."""
         if self.failure is not None:
             return []
+        runs = []
         groups: dict[tuple[int, ...], list[int]] = {}
         for log in self.logs:
-            if log.attempt is None and not log.ended:
+            if log.attempt is not None or log.ended:
+                continue
+            if log.choice in self._given_away:
+                runs.append(self._open(log.token_ids(0, -1), [log.choice], moved=True))
+            else:
                 groups.setdefault(log.token_ids(), []).append(log.choice)
-        return [self._open(output, choices) for output, choices in groups.items()]
+        self._given_away.clear()
+        return runs + [self._open(output, choices) for output, choices in groups.items()]
 
-    def _open(self, output: tuple[int, ...], choices: list[int]) -> AttemptRun:
+    def _open(
+        self, output: tuple[int, ...], choices: list[int], *, moved: bool = False
+    ) -> AttemptRun:
         number = self.num_attempts
         self.num_attempts += 1
         attempt = Attempt(
@@ -209,7 +237,7 @@ class Journey:
             cache_salt=self._cache_salt,
             traceparent=self._traceparent,
         )
-        run = self._runs[number] = AttemptRun(attempt, set(choices))
+        run = self._runs[number] = AttemptRun(attempt, set(choices), moved)
         for choice in choices:
             self.logs[choice].attempt = number
         return run
@@ -220,7 +248,10 @@ class Journey:
 
     def placed(self, number: int, legs: Collection[Leg]) -> None:
         """The attempt's workers are chosen and are about to be told."""
-        if Leg.DECODE not in legs:
+        run = self._runs.get(number)
+        if run is not None and run.moved:
+            event = AttemptEvent.PLACED_TO_MOVE
+        elif Leg.DECODE not in legs:
             event = AttemptEvent.PLACED_ON_PREFILL
         elif Leg.PREFILL in legs:
             event = AttemptEvent.PLACED_ON_BOTH
@@ -255,6 +286,21 @@ class Journey:
     def kv_complete(self, number: int) -> None:
         """Decode has all KV of the attempt."""
         self._apply(number, AttemptEvent.KV_COMPLETE)
+
+    def given_away(self, number: int, choice: int, position: int) -> bool:
+        """Decode has told all tokens of a choice below a position and keeps their KV, but for the
+        newest one's, for another worker. Returns whether anyone is still to collect it."""
+        run = self._runs.get(number)
+        if run is None or choice not in run.running:
+            return False
+        if not 0 < position == len(self.logs[choice]):
+            self.attempt_failed(number, Internal("Tokens were lost between workers."))
+            return False
+        run.freed_by_decode.add(choice)
+        self.logs[choice].attempt = None
+        self._given_away.add(choice)
+        self._left(run, choice)
+        return True
 
     def leg_failed(
         self, number: int, leg: Leg, error: BatonError, choices: Collection[int] = ()
@@ -331,7 +377,8 @@ class Journey:
             log.attempt = None
             if len(log) - run.attempt.position > 1:
                 self._barren[choice] = 0
-            elif verdict is Verdict.ELSEWHERE:
+            elif verdict is Verdict.ELSEWHERE and not run.moved:
                 self._barren[choice] += 1
-        if verdict is Verdict.FATAL or any(b >= self._max_barren for b in self._barren):
+        fatal = verdict is Verdict.FATAL and not run.moved
+        if fatal or any(b >= self._max_barren for b in self._barren):
             self.fail(error)

@@ -24,7 +24,8 @@ class WorkerDescription:
     """What a worker is; the same for its whole incarnation.
 
     model, layout, transports and the numbers are left out where a role has none. transports: best
-    first. num_blocks: blocks of the pool. block_size: positions of a block.
+    first. num_blocks: blocks of the pool. block_size: positions of a block. max_sequences: how many
+    may own blocks at once; 0: not known.
     """
 
     identity: WorkerIdentity
@@ -35,6 +36,7 @@ class WorkerDescription:
     block_size: int = 0
     kv_bytes_per_position: int = 0
     exact: bool = False
+    max_sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True)

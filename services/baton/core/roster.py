@@ -1,8 +1,8 @@
 """Roster, who is on a decode worker and where in its life; knows no budgets and decides nothing.
 
 Every sequence is in exactly one place, and its state says which: `waiting` (QUEUED and SWAPPED),
-`prefilling`, `arriving`, or `running`. The first three hold inputs, shared by sequences until their
-KV is complete. Whoever leaves goes through `end`, which gives back all that it owns.
+`prefilling`, `arriving`, `running`, or `held`. The first three hold inputs, shared by sequences
+until their KV is complete. Whoever leaves goes through `end`, which gives back all that it owns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from baton.core.waiting import Waiting
 
 
 class Roster:
-    """running is by sequence id, in order of joining; arriving by attempt. swap: where those that
-    wait may keep their KV."""
+    """running is by sequence id, in order of joining; arriving by attempt; held is what ran here
+    and keeps its blocks for another worker. swap: where those that wait may keep their KV."""
 
     def __init__(self, pool: BlockPool, swap: SwapSpace):
         self._pool = pool
@@ -27,6 +27,7 @@ class Roster:
         self.prefilling: list[SharedInput] = []
         self.arriving: dict[AttemptKey, SharedInput] = {}
         self.running: dict[int, Sequence] = {}
+        self.held: dict[SequenceKey, Sequence] = {}
         self._attempts: dict[AttemptKey, dict[int, Sequence]] = {}
         self._input_of: dict[int, SharedInput] = {}
 
@@ -41,7 +42,8 @@ class Roster:
     def num_owning(self) -> int:
         """Sequences that own blocks."""
         inputs = (*self.prefilling, *self.arriving.values())
-        return len(self.running) + sum(len(shared.sequences) for shared in inputs)
+        owning = len(self.running) + len(self.held)
+        return owning + sum(len(shared.sequences) for shared in inputs)
 
     @property
     def num_stored(self) -> int:
@@ -128,6 +130,12 @@ class Roster:
         self.running[sequence.id] = sequence
         return sequence
 
+    def hold(self, sequence: Sequence) -> None:
+        """A running sequence stops; what is launched still counts. Its blocks stay till its end."""
+        sequence.move(SequenceEvent.HOLD)
+        del self.running[sequence.id]
+        self.held[sequence.key] = sequence
+
     def forget_stored(self, shared: SharedInput) -> None:
         """The KV of one that waits is not kept after all: it has to be computed again."""
         self.waiting.remove(shared)
@@ -140,6 +148,7 @@ class Roster:
         waits = sequence.state in (SequenceState.QUEUED, SequenceState.SWAPPED)
         sequence.move(event)
         self.running.pop(sequence.id, None)
+        self.held.pop(sequence.key, None)
         shared = self._input_of.pop(sequence.id, None)
         if shared is not None:
             if waits:
@@ -158,7 +167,8 @@ class Roster:
         self._pool.check()
         self.swap.check()
         inputs = (*self.waiting, *self.prefilling, *self.arriving.values())
-        tables = sum(shared.num_tables for shared in inputs) + len(self.running)
+        alone = len(self.running) + len(self.held)
+        tables = sum(shared.num_tables for shared in inputs) + alone
         if tables != self._pool.num_tables:
             raise InvariantBroken(f"{self._pool.num_tables} tables are owned, {tables} in use")
         grants = sum(shared.stored is not None for shared in inputs)
@@ -166,7 +176,7 @@ class Roster:
             raise InvariantBroken(f"{self.swap.num_grants} swap grants are owned, {grants} in use")
         if sum(len(shared.sequences) for shared in self.waiting) != self.waiting.num_sequences:
             raise InvariantBroken("waiting sequences are miscounted")
-        here = len(self.running) + sum(len(shared.sequences) for shared in inputs)
+        here = alone + sum(len(shared.sequences) for shared in inputs)
         if here != sum(len(choices) for choices in self._attempts.values()):
             raise InvariantBroken("a sequence is in no place, or in two")
 

@@ -27,7 +27,7 @@ SHORTAGE_COST = 8
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """A worker at one moment. placed_*: what this router has given it and that is not done yet,
-    since a report is always a little old.
+    since a report is always a little old. max_sequences: as WorkerDescription has it.
     """
 
     identity: WorkerIdentity
@@ -36,6 +36,7 @@ class WorkerSnapshot:
     layout: KvLayout | None = None
     transports: tuple[str, ...] = ()
     block_size: int = 1
+    max_sequences: int = 0
     placed_sequences: int = 0
     placed_tokens: int = 0
 
@@ -125,6 +126,16 @@ def decide(
     return Decision(None, decode.identity, "no prefill worker fits: prefill on decode", seen)
 
 
+def collector_for(
+    demand: Demand, decodes: Iterable[WorkerSnapshot], layout: KvLayout
+) -> WorkerIdentity | None:
+    """Where sequences that run can go on with their KV, of this layout. None: nowhere is room for
+    all of them now; they are better off where they are."""
+    roomy = [w for w in decodes if not _shortage(demand, w) and _has_places(demand, w)]
+    picked, _ = _pick(demand, roomy, layout)
+    return None if picked is None else picked.identity
+
+
 def _pick(
     demand: Demand, workers: Iterable[WorkerSnapshot], collector: WorkerSnapshot | None
 ) -> tuple[WorkerSnapshot | None, tuple[Candidate, ...]]:
@@ -176,11 +187,25 @@ def _fits(wanted: str, offered: str) -> bool:
 
 def cost(demand: Demand, worker: WorkerSnapshot) -> float:
     """How long the attempt would wait and how crowded it would be, in queued tokens; less wins."""
+    queued = max(worker.load.waiting_tokens, worker.placed_tokens)
+    crowd, shortage = _num_sequences(worker), _shortage(demand, worker)
+    return queued + SEQUENCE_COST * crowd + SHORTAGE_COST * shortage
+
+
+def _num_sequences(worker: WorkerSnapshot) -> int:
     load = worker.load
-    sequences = max(load.waiting_sequences + load.running_sequences, worker.placed_sequences)
-    queued = max(load.waiting_tokens, worker.placed_tokens)
-    shortage = max(0, demand.input_tokens + demand.choices - load.free_blocks * worker.block_size)
-    return queued + SEQUENCE_COST * sequences + SHORTAGE_COST * shortage
+    return max(load.waiting_sequences + load.running_sequences, worker.placed_sequences)
+
+
+def _shortage(demand: Demand, worker: WorkerSnapshot) -> int:
+    """Positions that would have no free block."""
+    free = worker.load.free_blocks * worker.block_size
+    return max(0, demand.input_tokens + demand.choices - free)
+
+
+def _has_places(demand: Demand, worker: WorkerSnapshot) -> bool:
+    most = worker.max_sequences
+    return not most or _num_sequences(worker) + demand.choices <= most
 
 
 def _tie_break(demand: Demand, worker: WorkerSnapshot) -> bytes:

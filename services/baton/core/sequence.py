@@ -1,13 +1,13 @@
 """Sequence, the progress of one choice on one worker; knows no scheduler.
 
 A sequence's KV comes to be in one of two ways: computed here, or collected from another worker.
-Then it either runs here, or is held for the worker that will run it:
+Then it either runs here, or is held for the worker that will run it, also after it ran here:
 
               ┌── START ──► PREFILLING ──┬─ READY ──► RUNNING ── SWAP ──► SWAPPED
     QUEUED ───┤                 │        │             ▲ │ ▲                │ │
       ▲       └─ RESERVE ─► ARRIVING ────┘ READY ──────┘ │ └─── RESTORE ────┘ │
       └─── PREEMPT ─────────────┴────────────────────────┴────────────────────┘
-                                PREFILLING ── HOLD ──► HELD
+                     PREFILLING, RUNNING ── HOLD ──► HELD
 
 READY is when the step that completes its KV is launched, or its last KV has been collected. A
 sequence without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
@@ -76,6 +76,7 @@ TRANSITIONS: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (_S.ARRIVING, _E.CANCEL): _S.CANCELLED,
     (_S.RUNNING, _E.PREEMPT): _S.QUEUED,
     (_S.RUNNING, _E.SWAP): _S.SWAPPED,
+    (_S.RUNNING, _E.HOLD): _S.HELD,
     (_S.RUNNING, _E.FINISH): _S.FINISHED,
     (_S.RUNNING, _E.CANCEL): _S.CANCELLED,
     (_S.RUNNING, _E.FAIL): _S.FAILED,
@@ -86,6 +87,7 @@ TRANSITIONS: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (_S.SWAPPED, _E.FAIL): _S.FAILED,
     (_S.HELD, _E.FINISH): _S.FINISHED,
     (_S.HELD, _E.CANCEL): _S.CANCELLED,
+    (_S.HELD, _E.FAIL): _S.FAILED,
 }
 
 TERMINAL = frozenset({_S.FINISHED, _S.CANCELLED, _S.FAILED})
@@ -187,6 +189,14 @@ class Sequence:
     @property
     def ended(self) -> bool:
         return self.state in TERMINAL
+
+    @property
+    def can_be_held(self) -> bool:
+        """Whether its blocks hold, once launched steps are done, all that another worker needs."""
+        if self.state is not SequenceState.RUNNING or self.table is None:
+            return False
+        # A fork that has not run here yet does not have its own last block's content.
+        return self.table.copy is None
 
     def move(self, event: SequenceEvent) -> None:
         """Takes one step through TRANSITIONS. Raises Internal for one that is not there."""

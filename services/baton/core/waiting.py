@@ -57,6 +57,13 @@ class Waiting:
         del self._inputs[bisect_left(self._inputs, rank(shared), key=rank)]
         self.num_sequences -= len(shared.sequences)
 
+    def hold_back(self, priority: int) -> bool:
+        """Whether one as important was refused room, or lost it, and could go on with it."""
+        return any(
+            shared.held_back and shared.priority <= priority and not shared.must_wait
+            for shared in self._inputs
+        )
+
     def expired(self, now: float) -> list[SharedInput]:
         """Those whose deadline is over; the caller removes them."""
         if self._earliest is None or now < self._earliest:

@@ -10,16 +10,20 @@ from baton.core.ports import ModelRunner
 from baton.core.scheduling import QueueLimit
 from baton.decode.begin import Beginner
 from baton.decode.config import DecodeConfig
+from baton.decode.departures import Departures
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.kv.collector import Collector
+from baton.kv.giver import Giver
+from baton.kv.stats import HandoverStats
 from baton.rpc import metrics
 from baton.rpc.config import load
-from baton.rpc.handover import GrpcGiverConnection
+from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
-from baton.v1 import decode_pb2_grpc
+from baton.v1 import decode_pb2_grpc, handover_pb2_grpc
 from baton.worker.process import Parts, run_worker
+from baton.worker.report import export_handovers
 
 
 def main() -> int:
@@ -50,18 +54,28 @@ def main() -> int:
             stats=parts.stats,
         )
         collector.start_probing(config.probe_interval_s)
+        given = HandoverStats()
+        export_handovers("giver", given)
+        giver = Giver(parts.identity, parts.runner.layout, parts.staging, stats=given)
+        timeout_s = config.handover_timeout_s
         made = DecodeService(
             parts.engine,
-            Beginner(parts.engine, collector, handover_timeout_s=config.handover_timeout_s),
+            Beginner(parts.engine, collector, handover_timeout_s=timeout_s),
+            Departures(parts.engine, giver, handover_timeout_s=timeout_s),
             resume_window_s=config.resume_window_s,
         )
         metrics.gauge(metrics.STREAMS, lambda: {("decode",): made.num_sessions})
         servicer = DecodeServicer(made, parts.engine, parts.identity)
+        handover = HandoverServicer(giver)
         return made, [
             Service(
                 "baton.v1.Decode",
                 lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server),
-            )
+            ),
+            Service(
+                "baton.v1.Handover",
+                lambda server: handover_pb2_grpc.add_HandoverServicer_to_server(handover, server),
+            ),
         ]
 
     return run(run_worker("decode", "collector", config, scheduler, service))

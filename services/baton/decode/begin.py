@@ -31,7 +31,7 @@ class Running:
 
     ticket: where its KV comes from, None when it is computed here. received_bytes: KV that the
     hand-over brought. confirmed: positions that were confirmed before it ran. beginning: the task
-    that owns it until the scheduler does.
+    that owns it until the scheduler does. departures: tasks that give choices away, by choice.
     """
 
     attempt: Attempt
@@ -43,6 +43,11 @@ class Running:
     received_bytes: int = 0
     confirmed: dict[SequenceKey, int] = field(default_factory=dict)
     beginning: asyncio.Task[None] | None = None
+    departures: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def may_leave(self, choice: int) -> bool:
+        """Whether it runs here and could be given to another worker."""
+        return self.beginning is None and choice in self.choices
 
     def wanted(self) -> Attempt:
         """The attempt with the choices that were not cancelled meanwhile."""

@@ -3,7 +3,8 @@
 An attempt lives from `start` until all its choices ended, failed or were cancelled. Until its input
 is with the scheduler for good (added, or collected and admitted) a task owns it; afterwards the
 scheduler does. Blocks are given back by the scheduler's `cancel`, which every early end goes
-through: the task is ended first, so that nothing is reserved or unpacked after it.
+through: the task is ended first, so that nothing is reserved or unpacked after it. A choice that is
+given to another worker stays, held and silent, until its hand-over has ended.
 
 What the engine tells about an attempt, or a choice, that ended here meanwhile is dropped.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
@@ -26,13 +27,15 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.events import Event, Failed, Tokens
+from baton.core.events import Event, Failed, Held, Tokens
 from baton.core.events import Started as KvReady
+from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.load import WorkerState
 from baton.core.loop import EngineLoop
 from baton.decode.begin import Beginner, Running
 from baton.decode.confirmations import Confirmations
-from baton.decode.sessions import Failure, RouterSession, Started
+from baton.decode.departures import Departures
+from baton.decode.sessions import Failure, GivenAway, RouterSession, Started
 from baton.engine.thread import EngineThread
 from baton.kv.collector import Ticket
 from baton.rpc import metrics
@@ -63,15 +66,17 @@ class DecodeService:
         self,
         engine: EngineThread[DecodeScheduler],
         beginner: Beginner,
+        departures: Departures,
         *,
         resume_window_s: float,
     ) -> None:
         self._engine = engine
         self._beginner = beginner
+        self._departures = departures
         self._resume_window_s = resume_window_s
         self._running: dict[AttemptKey, Running] = {}
         self._sessions: dict[str, RouterSession] = {}
-        self._beginnings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._confirmations = Confirmations(engine)
         self._draining = False
         self._quiet = asyncio.Event()
@@ -133,10 +138,7 @@ class DecodeService:
         )
         self._running[attempt.key] = running
         session.open(attempt.keys(), attempt.position)
-        task = asyncio.create_task(self._begin(running))
-        running.beginning = task
-        self._beginnings.add(task)
-        task.add_done_callback(self._beginnings.discard)
+        running.beginning = self._run(self._begin(running))
 
     def cancel(self, session: RouterSession, key: AttemptKey, choices: Collection[int]) -> None:
         """Ends choices of an attempt (none named: all). Unknown and others' ones are no error."""
@@ -146,11 +148,32 @@ class DecodeService:
         ending = running.choices.intersection(choices) if choices else set(running.choices)
         for choice in ending:
             session.forget(SequenceKey(key.request_id, choice, key.attempt))
-        running.choices -= ending
+        self._left(running, ending)
         if not running.choices:
             self._end(running)
         elif ending:
-            self._post(lambda loop: loop.scheduler.cancel(key, ending))
+            self._free(key, *ending)
+
+    def hand_over(
+        self,
+        session: RouterSession,
+        key: SequenceKey,
+        handover_id: bytes,
+        collector_incarnation: str,
+    ) -> None:
+        """Gives a running sequence to another decode worker, with its KV; or says that it stays.
+
+        What is asked again while it leaves changes nothing.
+        """
+        running = self._running.get(AttemptKey(key.request_id, key.attempt))
+        known = running is not None and running.session is session
+        possible = known and len(handover_id) == HANDOVER_ID_BYTES
+        if running is None or not possible or not running.may_leave(key.choice):
+            session.given_away(GivenAway(key, handover_id, None))
+        elif key.choice not in running.departures:
+            running.departures[key.choice] = self._run(
+                self._depart(running, key, handover_id, collector_incarnation)
+            )
 
     def confirm(self, session: RouterSession, positions: Mapping[SequenceKey, int]) -> None:
         """Output positions below these hold no stop string. Unknown sequences are no error."""
@@ -185,6 +208,8 @@ class DecodeService:
                     running = self._running.get(key)
                     if running is not None:
                         self._kv_ready(running, cached_tokens)
+                case Held():
+                    self._departures.held(event)
                 case Failed(key, choices, error):
                     self._failed(key, choices, error)
                 case _:
@@ -202,8 +227,9 @@ class DecodeService:
         for session in list(self._sessions.values()):
             self._drop(session, Unavailable("this decode worker is leaving"))
         self._sweeping.cancel()
-        await asyncio.wait({self._sweeping, *self._beginnings})
+        await asyncio.wait({self._sweeping, *self._tasks})
         await self._confirmations.close()
+        await self._departures.close()
         await self._beginner.close()
 
     def _refusal(self, known: Running | None) -> BatonError | None:
@@ -227,6 +253,40 @@ class DecodeService:
             log.exception("an attempt could not be started")
             self._failed(key, (), Internal("the decode worker could not start this attempt"))
 
+    async def _depart(
+        self, running: Running, key: SequenceKey, handover_id: bytes, collector_incarnation: str
+    ) -> None:
+        """Owns a choice from the wish that it leaves until its hand-over has ended."""
+        session, whole = running.session, AttemptKey(key.request_id, key.attempt)
+
+        def say(position: int | None) -> None:
+            session.given_away(GivenAway(key, handover_id, position))
+
+        try:
+            held = await self._departures.hold(key)
+            if held is None:
+                del running.departures[key.choice]
+                say(None)
+                return
+            position = held.newest.position + 1
+            await self._departures.give(
+                held, handover_id, collector_incarnation, lambda: say(position)
+            )
+        except BatonError as error:
+            self._free(whole, key.choice)
+            self._failed(whole, (key.choice,), error)
+        except Exception:
+            log.exception("a sequence could not be handed over")
+            self._free(whole, key.choice)
+            self._failed(whole, (key.choice,), Internal("the decode worker could not hand over"))
+        else:
+            self._free(whole, key.choice)
+            session.forget(key)
+            self._left(running, {key.choice})
+            if not running.choices:
+                del self._running[whole]
+        self._look_around()
+
     async def _sweep(self) -> None:
         """Frees what belongs to routers that are gone. Runs for ever."""
         while True:
@@ -249,7 +309,7 @@ class DecodeService:
             return
         running.session.tokens(tokens)
         if tokens.finish_reason is not None:
-            running.choices.discard(tokens.key.choice)
+            self._left(running, {tokens.key.choice})
             if not running.choices:
                 del self._running[key]
 
@@ -260,7 +320,8 @@ class DecodeService:
             CACHED.inc(cached_tokens)
             PREFILLED.inc(len(running.attempt.token_ids) - cached_tokens)
         else:
-            source, stage = "handover" if running.received_bytes else "cache", "kv_wait"
+            given = "moved" if running.ticket.giver.role == "decode" else "handover"
+            source, stage = given if running.received_bytes else "cache", "kv_wait"
         KV_SOURCE.labels(source).inc()
         STAGE_TIME.labels(stage).observe(wait_s)
         key = running.attempt.key
@@ -274,7 +335,7 @@ class DecodeService:
         ending = running.choices.intersection(tuple(choices) or running.choices)
         if not ending:
             return
-        running.choices -= ending
+        self._left(running, ending)
         running.session.failed(Failure(key, tuple(sorted(ending)), error))
         if not running.choices:
             self._end(running)
@@ -286,13 +347,31 @@ class DecodeService:
         task, running.beginning = running.beginning, None
 
         def free(_: object = None) -> None:
-            self._post(lambda loop: loop.scheduler.cancel(key))
+            self._free(key)
 
         if task is None or task is asyncio.current_task():
             free()
         else:
             task.cancel()
             task.add_done_callback(free)
+
+    def _left(self, running: Running, choices: Collection[int]) -> None:
+        """These choices are no more; nor is any task that was giving them away."""
+        running.choices.difference_update(choices)
+        for choice in choices:
+            task = running.departures.pop(choice, None)
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    def _free(self, key: AttemptKey, *choices: int) -> None:
+        """Gives back what the engine has of these choices; none named: all."""
+        self._post(lambda loop: loop.scheduler.cancel(key, choices))
+
+    def _run(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _drop(self, session: RouterSession, error: BatonError) -> None:
         """Ends a router's attempts and forgets it."""

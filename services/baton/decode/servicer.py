@@ -11,6 +11,7 @@ import grpc
 
 from baton.core.attempt import AttemptKey, SequenceKey
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unavailable
+from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.model import WorkerIdentity
 from baton.decode.service import DecodeService
 from baton.decode.sessions import Failure, Frame, RouterSession, Stream
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 HELLO_S = 5.0
-HANDOVER_ID_BYTES = 16
 
 Context = grpc.aio.ServicerContext[decode_pb2.SessionRequest, decode_pb2.SessionResponse]
 
@@ -113,6 +113,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 case "confirm":
                     positions = _positions(request.confirm.sequences)
                     self._service.confirm(session, positions)
+                case "hand_over":
+                    self._hand_over(session, request.hand_over)
                 case "hello":
                     raise InvalidArgument("only the first message is a hello", field="message")
                 case _:
@@ -128,6 +130,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             session.failed(Failure(key, tuple(start.attempt.choices), error))
         else:
             self._service.start(session, attempt, ticket, start.max_unconfirmed)
+
+    def _hand_over(self, session: RouterSession, wish: decode_pb2.HandOverSequence) -> None:
+        key = SequenceKey(wish.request_id, wish.choice, wish.attempt)
+        self._service.hand_over(session, key, wish.handover_id, wish.collector_incarnation)
 
     def _heartbeat(self) -> decode_pb2.SessionResponse:
         return decode_pb2.SessionResponse(
@@ -161,6 +167,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         wait_us=round(started.wait_s * 1e6),
                     )
                     for started in frame.started
+                ],
+                handed_over=[
+                    decode_pb2.SequenceHandedOver(
+                        request_id=given.key.request_id,
+                        attempt=given.key.attempt,
+                        choice=given.key.choice,
+                        handover_id=given.handover_id,
+                        position=given.position,
+                    )
+                    for given in frame.given_away
                 ],
             )
         )

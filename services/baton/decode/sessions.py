@@ -26,7 +26,8 @@ from baton.core.request import FinishReason
 class SequenceLog:
     """All tokens of one sequence that this worker made, and how many of them went out.
 
-    end_sent_at: when the end of the sequence last went out.
+    end_sent_at: when the end of the sequence last went out. given_away: set when it made its last
+    token here and another worker is to go on with it; the log then lives as long as the hand-over.
     """
 
     key: SequenceKey
@@ -37,6 +38,7 @@ class SequenceLog:
     stop_token_id: int | None = None
     sent: int = 0
     end_sent_at: float | None = None
+    given_away: GivenAway | None = None
 
     def append(self, tokens: ChoiceTokens) -> None:
         self.token_ids.extend(tokens.token_ids)
@@ -79,6 +81,16 @@ class Failure:
     error: BatonError
 
 
+@dataclass(frozen=True, slots=True)
+class GivenAway:
+    """Answer to the wish that a sequence be handed over. position: how many output tokens it has,
+    or None when it stays here."""
+
+    key: SequenceKey
+    handover_id: bytes
+    position: int | None
+
+
 @dataclass(slots=True)
 class Frame:
     """What goes out in one message."""
@@ -86,6 +98,7 @@ class Frame:
     tokens: list[ChoiceTokens] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
+    given_away: list[GivenAway] = field(default_factory=list)
 
 
 class Stream:
@@ -109,6 +122,7 @@ class RouterSession:
         self._dirty: dict[SequenceKey, None] = {}
         self._failures: list[Failure] = []
         self._started: list[Started] = []
+        self._kept: list[GivenAway] = []
         self._wake = asyncio.Event()
 
     @property
@@ -118,7 +132,7 @@ class RouterSession:
     @property
     def has_news(self) -> bool:
         """Whether something was not taken by a stream yet."""
-        return bool(self._dirty or self._failures or self._started)
+        return bool(self._dirty or self._failures or self._started or self._kept)
 
     def attach(self) -> Stream:
         """A new stream, which takes the place of any older one."""
@@ -162,6 +176,16 @@ class RouterSession:
         self._started.append(started)
         self._wake.set()
 
+    def given_away(self, given: GivenAway) -> None:
+        """A sequence's KV is on offer, behind all its tokens; or it stays."""
+        log = self._logs.get(given.key)
+        if given.position is None:
+            self._kept.append(given)
+        elif log is not None:
+            log.given_away = given
+            self._dirty[given.key] = None
+        self._wake.set()
+
     def forget(self, key: SequenceKey) -> None:
         self._logs.pop(key, None)
         self._dirty.pop(key, None)
@@ -172,15 +196,18 @@ class RouterSession:
         """Goes on from the router's positions over a new stream.
 
         Returns (lost, dropped): sequences the router wants that are not here, and sequences that
-        are here but the router no longer wants (the caller frees them).
+        are here but the router no longer wants (the caller frees them). One that is given away ends
+        with its hand-over, which does not go through the router.
         """
         lost = [key for key in positions if key not in self._logs]
-        dropped = [key for key in self._logs if key not in positions]
+        unwanted = self._logs.keys() - positions.keys()
+        dropped = [key for key in unwanted if self._logs[key].given_away is None]
         for key in dropped:
             self.forget(key)
-        for key, log in self._logs.items():
+        for key in self._logs.keys() & positions.keys():
+            log = self._logs[key]
             log.sent = min(max(positions[key] - log.position, 0), len(log.token_ids))
-            if log.sent < len(log.token_ids):
+            if log.sent < len(log.token_ids) or log.given_away is not None:
                 self._dirty[key] = None
         return lost, dropped
 
@@ -211,11 +238,14 @@ class RouterSession:
         if self.stream is not stream or not self.has_news:
             return None
         self.busy_since = now = time.monotonic()
-        frame = Frame(failures=self._failures, started=self._started)
-        self._failures, self._started = [], []
+        frame = Frame(failures=self._failures, started=self._started, given_away=self._kept)
+        self._failures, self._started, self._kept = [], [], []
         for key in self._dirty:
-            tokens = self._logs[key].take_unsent(now)
+            log = self._logs[key]
+            tokens = log.take_unsent(now)
             if tokens is not None:
                 frame.tokens.append(tokens)
+            if log.given_away is not None:
+                frame.given_away.append(log.given_away)
         self._dirty.clear()
         return frame

@@ -15,6 +15,7 @@ from baton.router.http.app import HttpApp
 from baton.router.http.protocol import HttpLimits
 from baton.router.http.server import serve_http
 from baton.router.metrics import RouterMetrics
+from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
 from baton.rpc import config as configuration
@@ -70,7 +71,10 @@ async def serve(config: RouterConfig) -> int:
         try:
             grpc_address = await server.start()
             fleet.start()
-            readiness = asyncio.create_task(_tell_readiness(server, pipeline, fleet))
+            watching = (
+                asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
+                asyncio.create_task(Mover(fleet, metrics).run()),
+            )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
             print(json.dumps(started), flush=True)
             try:
@@ -78,7 +82,9 @@ async def serve(config: RouterConfig) -> int:
                     server, pipeline.drain, drain_timeout_s=config.drain_timeout_s
                 )
             finally:
-                readiness.cancel()
+                for task in watching:
+                    task.cancel()
+                await asyncio.wait(watching)
         finally:
             await pipeline.close()
             await http.close(HTTP_GRACE_S)

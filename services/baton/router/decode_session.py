@@ -7,9 +7,9 @@ the attempts' next positions; what the worker no longer has is told as lost.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -28,7 +28,9 @@ from baton.rpc.convert import (
 from baton.v1.decode_pb2 import (
     CancelSequence,
     ConfirmPositions,
+    HandOverSequence,
     KvSource,
+    SequenceHandedOver,
     SequencePosition,
     SessionHello,
     SessionRequest,
@@ -37,6 +39,9 @@ from baton.v1.decode_pb2 import (
     StepFrame,
 )
 from baton.v1.decode_pb2_grpc import DecodeStub
+
+if TYPE_CHECKING:
+    from baton.router.move import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +60,21 @@ class SequenceSink(Protocol):
 
     def on_kv_complete(self, kv: KvComplete) -> None: ...
 
+    def on_given_away(self, choice: int, handover_id: bytes, position: int | None) -> None:
+        """Answer to `hand_over`: the choice's KV is on offer, all its tokens below the position
+        were told; or it stays, None."""
+
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         """These choices failed, or all when none is named."""
 
     def next_positions(self) -> dict[SequenceKey, int]:
         """Per sequence that still runs: the output position that comes next."""
+
+    def movable(self) -> Mapping[SequenceKey, int]:
+        """Sequences that decode and could go on elsewhere, each with its positions."""
+
+    def move(self, move: Move) -> None:
+        """One of them is to go."""
 
 
 class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
@@ -80,6 +95,9 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._router = router
         self._sinks: dict[AttemptKey, SequenceSink] = {}
         self._starts: dict[AttemptKey, SessionRequest] = {}
+        self._hand_overs: dict[SequenceKey, SessionRequest] = {}
+        self._asked: dict[SequenceKey, SessionRequest] = {}
+        """Hand-overs without an answer: after a break they are asked for again."""
         self._cancels: dict[AttemptKey, set[int]] = {}
         self._confirms: dict[SequenceKey, int] = {}
         self._confirmed: dict[AttemptKey, dict[SequenceKey, int]] = {}
@@ -94,12 +112,31 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         giver: WorkerIdentity | None = None,
         max_unconfirmed: int = 0,
     ) -> None:
-        """Starts an attempt; `release` ends what this begins. Without a giver decode prefills."""
+        """Starts an attempt; `release` ends what this begins. Without a giver decode prefills.
+
+        giver: the prefill or decode worker that has its KV.
+        """
         start = StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
         if giver is not None:
             start.source.CopyFrom(KvSource(handover_id=handover_id, giver=identity_to_proto(giver)))
         self._sinks[attempt.key] = sink
         self._starts[attempt.key] = SessionRequest(start=start)
+        self.wake()
+
+    def sinks(self) -> list[SequenceSink]:
+        """All attempts that were started and not released."""
+        return list(self._sinks.values())
+
+    def hand_over(self, key: SequenceKey, handover_id: bytes, collector: WorkerIdentity) -> None:
+        """Asks the worker to give a sequence to another one. `on_given_away` answers."""
+        wish = HandOverSequence(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            choice=key.choice,
+            handover_id=handover_id,
+            collector_incarnation=collector.incarnation,
+        )
+        self._hand_overs[key] = self._asked[key] = SessionRequest(hand_over=wish)
         self.wake()
 
     def cancel(self, key: AttemptKey, choice: int) -> None:
@@ -120,6 +157,9 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._cancels.pop(key, None)
         for sequence in self._confirmed.pop(key, {}):
             self._confirms.pop(sequence, None)
+        for sequence in [s for s in self._asked if (s.request_id, s.attempt) == key]:
+            del self._asked[sequence]
+            self._hand_overs.pop(sequence, None)
         if self._starts.pop(key, None) is None and known and cancel:
             self._cancels[key] = set()
             self.wake()
@@ -137,6 +177,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         ]
         for positions in self._confirmed.values():
             self._confirms |= positions
+        self._hand_overs |= self._asked
         hello = SessionHello(
             router=identity_to_proto(self._router),
             decode_incarnation=self._worker.incarnation,
@@ -146,9 +187,10 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
 
     def outgoing(self) -> Sequence[SessionRequest]:
         starts, self._starts = self._starts, {}
+        hand_overs, self._hand_overs = self._hand_overs, {}
         cancels, self._cancels = self._cancels, {}
         confirms, self._confirms = self._confirms, {}
-        messages = list(starts.values())
+        messages = [*starts.values(), *hand_overs.values()]
         messages += [
             SessionRequest(
                 cancel=CancelSequence(
@@ -183,6 +225,8 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
     def lose(self, error: BatonError) -> None:
         sinks, self._sinks = self._sinks, {}
         self._starts.clear()
+        self._hand_overs.clear()
+        self._asked.clear()
         self._cancels.clear()
         self._confirms.clear()
         self._confirmed.clear()
@@ -200,12 +244,21 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
             sink = self._sinks.get(AttemptKey(entry.request_id, entry.attempt))
             if sink is not None:
                 sink.on_tokens(choice_tokens_from_proto(entry))
+        for given in frame.handed_over:
+            self._given_away(given)
         for failure in frame.failures:
             self._failed(
                 AttemptKey(failure.request_id, failure.attempt),
                 error_from_proto(failure.error),
                 tuple(failure.choices),
             )
+
+    def _given_away(self, given: SequenceHandedOver) -> None:
+        key = SequenceKey(given.request_id, given.choice, given.attempt)
+        sink = self._sinks.get(AttemptKey(given.request_id, given.attempt))
+        if self._asked.pop(key, None) is not None and sink is not None:
+            position = given.position if given.HasField("position") else None
+            sink.on_given_away(given.choice, given.handover_id, position)
 
     def _failed(self, key: AttemptKey, error: BatonError, choices: Collection[int]) -> None:
         sink = self._sinks.get(key)

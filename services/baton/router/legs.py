@@ -15,17 +15,17 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
-from baton.core.errors import BatonError, DeadlineExceeded, Reason
+from baton.core.errors import BatonError, DeadlineExceeded, Reason, Unavailable
+from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.journey import AttemptRun, AttemptState, Journey, Leg
 from baton.router.decode_session import KvComplete
 from baton.router.metrics import RouterMetrics
+from baton.router.move import Move
 from baton.router.placement import Place, Placement
 from baton.router.prefill_client import PrefillClient
 from baton.router.worker_link import Worker
 
 log = logging.getLogger(__name__)
-
-HANDOVER_ID_BYTES = 16
 
 
 class Owner(Protocol):
@@ -43,6 +43,12 @@ class Owner(Protocol):
 
     def kv_complete(self, run: AttemptRun, cached_tokens: int) -> None:
         """How many input tokens the attempt's KV had in a prefix cache."""
+
+    def give_away(self, move: Move) -> None:
+        """A choice left its attempt; the one that goes on with it takes the move over."""
+
+    def take_over(self, choice: int) -> Move:
+        """The move by which a choice comes."""
 
     def turn(self) -> None:
         """Something happened that may have ended an attempt or the request."""
@@ -63,16 +69,43 @@ class AttemptRunner:
         self._number = run.attempt.attempt
         self._over = asyncio.Event()
         self._place: Place | None = None
+        self._leaving: dict[int, Move] = {}
+        """Choices that their worker is asked to give away."""
+        self._taking: Move | None = None
+        """How the attempt's KV comes, if it moves here."""
         self._prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Returns when the attempt is over. Raises BatonError when no worker can be had."""
         try:
-            self._place = await self._owner.placement.find(self._run)
+            if self._run.moved:
+                self._place = self._take_over()
+            else:
+                self._place = await self._owner.placement.find(self._run)
             if self._place is not None:
                 await self._run_on(self._place)
         finally:
+            if self._taking is not None:
+                self._give_back(self._taking)
             self._owner.forget(self._run)
+
+    def _give_back(self, move: Move) -> None:
+        """Without effect when it has arrived."""
+        if self._run.state is AttemptState.FAILED and self._owner.journey.failure is None:
+            move.failed()
+        else:
+            move.dropped()
+
+    def _take_over(self) -> Place | None:
+        """Where the KV is meant to go. Without that worker there is no such attempt."""
+        (choice,) = self._run.attempt.choices
+        self._taking = self._owner.take_over(choice)
+        place = self._owner.placement.at(self._taking.collector)
+        if place is None:
+            error = Unavailable("The worker that was to take this request is gone.")
+            self._owner.journey.attempt_failed(self._number, error)
+            self._owner.turn()
+        return place
 
     def notice(self) -> None:
         """The attempt may be over."""
@@ -108,13 +141,17 @@ class AttemptRunner:
     def _start(self, place: Place, attempt: Attempt) -> None:
         """Both legs at once. The id binds them and is never used again."""
         prefill, decode = place.prefill, place.decode
-        handover_id = secrets.token_bytes(HANDOVER_ID_BYTES) if prefill and decode else b""
+        handover_id, giver = b"", prefill.identity if prefill else None
+        if self._taking is not None:
+            handover_id, giver = self._taking.handover_id, self._taking.giver
+        elif prefill and decode:
+            handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
         if decode is not None:
             decode.client.start(
                 attempt,
                 self,
                 handover_id=handover_id,
-                giver=prefill.identity if prefill else None,
+                giver=giver,
                 max_unconfirmed=self._owner.max_unconfirmed,
             )
         if prefill is not None:
@@ -153,16 +190,48 @@ class AttemptRunner:
             self._owner.turn()
 
     def on_kv_complete(self, kv: KvComplete) -> None:
-        if self._place is not None and self._place.prefill is None:
-            self._owner.kv_complete(self._run, kv.cached_tokens)
         self._owner.metrics.kv_bytes.inc(kv.received_bytes)
-        remotely = self._place is not None and self._place.prefill is not None
-        self._owner.metrics.prefilled(remotely=remotely)
+        if self._taking is not None:
+            self._taking.moved()
+        else:
+            remotely = self._place is not None and self._place.prefill is not None
+            self._owner.metrics.prefilled(remotely=remotely)
+            if not remotely:
+                self._owner.kv_complete(self._run, kv.cached_tokens)
         self._owner.journey.kv_complete(self._number)
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         self._blame(Leg.DECODE, error)
         self._owner.journey.leg_failed(self._number, Leg.DECODE, error, choices)
+        self._forget_ended()
+        self._owner.turn()
+
+    def movable(self) -> dict[SequenceKey, int]:
+        if self._run.state is not AttemptState.DECODING:
+            return {}
+        journey, staying = self._owner.journey, self._run.running - self._leaving.keys()
+        return {
+            SequenceKey(journey.request_id, choice, self._number): len(journey.prompt)
+            + len(journey.logs[choice])
+            for choice in staying
+            if len(journey.logs[choice])
+        }
+
+    def move(self, move: Move) -> None:
+        self._leaving[move.key.choice] = move
+        move.ask()
+
+    def on_given_away(self, choice: int, handover_id: bytes, position: int | None) -> None:
+        move = self._leaving.get(choice)
+        if move is None or move.handover_id != handover_id:
+            return
+        del self._leaving[choice]
+        if position is None:
+            move.stayed()
+        elif self._owner.journey.given_away(self._number, choice, position):
+            self._owner.give_away(move)
+        else:
+            move.failed()
         self._owner.turn()
 
     def next_positions(self) -> dict[SequenceKey, int]:
@@ -174,6 +243,7 @@ class AttemptRunner:
 
     def cancel_choice(self, choice: int) -> None:
         """The choice has ended by a stop string; the attempt's others go on."""
+        self._forget_ended()
         if self._place is not None and self._place.decode is not None:
             self._place.decode.client.cancel(self._run.attempt.key, choice)
 
@@ -186,6 +256,12 @@ class AttemptRunner:
     def _accept(self, leg: Leg, tokens: ChoiceTokens) -> None:
         if self._owner.journey.tokens(leg, tokens):
             self._owner.tokens_came(tokens.key.choice)
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Whoever ended here while it was asked for does not leave."""
+        for choice in self._leaving.keys() - self._run.running:
+            self._leaving.pop(choice).stayed()
 
     def _blame(self, leg: Leg, error: BatonError) -> None:
         """Keeps the workers at fault out of this request's next placement, for a while."""
@@ -212,6 +288,8 @@ class AttemptRunner:
     async def _free(self, place: Place, attempt: Attempt) -> None:
         """Everyone who holds something is told, whether anyone listens or not."""
         holders = self._run.to_cancel
+        for move in self._leaving.values():
+            move.stayed()
         if place.decode is not None:
             place.decode.client.release(attempt.key, cancel=Leg.DECODE in holders)
         if place.prefill is not None and Leg.PREFILL in holders:

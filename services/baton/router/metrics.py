@@ -29,8 +29,11 @@ MIGRATIONS = Spec(
     "Attempts that went on elsewhere with output tokens already accepted.",
 )
 RETRIES = Spec("baton_retries_total", "Attempts run again before any output token was accepted.")
-KV_BYTES = Spec(
-    "baton_kv_bytes_total", "KV bytes that decode workers collected from prefill workers."
+KV_BYTES = Spec("baton_kv_bytes_total", "KV bytes that decode workers collected from others.")
+MOVES = Spec(
+    "baton_moves_total",
+    "Running sequences that were to leave a decode worker with their KV, by what became of it.",
+    ("outcome",),
 )
 
 
@@ -40,6 +43,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
         self.kv_bytes = counter(KV_BYTES, registry)
+        self.moves = counter(MOVES, registry)
         self.prompt_tokens = counter(PROMPT_TOKENS, registry)
         self.first_token_s = histogram(TIME_TO_FIRST_TOKEN, registry)
         self.request_s = histogram(REQUEST_TIME, registry)

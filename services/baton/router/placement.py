@@ -88,6 +88,14 @@ class Placement:
             await self._fleet.changed.wait(max(0.001, min(ends) - now))
         return None
 
+    def at(self, collector: WorkerIdentity) -> Place | None:
+        """The decode worker that a sequence moves to, or None when it is gone."""
+        decode = self._fleet.decodes.get(collector.incarnation)
+        if decode is None:
+            return None
+        decision = Decision(None, collector, "its KV moves here from another decode worker", ())
+        return Place(None, decode, decision)
+
     def blame_prefill(self, worker: WorkerIdentity, error: BatonError) -> None:
         if not self._is_busy(worker, error):
             self._pass_over(self._failed, worker, FAILED_PREFILL_S)

@@ -19,6 +19,7 @@ from baton.router.choice_text import TextOptions
 from baton.router.fleet import Fleet
 from baton.router.legs import AttemptRunner
 from baton.router.metrics import RouterMetrics
+from baton.router.move import Move
 from baton.router.notice import Notice
 from baton.router.placement import Placement
 from baton.router.texts import Texts
@@ -83,6 +84,8 @@ class Relay:
         )
         self._model = model
         self._runners: dict[int | None, AttemptRunner] = {}
+        self._moves: dict[int, Move] = {}
+        """Choices on offer that no attempt has taken over yet."""
         self._turn = asyncio.Event()
 
     async def run(self) -> None:
@@ -93,6 +96,8 @@ class Relay:
         except TimeoutError:
             raise DeadlineExceeded("The request ran out of time.") from None
         finally:
+            for move in self._moves.values():
+                move.dropped()
             self.news.set()
 
     async def _run(self) -> None:
@@ -107,7 +112,7 @@ class Relay:
         """Starts attempts as the journey wants them."""
         while not self.journey.done:
             for run in self.journey.next_attempts():
-                if run.attempt.attempt:
+                if run.attempt.attempt and not run.moved:
                     self.metrics.retried(run.attempt.position)
                 runner = self._runners[run.attempt.attempt] = AttemptRunner(self, run)
                 group.create_task(runner.run())
@@ -126,6 +131,12 @@ class Relay:
 
     def forget(self, run: AttemptRun) -> None:
         self._runners.pop(run.attempt.attempt, None)
+
+    def give_away(self, move: Move) -> None:
+        self._moves[move.key.choice] = move
+
+    def take_over(self, choice: int) -> Move:
+        return self._moves.pop(choice)
 
     def kv_complete(self, run: AttemptRun, cached_tokens: int) -> None:
         if run.attempt.attempt == 0:

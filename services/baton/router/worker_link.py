@@ -87,6 +87,7 @@ class Worker(Generic[C]):
             layout=self.description.layout,
             transports=self.description.transports,
             block_size=max(1, self.description.block_size),
+            max_sequences=self.description.max_sequences,
             placed_sequences=self.placed_sequences,
             placed_tokens=self.placed_tokens,
         )

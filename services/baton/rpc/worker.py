@@ -99,6 +99,7 @@ def description_to_proto(description: WorkerDescription) -> pb.WorkerDescription
         block_size=description.block_size,
         kv_bytes_per_position=description.kv_bytes_per_position,
         exact=description.exact,
+        max_sequences=description.max_sequences,
     )
 
 
@@ -113,6 +114,7 @@ def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
         block_size=message.block_size,
         kv_bytes_per_position=message.kv_bytes_per_position,
         exact=message.exact,
+        max_sequences=message.max_sequences,
     )
 
 

@@ -29,6 +29,7 @@ class SessionRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     CONFIRM_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """First message of every stream."""
@@ -45,6 +46,10 @@ class SessionRequest(_message.Message):
     def confirm(self) -> Global___ConfirmPositions:
         """The text of some positions is known to hold no stop string."""
 
+    @_builtins.property
+    def hand_over(self) -> Global___HandOverSequence:
+        """Give a running sequence to another decode worker, with its KV."""
+
     def __init__(
         self,
         *,
@@ -52,12 +57,13 @@ class SessionRequest(_message.Message):
         start: Global___StartSequence | None = ...,
         cancel: Global___CancelSequence | None = ...,
         confirm: Global___ConfirmPositions | None = ...,
+        hand_over: Global___HandOverSequence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hand_over", b"hand_over", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hand_over", b"hand_over", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "confirm"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "confirm", "hand_over"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -250,6 +256,44 @@ class ConfirmPositions(_message.Message):
 Global___ConfirmPositions: _TypeAlias = ConfirmPositions  # noqa: Y015
 
 @_typing.final
+class HandOverSequence(_message.Message):
+    """Stop sampling a sequence and put its KV on offer. Answered by a SequenceHandedOver; may be repeated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    HANDOVER_ID_FIELD_NUMBER: _builtins.int
+    COLLECTOR_INCARNATION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    attempt: _builtins.int
+    """The attempt."""
+    choice: _builtins.int
+    """The choice."""
+    handover_id: _builtins.bytes
+    """The hand-over to offer it under, 16 bytes, never used before."""
+    collector_incarnation: _builtins.str
+    """Incarnation of the decode worker that will collect."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        handover_id: _builtins.bytes = ...,
+        collector_incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "collector_incarnation", b"collector_incarnation", "handover_id", b"handover_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverSequence: _TypeAlias = HandOverSequence  # noqa: Y015
+
+@_typing.final
 class SessionResponse(_message.Message):
     """Decode worker to router."""
 
@@ -327,6 +371,7 @@ class StepFrame(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the step."""
     @_builtins.property
@@ -341,6 +386,10 @@ class StepFrame(_message.Message):
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceStarted]:
         """What is known about attempts that began to decode."""
 
+    @_builtins.property
+    def handed_over(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceHandedOver]:
+        """Answers to HandOverSequence; they count after the tokens of this frame."""
+
     def __init__(
         self,
         *,
@@ -348,14 +397,57 @@ class StepFrame(_message.Message):
         tokens: _abc.Iterable[_types_pb2.ChoiceTokens] | None = ...,
         failures: _abc.Iterable[Global___SequenceFailure] | None = ...,
         started: _abc.Iterable[Global___SequenceStarted] | None = ...,
+        handed_over: _abc.Iterable[Global___SequenceHandedOver] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "started", b"started", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "handed_over", b"handed_over", "started", b"started", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepFrame: _TypeAlias = StepFrame  # noqa: Y015
+
+@_typing.final
+class SequenceHandedOver(_message.Message):
+    """What became of a sequence that was to be given away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    HANDOVER_ID_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    attempt: _builtins.int
+    """The attempt."""
+    choice: _builtins.int
+    """The choice."""
+    handover_id: _builtins.bytes
+    """The hand-over it was asked for under."""
+    position: _builtins.int
+    """Output tokens of the choice, all told; KV of all but the newest one is on offer. Absent: it cannot
+    be given away now and stays where it is, if it has not ended.
+    """
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        handover_id: _builtins.bytes = ...,
+        position: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "attempt", b"attempt", "choice", b"choice", "handover_id", b"handover_id", "position", b"position", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
+
+Global___SequenceHandedOver: _TypeAlias = SequenceHandedOver  # noqa: Y015
 
 @_typing.final
 class SequenceFailure(_message.Message):

@@ -161,7 +161,7 @@ async def run_worker(
             probing=lambda: service.probing or fitness.probing,
         )  # fmt: skip
         report.export()
-        description = describe(runner, identity, staging.names)
+        description = describe(runner, identity, staging.names, options.max_running)
         server = ProcessServer(
             listen=options.listen,
             services=[*services, worker_service(lambda: description, report.worker_load, cache)],

@@ -61,10 +61,8 @@ class Report:
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
         metrics.gauge(metrics.LEAKS, self._leaks)
         metrics.gauge(metrics.PREEMPTIONS, self._preemptions)
-        metrics.gauge(metrics.HANDOVERS, self._handovers)
-        metrics.gauge(metrics.HANDOVER_BYTES, lambda: {(self.side,): self.stats.payload_bytes})
+        export_handovers(self.side, self.stats)
         metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.num_attempts()})
-        metrics.gauge(metrics.PARCELS, lambda: {(self.side,): self.stats.parcels})
         metrics.gauge(metrics.PARCELS_REFUSED, self._refused)
         metrics.gauge(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
         metrics.gauge(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
@@ -97,9 +95,6 @@ class Report:
     def _preemptions(self) -> Gauge:
         return {(kind,): n for kind, n in self.scheduler.preemptions.items()}
 
-    def _handovers(self) -> Gauge:
-        return {(self.side, outcome): n for outcome, n in dict(self.stats.outcomes).items()}
-
     def _refused(self) -> Gauge:
         return {(kind,): self.stats.mismatches[kind] for kind in MISMATCHES}
 
@@ -127,8 +122,22 @@ class Report:
         return {(kind,): 0 if busy else number for kind, number in held.items()}
 
 
+def export_handovers(side: str, stats: HandoverStats) -> None:
+    """Puts the totals of one side's hand-overs on /metrics."""
+
+    def outcomes() -> Gauge:
+        return {(side, outcome): n for outcome, n in dict(stats.outcomes).items()}
+
+    metrics.gauge(metrics.HANDOVERS, outcomes)
+    metrics.gauge(metrics.HANDOVER_BYTES, lambda: {(side,): stats.payload_bytes})
+    metrics.gauge(metrics.PARCELS, lambda: {(side,): stats.parcels})
+
+
 def describe(
-    runner: ModelRunner, identity: WorkerIdentity, transports: tuple[str, ...]
+    runner: ModelRunner,
+    identity: WorkerIdentity,
+    transports: tuple[str, ...],
+    max_sequences: int,
 ) -> WorkerDescription:
     """What a prefill or decode worker is."""
     return WorkerDescription(
@@ -140,4 +149,5 @@ def describe(
         block_size=runner.block_size,
         kv_bytes_per_position=runner.layout.bytes_per_position,
         exact=is_exact(runner),
+        max_sequences=max_sequences,
     )

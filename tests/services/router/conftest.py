@@ -16,6 +16,7 @@ from baton.router.discovery import StaticDiscovery
 from baton.router.event_stream import EventStream
 from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
+from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
 from baton.rpc.channels import Channels
 from tests.services.router.decode_worker import FakeDecode
@@ -87,6 +88,7 @@ class World:
     fleet: Fleet | None = None
     channels: Channels | None = None
     router: Pipeline | None = None
+    moving: asyncio.Task[None] | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     @property
@@ -98,7 +100,7 @@ class World:
         return FakePrefill(self.network)
 
     def new_decode(self) -> FakeDecode:
-        return FakeDecode(self.network, self.prefills)
+        return FakeDecode(self.network)
 
     async def start(
         self,
@@ -131,8 +133,10 @@ class World:
         self.fleet = Fleet(
             StaticDiscovery(self.addresses), self.channels, WorkerIdentity("router", "r" * 32, "")
         )
-        self.router = Pipeline(self.fleet, self.config, RouterMetrics(self.registry))
+        metrics = RouterMetrics(self.registry)
+        self.router = Pipeline(self.fleet, self.config, metrics)
         self.fleet.start()
+        self.moving = asyncio.create_task(Mover(self.fleet, metrics).run())
         await until(lambda: self.met() == {role: len(found) for role, found in groups.items()})
         return self.router
 
@@ -166,6 +170,9 @@ class World:
     async def close(self) -> None:
         if self.router is not None:
             await self.router.close()
+        if self.moving is not None:
+            self.moving.cancel()
+            await asyncio.gather(self.moving, return_exceptions=True)
         if self.fleet is not None:
             await self.fleet.close()
         if self.channels is not None:

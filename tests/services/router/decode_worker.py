@@ -22,7 +22,6 @@ from tests.services.router import language
 from tests.services.router.workers import (
     HEARTBEAT_S,
     Context,
-    FakePrefill,
     FakeWorker,
     KvNetwork,
     sample,
@@ -40,6 +39,7 @@ class _Running:
     outputs: dict[int, list[ChoiceTokens]] = field(default_factory=lambda: defaultdict(list))
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     confirmed: dict[int, int] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)
     ready: bool = False
     told: bool = False
 
@@ -49,16 +49,20 @@ Tamper = Callable[[list[ChoiceTokens]], Iterable[ChoiceTokens]]
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     """`tamper` sees a frame's tokens before they go out. `stepping`: cleared, no step runs.
-    `collecting`: cleared, no KV comes in. `silent`: not even a heartbeat goes out.
+    `collecting`: cleared, no KV comes in. `silent`: not even a heartbeat goes out. `keeping`: gives
+    no sequence away.
     """
 
     role = "decode"
     layout = language.LAYOUT
 
-    def __init__(self, network: KvNetwork, prefills: list[FakePrefill], **kwargs: Any) -> None:
+    def __init__(self, network: KvNetwork, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.network = network
-        self.prefills = prefills
+        self.keeping = False
+        self.wishes: list[decode_pb2.HandOverSequence] = []
+        self.giving: dict[SequenceKey, bytes] = {}
+        self._answers: list[decode_pb2.SequenceHandedOver] = []
         self.running: dict[AttemptKey, _Running] = {}
         self.starts: list[Attempt] = []
         self.cancels: list[tuple[AttemptKey, tuple[int, ...]]] = []
@@ -94,6 +98,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def die(self) -> None:
         for task in self._tasks:
             task.cancel()
+        for handover_id in self.giving.values():
+            self.network.withdraw(handover_id)
+        self.giving.clear()
         self.running.clear()
 
     async def Session(
@@ -116,7 +123,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 now = asyncio.get_running_loop().time()
                 if self.silent:
                     continue
-                if frame.tokens or frame.failures or frame.started:
+                if frame.tokens or frame.failures or frame.started or frame.handed_over:
                     silent_since = now
                     yield decode_pb2.SessionResponse(frame=frame)
                 elif now - silent_since > HEARTBEAT_S:
@@ -149,6 +156,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     key = AttemptKey(request.cancel.request_id, request.cancel.attempt)
                     self.cancels.append((key, tuple(request.cancel.choices)))
                     self._cancel(key, tuple(request.cancel.choices))
+                case "hand_over":
+                    self._hand_over(request.hand_over)
                 case "confirm":
                     for entry in request.confirm.sequences:
                         running = self.running.get(AttemptKey(entry.request_id, entry.attempt))
@@ -173,9 +182,39 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         else:
             running.ready = True
 
+    def _hand_over(self, wish: decode_pb2.HandOverSequence) -> None:
+        self.wishes.append(wish)
+        key = SequenceKey(wish.request_id, wish.choice, wish.attempt)
+        answer = decode_pb2.SequenceHandedOver(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            choice=key.choice,
+            handover_id=wish.handover_id,
+        )
+        self._answers.append(answer)
+        running = self.running.get(AttemptKey(key.request_id, key.attempt))
+        if running is None or key.choice not in running.choices or self.keeping:
+            return
+        made = running.outputs[key.choice]
+        if not made or made[-1].finish_reason is not None:
+            return
+        answer.position = running.attempt.position + len(made)
+        running.leaving.add(key.choice)
+        self.giving[key] = wish.handover_id
+        self.network.offer(wish.handover_id).set_result([made[-1]])
+        self.network.on_collected[wish.handover_id] = lambda: self._gone(key)
+
+    def _gone(self, key: SequenceKey) -> None:
+        """Another worker has the sequence."""
+        self._cancel(AttemptKey(key.request_id, key.attempt), (key.choice,))
+
     def _cancel(self, key: AttemptKey, choices: tuple[int, ...]) -> None:
         running = self.running.get(key)
         if running is not None:
+            for choice in choices or running.choices:
+                given = SequenceKey(key.request_id, choice, key.attempt)
+                if (handover_id := self.giving.pop(given, None)) is not None:
+                    self.network.withdraw(handover_id)
             running.choices -= set(choices or running.choices)
             if not running.choices:
                 del self.running[key]
@@ -196,11 +235,12 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if running.attempt.key in self.running:
                 self._fail(running.attempt.key, error)
             return
-        for prefill in self.prefills:
-            prefill.collected(running.handover_id)
+        self.network.collected(running.handover_id)
         for entry in first:
             if entry.key.choice in running.choices:
-                running.outputs[entry.key.choice].append(entry)
+                # A decode worker gives under its own number of the attempt.
+                key = entry.key._replace(attempt=running.attempt.attempt)
+                running.outputs[key.choice].append(entry._replace(key=key))
         running.ready = True
 
     def _step(self) -> decode_pb2.StepFrame:
@@ -219,17 +259,19 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     )
                 )
             for choice in sorted(running.choices):
-                if self.stepping.is_set():
+                if self.stepping.is_set() and choice not in running.leaving:
                     self._advance(running, choice)
                 fresh = running.outputs[choice][running.sent[choice] :]
                 running.sent[choice] = len(running.outputs[choice])
                 tokens += fresh
         failures, self._failures = self._failures, []
         started, self._started = self._started, []
+        answers, self._answers = self._answers, []
         return decode_pb2.StepFrame(
             tokens=[choice_tokens_to_proto(entry) for entry in self.tamper(tokens)],
             failures=failures,
             started=started,
+            handed_over=answers,
         )
 
     def _advance(self, running: _Running, choice: int) -> None:

@@ -21,6 +21,7 @@ from baton.router.detokenizer_session import (
     TextTokens,
 )
 from baton.router.grace import MAX_REFUSALS, SILENCE_S, Grace
+from baton.router.move import Move
 from baton.router.notice import Notice
 from baton.rpc.convert import choice_tokens_to_proto, error_to_proto
 from baton.v1 import decode_pb2, detokenizer_pb2
@@ -44,6 +45,7 @@ class Sink:
     positions: dict[SequenceKey, int] = field(default_factory=dict)
     tokens: list[ChoiceTokens] = field(default_factory=list)
     failures: list[tuple[BatonError, tuple[int, ...]]] = field(default_factory=list)
+    given_away: list[tuple[int, bytes, int | None]] = field(default_factory=list)
 
     def on_tokens(self, tokens: ChoiceTokens) -> None:
         self.tokens.append(tokens)
@@ -54,8 +56,17 @@ class Sink:
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         self.failures.append((error, tuple(choices)))
 
+    def on_given_away(self, choice: int, handover_id: bytes, position: int | None) -> None:
+        self.given_away.append((choice, handover_id, position))
+
     def next_positions(self) -> dict[SequenceKey, int]:
         return self.positions
+
+    def movable(self) -> dict[SequenceKey, int]:
+        return {}
+
+    def move(self, move: Move) -> None:
+        raise NotImplementedError
 
 
 def attempt(number: int = 0) -> Attempt:
@@ -116,6 +127,31 @@ async def test_confirmations_are_said_again_over_a_new_stream(channel: grpc.aio.
     (message,) = session.outgoing()
     assert [(e.attempt, e.position) for e in message.confirm.sequences] == [(0, 5)]
     session.release(attempt(0).key, cancel=False)
+    session.greeting()
+    assert session.outgoing() == []
+
+
+async def test_a_hand_over_is_asked_for_until_it_is_answered(channel: grpc.aio.Channel) -> None:
+    session, sink = DecodeSession(channel, DECODE, ROUTER, Notice()), Sink()
+    session.start(attempt(), sink)
+    for choice in range(2):
+        session.hand_over(SequenceKey("r", choice, 0), bytes([choice]) * 16, PREFILL)
+    assert kinds(session.outgoing()) == ["start", "hand_over", "hand_over"]
+    answer = decode_pb2.SequenceHandedOver(
+        request_id="r", choice=1, handover_id=b"\1" * 16, position=7
+    )
+    frame = decode_pb2.StepFrame(handed_over=[answer, answer])
+    session.incoming(decode_pb2.SessionResponse(frame=frame))
+    assert sink.given_away == [(1, b"\1" * 16, 7)]
+    session.greeting()
+    (message,) = session.outgoing()
+    assert message.hand_over.choice == 0
+    assert message.hand_over.collector_incarnation == "p"
+    answer = decode_pb2.SequenceHandedOver(request_id="r", handover_id=bytes(16))
+    session.incoming(decode_pb2.SessionResponse(frame=decode_pb2.StepFrame(handed_over=[answer])))
+    assert sink.given_away[1:] == [(0, bytes(16), None)]
+    session.hand_over(SequenceKey("r", 0, 0), bytes(16), PREFILL)
+    session.release(attempt().key, cancel=False)
     session.greeting()
     assert session.outgoing() == []
 

@@ -7,6 +7,7 @@ Only the KV is not real: a hand-over is an entry in `KvNetwork`, gone with its g
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass
 class KvNetwork:
-    """Prompts that prefill workers hold, by hand-over id."""
+    """KV on offer, by hand-over id. on_collected: called when somebody has it."""
 
+    on_collected: dict[bytes, Callable[[], None]] = field(default_factory=dict)
     given: dict[bytes, asyncio.Future[list[ChoiceTokens]]] = field(default_factory=dict)
 
     def offer(self, handover_id: bytes) -> asyncio.Future[list[ChoiceTokens]]:
@@ -51,6 +53,9 @@ class KvNetwork:
         if handover_id not in self.given:
             self.given[handover_id] = asyncio.get_running_loop().create_future()
         return self.given[handover_id]
+
+    def collected(self, handover_id: bytes) -> None:
+        self.on_collected.pop(handover_id, lambda: None)()
 
     def withdraw(self, handover_id: bytes) -> None:
         offer = self.offer(handover_id)
@@ -221,6 +226,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             self.refuse()
             if request.handover_id:
                 self.held[attempt.key] = request.handover_id
+                self.network.on_collected[request.handover_id] = lambda: self._collected(attempt)
             await self.computing.wait()
             tokens = [sample(attempt, choice, []) for choice in attempt.choices]
             if request.handover_id and attempt.key in self.held:
@@ -245,10 +251,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self._release(key)
         return prefill_pb2.CancelResponse()
 
-    def collected(self, handover_id: bytes) -> None:
+    def _collected(self, attempt: Attempt) -> None:
         """The KV is gone from here."""
-        for key in [key for key, held in self.held.items() if held == handover_id]:
-            del self.held[key]
+        self.held.pop(attempt.key, None)
 
     def _release(self, key: AttemptKey) -> None:
         handover_id = self.held.pop(key, None)

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,14 @@ from baton.core.attempt import Attempt, SequenceKey
 from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.events import Event, Tokens
+from baton.core.handover import LIMITS, Limit, State
 from baton.core.loop import EngineLoop
 from baton.core.model import WorkerIdentity
 from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.core.request import SamplingParams, StopParams
 from baton.decode.begin import Beginner
+from baton.decode.departures import Departures
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.engine.fake import FakeRunner
@@ -118,6 +120,7 @@ class Pair:
     prefilling: PrefillService
     decoding: DecodeService
     giver: Giver
+    departing: Giver
     collector: Collector
     prefill_stub: PrefillAsyncStub
     decode_stub: DecodeAsyncStub
@@ -149,7 +152,7 @@ class Pair:
     async def _is_idle(self) -> bool:
         return (
             self.prefilling.num_attempts == self.decoding.num_attempts == 0
-            and self.giver.num_offers == 0
+            and self.giver.num_offers == self.departing.num_offers == 0
             and self.collector.idle
             and not any((*self.prefilling.holdings.values(), *self.decoding.holdings.values()))
             and await self.prefill.is_idle()
@@ -225,8 +228,12 @@ async def pair(
     handover_timeout_s: float = 60.0,
     max_sequences: int = 64,
     num_blocks: int = NUM_BLOCKS,
+    limits: Mapping[State, Limit] = LIMITS,
 ) -> AsyncIterator[Pair]:
-    """Everything running; checked on leaving: nothing held, no task left."""
+    """Everything running; checked on leaving: nothing held, no task left.
+
+    limits: of what decode gives away.
+    """
     before = asyncio.all_tasks()
     async with AsyncExitStack() as ends:
         prefill_runner, decode_runner = (GatedRunner(size, num_blocks) for size in block_sizes)
@@ -282,16 +289,22 @@ async def pair(
             lambda peer: GrpcGiverConnection(channels.get(peer.address)),
             stats=taken,
         )
+        departing = Giver(identity, decode_runner.layout, staging, limits=limits)
         decoding = DecodeService(
             engine,
             Beginner(engine, collector, handover_timeout_s=handover_timeout_s),
+            Departures(engine, departing, handover_timeout_s=handover_timeout_s),
             resume_window_s=resume_window_s,
         )
         services["decode"] = decoding
         ends.push_async_callback(decoding.close)
         sessions = DecodeServicer(decoding, engine, identity)
+        leaving = HandoverServicer(departing)
         server, channel = await _serve(
-            ends, identity, lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(sessions, s)
+            ends,
+            identity,
+            lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(sessions, s),
+            lambda s: handover_pb2_grpc.add_HandoverServicer_to_server(leaving, s),
         )
         decode = Worker(identity, decode_runner, pool, engine, staging, taken, server, channel)
         world = Pair(
@@ -300,6 +313,7 @@ async def pair(
             prefilling,
             decoding,
             giver,
+            departing,
             collector,
             prefill_pb2_grpc.PrefillStub(prefill.channel),
             decode_pb2_grpc.DecodeStub(decode.channel),

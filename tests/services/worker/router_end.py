@@ -49,6 +49,7 @@ class RouterEnd:
         self.failures: list[tuple[AttemptKey, tuple[int, ...], BatonError]] = []
         self.started: dict[AttemptKey, pb.SequenceStarted] = {}
         self.lost: list[SequenceKey] = []
+        self.given_away: dict[SequenceKey, tuple[bytes, int | None]] = {}
         self.gaps: list[tuple[SequenceKey, int]] = []
         self.num_heartbeats = 0
         self.firsts: dict[SequenceKey, int] = {}
@@ -79,7 +80,11 @@ class RouterEnd:
             await self.call.write(pb.SessionRequest(**message))
 
     async def start(
-        self, attempt: Attempt, handover_id: bytes = b"", max_unconfirmed: int = 0
+        self,
+        attempt: Attempt,
+        handover_id: bytes = b"",
+        max_unconfirmed: int = 0,
+        giver: WorkerIdentity | None = None,
     ) -> None:
         for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
@@ -87,8 +92,19 @@ class RouterEnd:
         start = pb.StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
         if handover_id:
             start.source.handover_id = handover_id
-            start.source.giver.CopyFrom(identity_to_proto(self._giver))
+            start.source.giver.CopyFrom(identity_to_proto(giver or self._giver))
         await self.say(start=start)
+
+    async def hand_over(self, key: SequenceKey, handover_id: bytes) -> None:
+        """Asks that a sequence be given to this very worker."""
+        wish = pb.HandOverSequence(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            choice=key.choice,
+            handover_id=handover_id,
+            collector_incarnation=self._decode.incarnation,
+        )
+        await self.say(hand_over=wish)
 
     async def cancel(self, attempt: Attempt, *choices: int) -> None:
         cancel = pb.CancelSequence(
@@ -146,6 +162,10 @@ class RouterEnd:
             ids += made.token_ids[have - made.position :]
             if made.finish_reason is not None:
                 self.ends[made.key] = made.finish_reason
+        for given in response.frame.handed_over:
+            sequence = SequenceKey(given.request_id, given.choice, given.attempt)
+            position = given.position if given.HasField("position") else None
+            self.given_away[sequence] = (given.handover_id, position)
         for failure in response.frame.failures:
             key = AttemptKey(failure.request_id, failure.attempt)
             self.failures.append((key, tuple(failure.choices), error_from_proto(failure.error)))

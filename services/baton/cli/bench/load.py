@@ -64,7 +64,7 @@ async def drive(address: str, load: Load) -> Outcome:
             for index, prompt in waiting:
                 asked = time.perf_counter()
                 async for response in stub.Generate(
-                    _request(prompt, load), timeout=REQUEST_TIMEOUT_S
+                    request(prompt, load.output_tokens), timeout=REQUEST_TIMEOUT_S
                 ):
                     ids = response.event.delta.token_ids
                     if ids and not outcome.token_ids[index]:
@@ -77,12 +77,13 @@ async def drive(address: str, load: Load) -> Outcome:
     return outcome
 
 
-def _request(prompt: tuple[int, ...], load: Load) -> inference_pb2.GenerateRequest:
+def request(prompt: tuple[int, ...], output_tokens: int) -> inference_pb2.GenerateRequest:
+    """Greedy, of a length known in advance."""
     return inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
         options=inference_pb2.GenerationOptions(
             sampling=types_pb2.SamplingParams(temperature=0.0),
-            stop=types_pb2.StopParams(max_tokens=load.output_tokens, ignore_eos=True),
+            stop=types_pb2.StopParams(max_tokens=output_tokens, ignore_eos=True),
             return_token_ids=True,
         ),
     )

@@ -25,6 +25,7 @@ def add(kinds: Any) -> None:
     _batching(kinds)
     _stalls(kinds)
     _kv(kinds)
+    _drain(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -148,6 +149,20 @@ def _kv(kinds: Any) -> None:
     kv.add_argument("--rounds", type=int, default=3, metavar="N", help="prompts of each chunk size")
     kv.add_argument("--slots", type=int, default=_RING["slots"], metavar="N", help="of a ring")
     kv.add_argument("--slot-mib", type=int, default=_RING["slot_mib"], metavar="MIB")
+
+
+def _drain(kinds: Any) -> None:
+    drain = _kind(
+        kinds,
+        "drain",
+        "how long streams pause when their decode worker leaves, with KV moved and without",
+        "About 6 minutes.",
+    )
+    _model(drain, threads=1)
+    drain.add_argument("--transport", choices=("nixl", "loopback"), default="nixl")
+    drain.add_argument("--running", type=int, default=16, metavar="N", help="streams")
+    drain.add_argument("--prompt-tokens", type=int, default=1500, metavar="N")
+    drain.add_argument("--output-tokens", type=int, default=400, metavar="N", help="of each")
 
 
 def _kind(

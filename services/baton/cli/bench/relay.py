@@ -12,16 +12,15 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 
+from baton.cli.bench.fleet import fleet, scrape
 from baton.cli.bench.load import Load, Outcome, drive
 from baton.cli.bench.report import Report
-from baton.cli.layout import UpOptions, plan, resolve_model
+from baton.cli.layout import UpOptions, resolve_model
 from baton.cli.results import Result, compared
-from baton.cli.supervisor import Supervisor
 from baton.core.errors import BatonError
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
@@ -44,24 +43,12 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         engine_cpus=ENGINE_CORE,
         other_cpus=OTHER_CORE,
     )
-    layout = plan(options)
-    ready = asyncio.Event()
-    supervisor = Supervisor(layout, lambda what, *_: ready.set() if what == "ready" else None)
-    running = asyncio.create_task(supervisor.run())
-    try:
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if not ready.is_set():
-            await running
+    async with fleet(options) as (layout, _):
         single = await asyncio.to_thread(_Single, str(resolve_model(args.model)[0]))
         try:
             return await _rounds(args, layout.grpc, layout.http, single)
         finally:
             single.close()
-    finally:
-        supervisor.stop()
-        await asyncio.wait({running})
 
 
 async def _rounds(args: argparse.Namespace, grpc: str, http: str, single: _Single) -> list[Result]:
@@ -156,11 +143,5 @@ def _counters(http: str) -> dict[str, float]:
         "baton_local_prefill_total": "local",
         "baton_kv_bytes_total": "bytes",
     }
-    with urllib.request.urlopen(f"{http}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    found = dict.fromkeys(names.values(), 0.0)
-    for line in lines:
-        name, _, value = line.partition(" ")
-        if name in names:
-            found[names[name]] = float(value)
-    return found
+    read = scrape(f"{http}/metrics")
+    return {short: read.get(name, 0.0) for name, short in names.items()}

@@ -1,0 +1,232 @@
+"""`baton bench drain`: how long streams pause when the worker they decode on leaves.
+
+It leaves twice, with equal streams on it: told to drain, it hands their KV to the other decode
+worker; killed, their KV is gone and is computed again. Neither the other worker nor prefill has
+anything of these prompts in its cache then. A stream's pause is its longest gap after the signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from baton.cli.bench import shapes
+from baton.cli.bench.fleet import fleet, scrape
+from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, drive, request
+from baton.cli.bench.process import say
+from baton.cli.bench.report import Bars, Report
+from baton.cli.bench.stalls import percentile
+from baton.cli.layout import Layout, UpOptions, resolve_model
+from baton.cli.ports import free_ports
+from baton.cli.results import Result, compared
+from baton.cli.supervisor import Supervisor
+from baton.core.errors import BatonError
+from baton.v1 import inference_pb2_grpc
+
+SETTLED_TOKENS = 8
+"""Of every stream before anything happens."""
+
+WAIT_S = 120.0
+POLL_S = 0.05
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+Live = Callable[[str], float]
+"""How many workers of a role the router knows."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request's tokens and when each came, in seconds of one clock."""
+
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def gaps(self, since: float) -> list[float]:
+        """Between tokens, of which the later one came after a time."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [later - earlier for earlier, later in pairs if later > since]
+
+
+@dataclass(slots=True)
+class Leaving:
+    """What one way to leave did. tokens: each stream's. computed: input tokens since the signal."""
+
+    tokens: list[list[int]]
+    pauses: list[float]
+    gaps: list[float]
+    computed: float
+    moved: float
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises BatonError when a stream's tokens differ from an undisturbed one's."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = _with_tokenizer(shapes.folder(args.shape), Path(folder))
+        drained, killed = asyncio.run(_measure(args, str(model)))
+    results = [
+        Result("streams on the worker that leaves", args.running, ""),
+        Result("prompt tokens of each", args.prompt_tokens, ""),
+        Result("between tokens before, p50", 1000 * percentile(drained.gaps, 0.5), "ms"),
+        Result("streams whose KV moved", drained.moved, ""),
+        Result("input tokens computed again, drained", drained.computed, ""),
+        Result("input tokens computed again, killed", killed.computed, ""),
+    ]
+    for share in (0.5, 0.99):
+        pause, again = (1000 * percentile(side.pauses, share) for side in (drained, killed))
+        name = f"pause, p{round(100 * share)}, KV moved against prefilled again"
+        results.append(compared(name, pause, "ms", again))
+    bars = tuple(
+        (f"{name}, p{round(100 * share)}", 1000 * percentile(side.pauses, share))
+        for name, side in (("moved", drained), ("prefilled again", killed))
+        for share in (0.5, 0.99)
+    )
+    return Report(results, (Bars("pause of a stream", "ms", bars),))
+
+
+def _with_tokenizer(model: Path, folder: Path) -> Path:
+    """A model's folder; one of random weights borrows the bundled model's tokenizer."""
+    if (model / "tokenizer.json").is_file():
+        return model
+    bundled = resolve_model("")[0]
+    borrowed = [bundled / name for name in TOKENIZER_FILES]
+    for file in (*model.iterdir(), *(file for file in borrowed if file.is_file())):
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+async def _measure(args: argparse.Namespace, model: str) -> tuple[Leaving, Leaving]:
+    http_port, grpc_port = free_ports(2)
+    options = UpOptions(
+        model=model,
+        decode=2,
+        transport=args.transport,
+        threads=args.threads,
+        http_port=http_port,
+        grpc_port=grpc_port,
+    )
+    load = Load.random(
+        args.seed, args.running, args.prompt_tokens, args.output_tokens, args.running
+    )
+    async with fleet(options) as (layout, supervisor):
+        bench = _Bench(layout, supervisor, load)
+        say("undisturbed")
+        undisturbed = (await drive(layout.grpc, load)).token_ids
+        sides = []
+        for name, number in (("drained", signal.SIGTERM), ("killed", signal.SIGKILL)):
+            say(name)
+            sides.append(await bench.leave(number))
+            if sides[-1].tokens != undisturbed:
+                raise BatonError(f"a stream whose worker was {name} gave other tokens")
+    return sides[0], sides[1]
+
+
+class _Bench:
+    def __init__(self, layout: Layout, supervisor: Supervisor, load: Load) -> None:
+        self._layout, self._supervisor, self._load = layout, supervisor, load
+        self._metrics = f"{layout.http}/metrics"
+
+    async def leave(self, number: signal.Signals) -> Leaving:
+        """Fills one decode worker with streams, makes it leave, and follows them to their end."""
+        # So that the streams begin together: their prompts are cached where they are prefilled.
+        await drive(self._layout.grpc, Load(self._load.prompts, 1, self._load.concurrency))
+        stays, leaves = self._pids("decode")
+        # While it is away all streams begin on the other one; it comes back with nothing cached.
+        os.kill(stays, signal.SIGTERM)
+        await self._until(lambda live: live("decode") == 1)
+        streams = [Stream() for _ in self._load.prompts]
+        async with grpc.aio.insecure_channel(self._layout.grpc) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            following = [
+                asyncio.create_task(self._follow(stub, prompt, stream))
+                for prompt, stream in zip(self._load.prompts, streams, strict=True)
+            ]
+            try:
+                return await self._leave(number, leaves, streams, following)
+            finally:
+                for task in following:
+                    task.cancel()
+                await asyncio.gather(*following, return_exceptions=True)
+
+    async def _leave(
+        self,
+        number: signal.Signals,
+        leaves: int,
+        streams: list[Stream],
+        following: list[asyncio.Task[None]],
+    ) -> Leaving:
+        await self._until(lambda _: all(len(s.times) >= SETTLED_TOKENS for s in streams))
+        for prefill in self._pids("prefill"):
+            os.kill(prefill, signal.SIGTERM)
+        await self._until(lambda live: not live("prefill"))
+        await self._until(lambda live: live("prefill") == 1 and live("decode") == 2)
+        if any(len(s.token_ids) == self._load.output_tokens for s in streams):
+            raise BatonError("a stream ended before its worker left: ask for more output tokens")
+        settled = max(s.times[SETTLED_TOKENS - 1] for s in streams)
+        before = await self._counters(leaves)
+        told = time.perf_counter()
+        os.kill(leaves, number)
+        await asyncio.gather(*following)
+        after = await self._counters(leaves)
+        return Leaving(
+            tokens=[stream.token_ids for stream in streams],
+            pauses=[max(stream.gaps(told)) for stream in streams],
+            gaps=[
+                gap
+                for stream in streams
+                for gap in Stream(times=[t for t in stream.times if t < told]).gaps(settled)
+            ],
+            computed=after[0] - before[0],
+            moved=after[1] - before[1],
+        )
+
+    async def _follow(
+        self, stub: inference_pb2_grpc.InferenceAsyncStub, prompt: tuple[int, ...], stream: Stream
+    ) -> None:
+        asked = request(prompt, self._load.output_tokens)
+        async for response in stub.Generate(asked, timeout=REQUEST_TIMEOUT_S):
+            ids = response.event.delta.token_ids
+            if ids:
+                stream.token_ids.extend(ids)
+                stream.times.append(time.perf_counter())
+
+    def _pids(self, role: str) -> list[int]:
+        processes = self._supervisor.description()["processes"]
+        return [process["pid"] for process in processes if process["role"] == role]
+
+    async def _until(self, reached: Callable[[Live], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if reached(_live_in(await asyncio.to_thread(scrape, self._metrics))):
+                    return
+                await asyncio.sleep(POLL_S)
+
+    async def _counters(self, leaves: int) -> tuple[float, float]:
+        """Input tokens that those who stay have computed, and sequences that have moved."""
+        computed = 0.0
+        for process in self._supervisor.description()["processes"]:
+            if process["role"] in ("prefill", "decode") and process["pid"] != leaves:
+                read = await asyncio.to_thread(_scrape_or_nothing, process["metrics"])
+                computed += read.get("baton_prefill_tokens_total", 0.0)
+        router = await asyncio.to_thread(scrape, self._metrics)
+        return computed, router.get('baton_moves_total{outcome="moved"}', 0.0)
+
+
+def _live_in(read: dict[str, float]) -> Live:
+    return lambda role: read[f'baton_workers{{role="{role}",state="live"}}']
+
+
+def _scrape_or_nothing(url: str) -> dict[str, float]:
+    """Of a process that may only just start: it has computed nothing then."""
+    try:
+        return scrape(url)
+    except OSError:
+        return {}

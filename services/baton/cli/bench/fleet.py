@@ -1,0 +1,39 @@
+"""Runs a whole Baton for a benchmark and reads its metrics; measures nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from baton.cli.layout import Layout, UpOptions, plan
+from baton.cli.supervisor import Supervisor
+
+
+@asynccontextmanager
+async def fleet(options: UpOptions) -> AsyncIterator[tuple[Layout, Supervisor]]:
+    """All processes, ready. Raises StartFailed. They are gone on leaving."""
+    layout = plan(options)
+    ready = asyncio.Event()
+    supervisor = Supervisor(layout, lambda what, *_: ready.set() if what == "ready" else None)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not ready.is_set():
+            await running
+        yield layout, supervisor
+    finally:
+        supervisor.stop()
+        await asyncio.wait({running})
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Samples of a process's /metrics by name and labels, as they are written there. Blocks."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.findall(r"^(baton_\S+) (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}

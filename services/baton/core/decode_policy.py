@@ -1,0 +1,25 @@
+"""DecodePolicy, how much a decode worker takes on at once; knows no scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.scheduling import QueueLimit
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePolicy:
+    """max_sequences: how many own blocks at once. token_budget: positions of a step at most, one of
+    them for each running sequence. prefill_budget: most of them for local prefill while sequences
+    run. headroom: positions that all that is let in can grow. target_step_s: the strictest time
+    between two tokens, in seconds: nothing is let in, and no chunk is longer, than lets a step's
+    predicted time stay below it, but one sequence always runs and one block is always computed; 0:
+    no limit. limit: what may wait to be computed.
+    """
+
+    max_sequences: int = 256
+    token_budget: int = 2048
+    prefill_budget: int = 256
+    headroom: int = 64
+    target_step_s: float = 0.0
+    limit: QueueLimit = field(default_factory=QueueLimit)

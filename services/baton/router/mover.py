@@ -1,0 +1,138 @@
+"""Has the running sequences of decode workers that drain moved to others, with their KV.
+
+A few of each worker move at a time, so that both rings and both engines keep serving the rest; the
+others go on where they are until it is their turn. What cannot move finishes there. Knows nothing
+of requests but which of their sequences could go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from baton.core.attempt import SequenceKey
+from baton.core.load import WorkerState
+from baton.core.model import WorkerIdentity
+from baton.core.routing import Demand, collector_for
+from baton.router.decode_session import DecodeSession, SequenceSink
+from baton.router.fleet import Fleet
+from baton.router.metrics import RouterMetrics
+from baton.router.move import Move, Outcome
+from baton.router.worker_link import Worker
+
+AT_ONCE = 4
+"""Sequences of one worker that move at the same time."""
+
+LOOK_AGAIN_S = 0.25
+
+STAYED_S = 0.25
+"""A sequence that could not be given away is not asked for again for so long."""
+
+FAILED_S = 5.0
+"""A worker that did not get a sequence's KV is passed over for so long."""
+
+PATIENCE_S = 60.0
+"""A move that takes longer does not keep others waiting; what it waits for ends by itself."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """A worker that drains. Times are when a thing may be tried again, on the loop's clock."""
+
+    moves: dict[Move, int] = field(default_factory=dict)
+    """Under way, with the positions of each."""
+    stayed: dict[SequenceKey, float] = field(default_factory=dict)
+    failed: dict[str, float] = field(default_factory=dict)
+
+
+class Mover:
+    """One per router. `run` until cancelled."""
+
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._leaving: dict[str, _Leaving] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self._look()
+                await self._fleet.changed.wait(LOOK_AGAIN_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _look(self) -> None:
+        draining = {
+            worker.identity.incarnation: worker
+            for worker in self._fleet.decodes.workers()
+            if worker.load is not None and worker.load.state is WorkerState.DRAINING
+        }
+        for gone in self._leaving.keys() - draining.keys():
+            del self._leaving[gone]
+        for incarnation, worker in draining.items():
+            self._move_some(worker, self._leaving.setdefault(incarnation, _Leaving()))
+
+    def _move_some(self, giver: Worker[DecodeSession], leaving: _Leaving) -> None:
+        now = asyncio.get_running_loop().time()
+        leaving.stayed = {key: end for key, end in leaving.stayed.items() if end > now}
+        leaving.failed = {key: end for key, end in leaving.failed.items() if end > now}
+        for sink, key, positions in _movable(giver, leaving):
+            if len(leaving.moves) >= AT_ONCE:
+                return
+            collector = self._collector(giver, leaving, positions)
+            if collector is not None:
+                move = Move(key, giver, collector)
+                leaving.moves[move] = positions
+                sink.move(move)
+                task = asyncio.create_task(self._follow(move, leaving))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _collector(
+        self, giver: Worker[DecodeSession], leaving: _Leaving, positions: int
+    ) -> WorkerIdentity | None:
+        layout = giver.description.layout
+        if layout is None:
+            return None
+        demand = Demand(
+            request_id=giver.identity.incarnation,
+            # Those under way may not be in anybody's load yet.
+            input_tokens=positions + sum(leaving.moves.values()),
+            choices=1 + len(leaving.moves),
+            needs_decode=True,
+            model=giver.model.name,
+            model_digest=giver.model.digest,
+            tokenizer_digest=giver.model.tokenizer_digest,
+            failed=frozenset(leaving.failed),
+        )
+        return collector_for(demand, self._fleet.decodes.snapshots(), layout)
+
+    async def _follow(self, move: Move, leaving: _Leaving) -> None:
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                outcome = await move.over()
+        except TimeoutError:
+            return
+        finally:
+            del leaving.moves[move]
+        if outcome is Outcome.STAYED:
+            leaving.stayed[move.key] = now() + STAYED_S
+        elif outcome is Outcome.FAILED:
+            leaving.failed[move.collector.incarnation] = now() + FAILED_S
+        self._metrics.moves.labels(outcome.value).inc()
+        self._look()
+
+
+def _movable(
+    giver: Worker[DecodeSession], leaving: _Leaving
+) -> Iterator[tuple[SequenceSink, SequenceKey, int]]:
+    """What runs there and is not on its way, with its positions."""
+    for sink in giver.client.sinks():
+        for key, positions in sink.movable().items():
+            if key not in leaving.stayed:
+                yield sink, key, positions

@@ -1,0 +1,116 @@
+"""What the state machines of both schedulers share: attempts, and steps that can be interrupted.
+
+The runner delays steps and draws each token from all KV it can see, and what must come out is known
+from a run alone. So a block that is freed too early, shared wrongly or copied too late shows as a
+wrong token; a repeated or skipped position, a broken budget, a leak and an attempt without an end
+are checked by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.core.attempt import Attempt, AttemptKey
+from baton.core.events import Event
+from baton.core.loop import EngineLoop
+from baton.core.plan import StepPlan
+from baton.core.scheduling import Scheduler
+from tests.core.attempts import attempt
+
+EOS_EVERY = 12
+NUM_BLOCKS = 24
+MOST_IN_FLIGHT = 2
+
+DRAWN = st.builds(
+    attempt,
+    size=st.integers(1, 30),
+    seed=st.integers(0, 2),
+    n=st.integers(1, 3),
+    max_tokens=st.sampled_from([1, 2, 9, 40]),
+    salt=st.sampled_from([b"", b"tenant"]),
+    priority=st.integers(0, 1),
+)
+
+
+class StepMachine(RuleBasedStateMachine):
+    """Launches and applies steps as two rules, so that anything can happen in between."""
+
+    loop: EngineLoop[Scheduler]
+
+    def begin_steps(self) -> None:
+        self.now = 0.0
+        self.in_flight = 0
+        self.number = 0
+        self.drawn: dict[AttemptKey, Attempt] = {}
+
+    def name(self, one: Attempt) -> Attempt:
+        """The same attempt under an id of its own; what is expected of it stays known."""
+        self.number += 1
+        named = replace(one, request_id=f"r{self.number}")
+        self.drawn[named.key] = one
+        return named
+
+    def take(self, events: list[Event]) -> None:
+        raise NotImplementedError
+
+    def let_go_on(self) -> None:
+        """Does what a scheduler may be waiting for."""
+
+    def launch_one(self) -> bool:
+        plan = self.loop.plan(self.now)
+        self.take(self.loop.scheduler.take_events())
+        if plan is None:
+            return False
+        assert plan.num_tokens <= self.budget()
+        self.keeps_budgets(plan)
+        self.loop.runner.submit(plan)
+        self.in_flight += 1
+        return True
+
+    def budget(self) -> int:
+        raise NotImplementedError
+
+    def keeps_budgets(self, plan: StepPlan) -> None:
+        """What a plan must not be more of."""
+
+    def apply_one(self) -> None:
+        self.in_flight -= 1
+        self.take(self.loop.apply(self.loop.runner.collect(), self.now))
+
+    @precondition(lambda self: self.in_flight < MOST_IN_FLIGHT)
+    @rule()
+    def launch(self) -> None:
+        self.launch_one()
+
+    @precondition(lambda self: self.in_flight > 0)
+    @rule()
+    def apply(self) -> None:
+        self.apply_one()
+
+    @rule(seconds=st.sampled_from([0.001, 0.1, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.loop.idle_check()
+
+    def run_out(self) -> None:
+        for _ in range(2000):
+            self.let_go_on()
+            if self.in_flight:
+                self.apply_one()
+            elif not self.launch_one():
+                self.now += 1.0
+                if not self.loop.scheduler.has_work:
+                    break
+        assert not self.loop.scheduler.has_work, "an attempt never ended"
+        self.loop.idle_check()
+        assert self.loop.scheduler.load.free_blocks == NUM_BLOCKS, "blocks leaked"
+
+
+PROFILE = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True)

@@ -1,0 +1,254 @@
+"""DecodeScheduler under any order of calls, steps and completions, over memory that cannot lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from baton.core.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.block_pool import BlockPool
+from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
+from baton.core.events import Event, Failed, Held
+from baton.core.loop import EngineLoop
+from baton.core.plan import StepPlan
+from tests.core.attempts import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Outputs,
+    expected,
+    fill_in,
+    handed_over,
+    runner,
+)
+from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, StepMachine
+
+MOST_SEQUENCES = 8
+
+
+class DecodeMachine(StepMachine):
+    loop: EngineLoop[DecodeScheduler]
+
+    @initialize(
+        headroom=st.sampled_from([1, 6, 20]),
+        prefill_budget=st.sampled_from([4, 10, 64]),
+        swap=st.sampled_from([(0, 0), (64, 0), (9, 12), (0, 30)]),
+        pipelined=st.booleans(),
+    )
+    def begin(
+        self, headroom: int, prefill_budget: int, swap: tuple[int, int], pipelined: bool
+    ) -> None:
+        self.begin_steps()
+        policy = DecodePolicy(
+            max_sequences=MOST_SEQUENCES,
+            token_budget=64,
+            prefill_budget=prefill_budget,
+            headroom=headroom,
+        )
+        engine = runner(
+            NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY, num_swap_blocks=swap, depth=2
+        )
+        scheduler = DecodeScheduler(
+            BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+            policy,
+            engine.model,
+            num_swap_blocks=swap,
+            pipelined=pipelined,
+        )
+        self.loop = EngineLoop(engine, scheduler)
+        self.prefill_budget = prefill_budget
+        self.swap_blocks = sum(swap)
+        self.outputs = Outputs()
+        self.wanted: set[SequenceKey] = set()
+        self.reserved: dict[AttemptKey, int] = {}
+        self.limits: dict[AttemptKey, int] = {}
+        self.confirmed: dict[SequenceKey, int] = {}
+        self.stopping: set[SequenceKey] = set()
+        self.held: dict[SequenceKey, Held] = {}
+        self.moving: dict[SequenceKey, tuple[Attempt, int]] = {}
+
+    def budget(self) -> int:
+        return 64
+
+    def keeps_budgets(self, plan: StepPlan) -> None:
+        rows = [chunk for chunk in plan.chunks if chunk.first_position and chunk.samples]
+        assert plan.work.rows <= min(len(rows), MOST_SEQUENCES)
+        assert plan.work.rows + plan.work.prefill == plan.num_tokens
+        assert not plan.work.rows or plan.work.prefill <= self.prefill_budget
+
+    def take(self, events: list[Event]) -> None:
+        assert not any(isinstance(event, Failed) for event in events)
+        self.outputs.take(events)
+        for key, tokens in self.outputs.tokens.items():
+            one = self.drawn[AttemptKey(key.request_id, key.attempt)]
+            assert expected(one, EOS_EVERY)[key.choice][: len(tokens)] == tokens
+        for event in events:
+            if isinstance(event, Held):
+                self.stopped(event)
+
+    def stopped(self, event: Held) -> None:
+        """All is told, and nothing more comes."""
+        self.stopping.remove(event.key)
+        self.held[event.key] = event
+        output = self.outputs.tokens[event.key]
+        assert event.newest.position == len(output) - 1
+        assert list(event.newest.token_ids) == output[-1:]
+        one = self.drawn[AttemptKey(event.key.request_id, event.key.attempt)]
+        assert event.num_positions == one.num_prompt_tokens + len(output) - 1
+        self.outputs.ended.add(event.key)
+
+    def fits(self, one: Attempt) -> bool:
+        """Choices of a long input can be too many for this pool; that is tested elsewhere."""
+        whole = -(-min(len(one.token_ids) + 20, MAX_MODEL_LEN) // BLOCK_SIZE)
+        return whole + (len(one.choices) - 1) * 6 <= NUM_BLOCKS
+
+    @rule(
+        one=DRAWN.filter(lambda one: one.choices == (0,) or len(one.token_ids) < 20),
+        limit=st.sampled_from([0, 0, 2]),
+    )
+    def add(self, one: Attempt, limit: int) -> None:
+        if not self.fits(one):
+            return
+        named = self.name(one)
+        self.loop.scheduler.add(named, self.now, max_unconfirmed=limit)
+        self.limits[named.key] = limit
+        self.wanted |= set(named.keys())
+
+    @rule(one=DRAWN, limit=st.sampled_from([0, 0, 2]))
+    def reserve(self, one: Attempt, limit: int) -> None:
+        if not self.fits(one):
+            return
+        named = self.name(one)
+        position = self.loop.scheduler.reserve(named, self.now, max_unconfirmed=limit)
+        if position is not None:
+            self.reserved[named.key] = position
+            self.limits[named.key] = limit
+            self.wanted |= set(named.keys())
+
+    def let_go_on(self) -> None:
+        self.confirm()
+        for key in list(self.held):
+            self.cancel_one(key, all_choices=False)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.wanted)))
+        if self.loop.scheduler.hold(key):
+            assert key not in self.stopping and key not in self.held
+            self.stopping.add(key)
+        self.take(self.loop.scheduler.take_events())
+
+    @precondition(lambda self: self.held.keys() - self.moving.keys())
+    @rule(data=st.data())
+    def begin_to_move(self, data: st.DataObject) -> None:
+        """Another worker reserves: here the same one, so that both ends are under one roof."""
+        key = data.draw(st.sampled_from(sorted(self.held.keys() - self.moving.keys())))
+        whole = AttemptKey(key.request_id, key.attempt)
+        one, output = self.drawn[whole], self.outputs.tokens[key]
+        self.number += 1
+        prompt = one.token_ids[: one.num_prompt_tokens]
+        next_one = replace(
+            one,
+            request_id=key.request_id,
+            attempt=self.number,
+            choices=(key.choice,),
+            token_ids=(*prompt, *output[:-1]),
+        )
+        limit = self.limits[whole]
+        position = self.loop.scheduler.reserve(next_one, self.now, max_unconfirmed=limit)
+        if position is not None:
+            self.drawn[next_one.key], self.limits[next_one.key] = one, limit
+            self.moving[key] = (next_one, position)
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data())
+    def end_moving(self, data: st.DataObject) -> None:
+        self.move_one(data.draw(st.sampled_from(sorted(self.moving))))
+
+    def move_one(self, key: SequenceKey) -> None:
+        (next_one, position), held = self.moving.pop(key), self.held.pop(key)
+        scheduler, runner = self.loop.scheduler, self.loop.runner
+        count = held.num_positions - position
+        payload = bytearray(count * runner.layout.bytes_per_position)
+        if count:
+            runner.pack(scheduler.held_extents(key), position, count, memoryview(payload))
+            runner.unpack(scheduler.extents(next_one.key), position, count, memoryview(payload))
+        (heir,) = next_one.keys()
+        self.outputs.tokens[heir] = self.outputs.tokens[key][:-1]
+        self.confirmed[heir] = next_one.position
+        self.wanted = (self.wanted - {key}) | {heir}
+        scheduler.admit(next_one.key, (held.newest,), self.now)
+        scheduler.cancel(AttemptKey(key.request_id, key.attempt), (key.choice,))
+        self.take(scheduler.take_events())
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        self.admit_one(data.draw(st.sampled_from(sorted(self.reserved))))
+
+    def admit_one(self, key: AttemptKey) -> None:
+        position = self.reserved.pop(key)
+        if not any(key == (k.request_id, k.attempt) for k in self.wanted):
+            return
+        one = self.drawn[key]
+        first, kv = handed_over(one, EOS_EVERY)
+        fill_in(self.loop, replace(one, request_id=key.request_id), position, kv)
+        tokens = [t._replace(key=t.key._replace(request_id=key.request_id)) for t in first.tokens]
+        self.loop.scheduler.admit(key, tokens, self.now)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data(), all_choices=st.booleans())
+    def cancel(self, data: st.DataObject, all_choices: bool) -> None:
+        self.cancel_one(data.draw(st.sampled_from(sorted(self.wanted))), all_choices)
+
+    def cancel_one(self, key: SequenceKey, all_choices: bool) -> None:
+        attempt_key = AttemptKey(key.request_id, key.attempt)
+        self.loop.scheduler.cancel(attempt_key, () if all_choices else (key.choice,))
+        self.take(self.loop.scheduler.take_events())
+        gone = {
+            k
+            for k in self.wanted
+            if k == key or (all_choices and (k.request_id, k.attempt) == attempt_key)
+        }
+        for one in gone:
+            self.stopping.discard(one)
+            self.held.pop(one, None)
+            if one in self.moving:
+                self.loop.scheduler.cancel(self.moving.pop(one)[0].key)
+        self.wanted -= gone
+        self.outputs.ended |= gone
+
+    @rule()
+    def confirm_all(self) -> None:
+        self.confirm()
+
+    def confirm(self) -> None:
+        for key, tokens in self.outputs.tokens.items():
+            self.confirmed[key] = len(tokens)
+            self.loop.scheduler.confirm(key, len(tokens))
+
+    @invariant()
+    def nobody_is_too_far_ahead(self) -> None:
+        for key, tokens in self.outputs.tokens.items():
+            limit = self.limits[AttemptKey(key.request_id, key.attempt)]
+            assert not limit or len(tokens) - self.confirmed.get(key, 0) <= limit
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        for key in list(self.reserved):
+            self.admit_one(key)
+        for sequence in list(self.moving):
+            self.move_one(sequence)
+        self.run_out()
+        space = self.loop.scheduler._roster.swap
+        assert sum(space.num_free) == self.swap_blocks, "swap blocks leaked"
+        for wanted in self.wanted:
+            one = self.drawn[AttemptKey(wanted.request_id, wanted.attempt)]
+            assert self.outputs.tokens[wanted] == expected(one, EOS_EVERY)[wanted.choice]
+
+
+DecodeMachine.TestCase.settings = PROFILE
+TestDecode = DecodeMachine.TestCase

@@ -1,0 +1,118 @@
+"""PrefillScheduler under any order of calls, steps and completions, over memory that cannot lie."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from baton.core.attempt import Attempt, AttemptKey
+from baton.core.block_pool import BlockPool
+from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.loop import EngineLoop
+from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
+from baton.core.scheduling import first_come, shortest_remaining
+from tests.core.attempts import BLOCK_SIZE, expected, handed_over, runner
+from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, StepMachine
+
+
+class PrefillMachine(StepMachine):
+    loop: EngineLoop[PrefillScheduler]
+
+    @initialize(fcfs=st.booleans(), token_budget=st.sampled_from([4, 13, 64]))
+    def begin(self, fcfs: bool, token_budget: int) -> None:
+        self.begin_steps()
+        self.token_budget = token_budget
+        policy = PrefillPolicy(
+            token_budget=token_budget,
+            batch_window_s=0.01,
+            order=first_come if fcfs else shortest_remaining(10.0),
+        )
+        engine = runner(NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY)
+        scheduler = PrefillScheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), policy, engine.model)
+        scheduler.live_collectors = 2
+        self.loop = EngineLoop(engine, scheduler)
+        self.live: set[AttemptKey] = set()
+        self.kept: set[AttemptKey] = set()
+        self.planned: set[AttemptKey] = set()
+        self.computed: dict[AttemptKey, int] = {}
+
+    def budget(self) -> int:
+        return self.token_budget
+
+    @rule(one=DRAWN, keep=st.booleans(), collector=st.sampled_from("xy"))
+    def add(self, one: Attempt, keep: bool, collector: str) -> None:
+        named = self.name(one)
+        self.loop.scheduler.add(named, self.now, keep=keep, collector=collector)
+        self.live.add(named.key)
+        if keep:
+            self.kept.add(named.key)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        self.loop.scheduler.cancel(key)
+        self.forget(key)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.kept)))
+        self.loop.scheduler.release(key)
+        self.kept.discard(key)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def grant(self, data: st.DataObject) -> None:
+        self.loop.scheduler.grant(data.draw(st.sampled_from(sorted(self.kept))))
+
+    def forget(self, key: AttemptKey) -> None:
+        self.live.discard(key)
+        self.kept.discard(key)
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            assert not isinstance(event, Failed)
+            if isinstance(event, Planned):
+                assert event.key not in self.planned
+                self.planned.add(event.key)
+            elif isinstance(event, Computed) and event.key in self.live:
+                before = self.computed.get(event.key, event.cached)
+                assert event.key in self.planned and event.num_positions > before
+                self.computed[event.key] = event.num_positions
+            elif isinstance(event, FirstTokens):
+                self.first(event)
+
+    def first(self, event: FirstTokens) -> None:
+        assert event.key in self.live, "told twice, or after a cancel"
+        one = self.drawn[event.key]
+        assert self.computed[event.key] == len(one.token_ids)
+        self.live.discard(event.key)
+        wanted = expected(one, EOS_EVERY)
+        assert {t.key.choice: list(t.token_ids) for t in event.tokens} == {
+            choice: tokens[:1] for choice, tokens in wanted.items()
+        }
+        if event.key in self.kept:
+            self.holds_kv(event.key, one)
+
+    def holds_kv(self, key: AttemptKey, one: Attempt) -> None:
+        _, kv = handed_over(one, EOS_EVERY)
+        found = bytearray(len(kv))
+        extents = self.loop.scheduler.extents(key)
+        self.loop.runner.pack(extents, 0, len(one.token_ids), memoryview(found))
+        assert found == kv
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        for key in self.kept - self.live:
+            self.holds_kv(key, self.drawn[key])
+        for key in self.kept:
+            self.loop.scheduler.release(key)
+        self.kept.clear()
+        self.run_out()
+        assert not self.live, "an attempt got no answer"
+
+
+PrefillMachine.TestCase.settings = PROFILE
+TestPrefill = PrefillMachine.TestCase

@@ -1,0 +1,65 @@
+"""A decode worker leaves in order: its streams go on elsewhere, with their KV, token for token."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from tests.e2e.relay import Answer, Relay, eventually
+from tests.e2e.streams import TOKENS, Following, requests, undisturbed
+
+Process = dict[str, Any]
+
+
+def computed_by(relay: Relay, workers: Sequence[Process]) -> float:
+    """Input tokens whose KV these have computed."""
+    return sum(relay.metric(worker, "baton_prefill_tokens_total") for worker in workers)
+
+
+def usage(answer: Answer) -> tuple[int, int]:
+    assert answer.finished is not None
+    return answer.finished.prompt_tokens, answer.finished.completion_tokens
+
+
+def both_serve(relay: Relay, gone: int = 0) -> bool:
+    """The router knows two decode workers, and none of them is the process that went."""
+    if gone in [p["pid"] for p in relay.processes("decode")]:
+        return False
+    live = relay.metric(relay.processes("router")[0], "baton_workers", role="decode", state="live")
+    return live == 2
+
+
+def test_streams_move_with_their_kv_when_a_decode_worker_drains(relay: Relay) -> None:
+    eventually(lambda: both_serve(relay), 60, "two decode workers")
+    stop = undisturbed(relay, requests()[3:4])[0].text[0][-40:-34]
+    expected = undisturbed(relay, requests(stop))
+    assert len(expected[3].token_ids[0]) < TOKENS, "the stop string is found"
+
+    # Twice the same, so that each of the two workers gets about all of them once.
+    streams = Following(relay, requests(stop) * 2)
+    streams.settled()
+    router = relay.processes("router")[0]
+    leaving = max(relay.processes("decode"), key=lambda p: relay.metric(p, "baton_sequences"))
+    there = relay.metric(leaving, "baton_sequences", state="running")
+    assert there >= 12
+    migrations = relay.metric(router, "baton_migrations_total")
+    moved = relay.metric(router, "baton_moves_total", outcome="moved")
+    heir = next(p for p in relay.processes("decode") if p["pid"] != leaving["pid"])
+    staying = [*relay.processes("prefill"), heir]
+    computed = computed_by(relay, staying)
+    collected = relay.metric(heir, "baton_kv_source_total", source="moved")
+    relay.kill(leaving, signal.SIGTERM)
+    answers = streams.answers()
+
+    for answer, wanted in zip(answers, expected * 2, strict=True):
+        assert answer.token_ids == wanted.token_ids
+        assert (answer.text, answer.finish) == (wanted.text, wanted.finish)
+        assert usage(answer) == usage(wanted)
+    gone = relay.metric(router, "baton_moves_total", outcome="moved") - moved
+    # What stops at its text may do so before it is its turn.
+    assert there - 8 <= gone <= there
+    assert relay.metric(heir, "baton_kv_source_total", source="moved") - collected == gone
+    assert relay.metric(router, "baton_migrations_total") == migrations
+    assert computed_by(relay, staying) == computed
+    eventually(lambda: both_serve(relay, leaving["pid"]), 60, "another one in its place")

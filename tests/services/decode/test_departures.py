@@ -1,0 +1,158 @@
+"""Sequences that leave: here they come back to the same worker, over its own two ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.core.attempt import Attempt, SequenceKey
+from baton.core.errors import HandoverFailed
+from baton.core.handover import LIMITS, GiverState, Limit
+from baton.rpc.metrics import PREFILL_TOKENS, counter
+from tests.services.worker.pair import Pair, attempt, keys_of, new_id, pair, reference, until
+from tests.services.worker.router_end import RouterEnd, router
+
+FIRST = 20
+"""Tokens before anything happens."""
+
+
+def running(n: int = 1, size: int = 300) -> Attempt:
+    return attempt("leaves", size=size, n=n, max_tokens=300)
+
+
+async def begin(world: Pair, end: RouterEnd, one: Attempt, max_unconfirmed: int = 0) -> None:
+    """Runs it for a while and then step by step, so that nothing ends by itself."""
+    world.decode.runner.hold()
+    world.decode.runner.allow(FIRST)
+    await end.start(one, max_unconfirmed=max_unconfirmed)
+    await until(lambda: all(len(end.tokens[key]) >= 5 for key in keys_of(one)))
+
+
+async def given(world: Pair, end: RouterEnd, key: SequenceKey) -> tuple[bytes, int | None]:
+    """The answer to the wish; steps go on meanwhile."""
+
+    def answered() -> bool:
+        if key not in end.given_away:
+            world.decode.runner.allow(1)
+        return key in end.given_away
+
+    await until(answered)
+    return end.given_away[key]
+
+
+def heir_of(one: Attempt, end: RouterEnd, key: SequenceKey, number: int) -> Attempt:
+    output = end.tokens[key]
+    ids = (*one.token_ids, *output[:-1])
+    return replace(one, attempt=number, choices=(key.choice,), token_ids=ids)
+
+
+async def test_it_leaves_and_goes_on_without_computing_anything_again() -> None:
+    one = running(n=2)
+    expected = reference(one)
+    computed = counter(PREFILL_TOKENS)
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        before = computed._value.get()
+        heirs = []
+        for number, key in enumerate(keys_of(one), 1):
+            handover_id = new_id()
+            await end.hand_over(key, handover_id)
+            assert await given(world, end, key) == (handover_id, len(end.tokens[key]))
+            heirs.append(heir_of(one, end, key, number))
+            await end.start(heirs[-1], handover_id, giver=world.decode.identity)
+        world.decode.runner.open()
+        for heir in heirs:
+            (choice,) = heir.choices
+            rest = (await end.ended(heir))[choice]
+            assert expected[choice][: heir.position] + rest == expected[choice]
+            began = end.started[heir.key]
+            assert began.cached_tokens + began.received_bytes // 16 == len(heir.token_ids)
+        assert computed._value.get() == before
+
+
+async def test_what_is_not_running_stays() -> None:
+    one = attempt("collects", size=40)
+    stranger = SequenceKey("nobody", 0, 0)
+    async with pair() as world, router(world) as end, router(world) as foreign:
+        handover_id = new_id()
+        await end.start(one, handover_id)
+        for key in (stranger, keys_of(one)[0]):
+            await end.hand_over(key, new_id())
+            assert (await given(world, end, key))[1] is None
+        await world.run(one, handover_id)
+        assert await end.ended(one) == reference(one)
+        two = running()
+        await begin(world, end, two)
+        await foreign.hand_over(keys_of(two)[0], new_id())
+        assert (await given(world, foreign, keys_of(two)[0]))[1] is None, "another router's"
+        await end.hand_over(keys_of(two)[0], b"short")
+        assert await given(world, end, keys_of(two)[0]) == (b"short", None)
+        await end.cancel(two)
+
+
+async def test_one_that_ends_meanwhile_is_not_offered() -> None:
+    one = attempt("ends", size=40, max_tokens=21)
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        await end.hand_over(keys_of(one)[0], new_id())
+        world.decode.runner.open()
+        key = keys_of(one)[0]
+        await until(lambda: key in end.ends or end.given_away.get(key, (b"", None))[1] is not None)
+        await end.cancel(one)
+
+
+async def test_nobody_comes_for_it() -> None:
+    one = running()
+    limits = {**LIMITS, GiverState.OFFERED: Limit("the test", 0.2)}
+    async with pair(limits=limits) as world, router(world) as end:
+        await begin(world, end, one)
+        await end.hand_over(keys_of(one)[0], new_id())
+        assert (await given(world, end, keys_of(one)[0]))[1] is not None
+        assert isinstance(await end.failed(one), HandoverFailed)
+
+
+async def test_a_cancel_takes_the_offer_back() -> None:
+    one = running(n=2)
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        first, second = keys_of(one)
+        await end.hand_over(first, new_id())
+        await given(world, end, first)
+        await end.cancel(one, first.choice)
+        await until(lambda: world.departing.num_offers == 0)
+        world.decode.runner.open()
+        await until(lambda: second in end.ends)
+        assert end.tokens[second] == reference(one)[second.choice]
+
+
+async def test_a_new_stream_hears_of_it_again_and_does_not_end_it() -> None:
+    one = running()
+    key = keys_of(one)[0]
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        answer = await given(world, end, key)
+        await end.break_off()
+        end.given_away.clear()
+        await end.connect(end.next_positions())
+        await until(lambda: end.given_away.get(key) == answer)
+        await end.break_off()
+        # By now the router has let go of the old attempt, and started the next one.
+        await end.connect({})
+        heir = heir_of(one, end, key, 1)
+        world.decode.runner.open()
+        await end.start(heir, handover_id, giver=world.decode.identity)
+        assert (await end.ended(heir))[0] == reference(one)[0][heir.position :]
+
+
+async def test_asking_twice_changes_nothing() -> None:
+    one = running()
+    key = keys_of(one)[0]
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        await end.hand_over(key, new_id())
+        assert (await given(world, end, key))[0] == handover_id
+        await end.hand_over(key, new_id())
+        await end.cancel(one)

@@ -1,0 +1,168 @@
+"""A decode worker drains: its sequences go on elsewhere with their KV, and no answer changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.errors import Overloaded
+from baton.core.load import WorkerState
+from baton.core.request import Request
+from baton.router.event_stream import EventStream
+from baton.router.mover import AT_ONCE
+from tests.services.router import language
+from tests.services.router.conftest import Answer, World, until
+from tests.services.router.decode_worker import FakeDecode
+from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
+
+STEP_S = 0.005
+"""Long enough for a drain to be seen before the answer ends."""
+
+
+async def started(
+    world: World, request: Request = REQUEST, *, decodes: int = 2
+) -> tuple[EventStream, Answer, FakeDecode]:
+    """A stream under way, and the worker it decodes on."""
+    await world.start(decodes=decodes)
+    for decode in world.decodes:
+        decode.step_s = STEP_S
+    stream, answer = await begin(world, request, 5)
+    return stream, answer, busy(world)
+
+
+def other(world: World, one: FakeDecode) -> FakeDecode:
+    return next(decode for decode in world.decodes if decode is not one)
+
+
+def moves(world: World, outcome: str) -> float:
+    return world.counted("baton_moves_total", outcome=outcome)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+async def test_kv_moves_and_nothing_is_computed_again(world: World, n: int) -> None:
+    stream, answer, leaving = await started(world, replace(REQUEST, n=n))
+    leaving.state = WorkerState.DRAINING
+    check(await finish(stream, answer), n)
+    heir = other(world, leaving)
+    assert moves(world, "moved") == n
+    assert {wish.choice for wish in leaving.wishes} == set(range(n))
+    assert len(world.prefills[0].runs) == 1
+    assert world.counted("baton_migrations_total") == 0
+    assert world.counted("baton_local_prefill_total") == 0
+    moved = [start for start in heir.starts if start.attempt > 0]
+    assert sorted(start.choices for start in moved) == [(choice,) for choice in range(n)]
+    for start in moved:
+        output, _ = language.answer(IDS, 3, start.choices[0], 120, ignore_eos=True)
+        assert start.token_ids == (*IDS, *output[: start.position]), "without the newest token"
+    await until(world.nothing_left)
+    assert not leaving.cancels, "it frees a sequence by itself when that was collected"
+
+
+async def test_stop_strings_and_logprobs_move_too(world: World) -> None:
+    stop = TEXT[60:64]
+    sampling = replace(REQUEST.sampling, top_logprobs=2)
+    request = replace(REQUEST, stop_strings=(stop,), sampling=sampling)
+    stream, answer, leaving = await started(world, request)
+    leaving.state = WorkerState.DRAINING
+    await finish(stream, answer)
+    found = language.stopped(EXPECTED, stop)
+    assert found is not None
+    assert (tuple(answer.token_ids[0]), answer.texts[0]) == found
+    assert moves(world, "moved") == 1
+    said = [entry.token.logprob for delta in answer.deltas for entry in delta.logprobs]
+    assert said == [language.logprob(token) for token in found[0]]
+    assert max(decode.furthest_ahead for decode in world.decodes) <= world.config.max_unconfirmed
+    await until(world.nothing_left)
+
+
+async def test_with_nobody_to_go_to_it_finishes_where_it_is(world: World) -> None:
+    stream, answer, leaving = await started(world, decodes=1)
+    leaving.state = WorkerState.DRAINING
+    check(await finish(stream, answer))
+    assert not leaving.wishes
+
+
+async def test_a_worker_whose_kv_differs_is_nobody_to_go_to(world: World) -> None:
+    world.decodes.append(FakeDecode(world.network, layout=replace(language.LAYOUT, num_layers=3)))
+    world.decodes[0].state = WorkerState.DRAINING
+    stream, answer, leaving = await started(world, decodes=1)
+    assert leaving is not world.decodes[0]
+    world.decodes[0].state, leaving.state = WorkerState.SERVING, WorkerState.DRAINING
+    check(await finish(stream, answer))
+    assert not leaving.wishes and not world.decodes[0].starts
+
+
+async def test_what_cannot_go_now_is_asked_for_again(world: World) -> None:
+    stream, answer, leaving = await started(world, replace(REQUEST, max_tokens=600))
+    leaving.keeping = True
+    leaving.state = WorkerState.DRAINING
+    await until(lambda: moves(world, "stayed") == 1)
+    leaving.keeping = False
+    await finish(stream, answer)
+    expected, _ = language.answer(IDS, 3, 0, 600, ignore_eos=True)
+    assert tuple(answer.token_ids[0]) == expected
+    assert moves(world, "moved") == 1
+
+
+async def test_a_few_move_at_a_time(world: World) -> None:
+    await world.start(decodes=2)
+    for decode in world.decodes:
+        decode.step_s = STEP_S
+    many = [await begin(world, replace(REQUEST, max_tokens=400)) for _ in range(16)]
+    leaving = max(world.decodes, key=lambda decode: len(decode.holds()))
+    heir = other(world, leaving)
+    there = len(leaving.holds())
+    assert there > AT_ONCE
+    heir.collecting.clear()
+    leaving.state = WorkerState.DRAINING
+    await until(lambda: len(leaving.giving) == AT_ONCE)
+    made = sum(len(r.outputs[0]) for r in leaving.running.values())
+    await until(lambda: sum(len(r.outputs[0]) for r in leaving.running.values()) > made + 50)
+    assert len(leaving.wishes) == AT_ONCE, "the others go on where they are"
+    heir.collecting.set()
+    expected, _ = language.answer(IDS, 3, 0, 400, ignore_eos=True)
+    for stream, answer in many:
+        assert tuple((await finish(stream, answer)).token_ids[0]) == expected
+    assert moves(world, "moved") == there
+    await until(world.nothing_left)
+
+
+@pytest.mark.parametrize("victim", ["giver", "collector"])
+async def test_either_end_dies_on_the_way(world: World, victim: str) -> None:
+    stream, answer, leaving = await started(world, decodes=3)
+    for decode in world.decodes:
+        decode.collecting.clear()
+    leaving.state = WorkerState.DRAINING
+    await until(lambda: bool(leaving.giving))
+    others = [decode for decode in world.decodes if decode is not leaving]
+    await until(lambda: any(decode.running for decode in others))
+    heir = next(decode for decode in others if decode.running)
+    await (leaving if victim == "giver" else heir).kill()
+    for decode in world.decodes:
+        decode.collecting.set()
+    check(await finish(stream, answer))
+    assert moves(world, "failed") == 1
+    assert world.counted("baton_migrations_total") == 1
+    await until(world.nothing_left)
+
+
+async def test_a_full_worker_is_passed_over(world: World) -> None:
+    stream, answer, leaving = await started(world)
+    other(world, leaving).refusals += [Overloaded("full")]
+    leaving.state = WorkerState.DRAINING
+    check(await finish(stream, answer))
+    assert moves(world, "failed") == 1
+    assert world.counted("baton_migrations_total") == 1
+    await until(world.nothing_left)
+
+
+async def test_a_client_that_leaves_on_the_way_frees_both_ends(world: World) -> None:
+    stream, _, leaving = await started(world)
+    heir = other(world, leaving)
+    heir.collecting.clear()
+    leaving.state = WorkerState.DRAINING
+    await until(lambda: bool(heir.running))
+    await stream.aclose()
+    await until(world.nothing_left)
+    assert moves(world, "dropped") == 1
