@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from baton.v1 import inference_pb2
 from tests.e2e.relay import Answer, Relay, options
 
-TOKENS = 220
+TOKENS = 160
 SETTLED = 5
 """Events of every stream before the worker is told to leave."""
 
@@ -17,16 +17,16 @@ Asked = tuple[list[int], inference_pb2.GenerationOptions]
 
 
 def requests(stop: str = "") -> list[Asked]:
-    """15 requests with 16 sequences: every other one sampled, one of two choices, four that stop
-    at a text if one is given."""
+    """30 requests with 32 sequences, so that two workers get 16 each: every other one sampled, two
+    of two choices, eight that stop at a text if one is given. No two have a prefix in common."""
     made = []
-    for number in range(15):
+    for number in range(30):
         wanted = options(
             max_tokens=TOKENS,
             temperature=float(number % 2),
             seed=number,
-            n=2 if number == 7 else 1,
-            stop=[stop] if stop and number in (3, 4, 11, 12) else [],
+            n=2 if number % 15 == 7 else 1,
+            stop=[stop] if stop and number % 15 in (3, 4, 11, 12) else [],
         )
         made.append((list(range(60 + number, 260 + number)), wanted))
     return made
