@@ -1,8 +1,8 @@
 """`baton bench drain`: how long streams pause when the worker they decode on leaves.
 
-It leaves twice, with equal streams on it: told to drain, it hands their KV to the other decode
-worker; killed, their KV is gone and is computed again. Neither the other worker nor prefill has
-anything of these prompts in its cache then. A stream's pause is its longest gap after the signal.
+It leaves twice, with as many streams on it: told to drain, it hands their KV to the other decode
+worker; killed, their KV is gone and the other one computes it again, who has nothing of these
+prompts in its cache. A stream's pause is its longest gap between two tokens after the signal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from baton.v1 import inference_pb2_grpc
 SETTLED_TOKENS = 8
 """Of every stream before anything happens."""
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 POLL_S = 0.05
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -107,54 +107,63 @@ async def _measure(args: argparse.Namespace, model: str) -> tuple[Leaving, Leavi
     http_port, grpc_port = free_ports(2)
     options = UpOptions(
         model=model,
+        prefill=0,
         decode=2,
         transport=args.transport,
         threads=args.threads,
         http_port=http_port,
         grpc_port=grpc_port,
     )
-    load = Load.random(
-        args.seed, args.running, args.prompt_tokens, args.output_tokens, args.running
-    )
+    ways = {"drained": signal.SIGTERM, "killed": signal.SIGKILL}
+    loads = [
+        Load.random(seed, args.running, args.prompt_tokens, args.output_tokens, args.running)
+        for seed in range(args.seed, args.seed + len(ways))
+    ]
     async with fleet(options) as (layout, supervisor):
-        bench = _Bench(layout, supervisor, load)
-        say("undisturbed")
-        undisturbed = (await drive(layout.grpc, load)).token_ids
         sides = []
-        for name, number in (("drained", signal.SIGTERM), ("killed", signal.SIGKILL)):
+        for (name, number), load in zip(ways.items(), loads, strict=True):
             say(name)
-            sides.append(await bench.leave(number))
-            if sides[-1].tokens != undisturbed:
+            sides.append(await _Side(layout, supervisor, load).leave(number))
+        say("undisturbed")
+        for name, side, load in zip(ways, sides, loads, strict=True):
+            if (await drive(layout.grpc, load)).token_ids != side.tokens:
                 raise BatonError(f"a stream whose worker was {name} gave other tokens")
     return sides[0], sides[1]
 
 
-class _Bench:
+class _Side:
+    """One way to leave. Decode prefills: what the other worker has cached is all that there is."""
+
     def __init__(self, layout: Layout, supervisor: Supervisor, load: Load) -> None:
         self._layout, self._supervisor, self._load = layout, supervisor, load
         self._metrics = f"{layout.http}/metrics"
 
     async def leave(self, number: signal.Signals) -> Leaving:
         """Fills one decode worker with streams, makes it leave, and follows them to their end."""
-        # So that the streams begin together: their prompts are cached where they are prefilled.
-        await drive(self._layout.grpc, Load(self._load.prompts, 1, self._load.concurrency))
-        stays, leaves = self._pids("decode")
-        # While it is away all streams begin on the other one; it comes back with nothing cached.
-        os.kill(stays, signal.SIGTERM)
-        await self._until(lambda live: live("decode") == 1)
+        await self._until(lambda live: live("decode") == 2)
+        stays, leaves = self._decodes()
         streams = [Stream() for _ in self._load.prompts]
         async with grpc.aio.insecure_channel(self._layout.grpc) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            following = [
-                asyncio.create_task(self._follow(stub, prompt, stream))
-                for prompt, stream in zip(self._load.prompts, streams, strict=True)
-            ]
+            # While it is frozen, all streams begin on the other one.
+            os.kill(stays, signal.SIGSTOP)
             try:
-                return await self._leave(number, leaves, streams, following)
+                await self._until(lambda live: live("decode") == 1)
+                following = [
+                    asyncio.create_task(self._follow(stub, prompt, stream))
+                    for prompt, stream in zip(self._load.prompts, streams, strict=True)
+                ]
+                try:
+                    await self._until(lambda _: _settled(streams), following)
+                    os.kill(stays, signal.SIGCONT)
+                    await self._until(lambda live: live("decode") == 2, following)
+                    return await self._leave(number, leaves, streams, following)
+                finally:
+                    for task in following:
+                        task.cancel()
+                    await asyncio.gather(*following, return_exceptions=True)
             finally:
-                for task in following:
-                    task.cancel()
-                await asyncio.gather(*following, return_exceptions=True)
+                os.kill(stays, signal.SIGCONT)
 
     async def _leave(
         self,
@@ -163,11 +172,6 @@ class _Bench:
         streams: list[Stream],
         following: list[asyncio.Task[None]],
     ) -> Leaving:
-        await self._until(lambda _: all(len(s.times) >= SETTLED_TOKENS for s in streams))
-        for prefill in self._pids("prefill"):
-            os.kill(prefill, signal.SIGTERM)
-        await self._until(lambda live: not live("prefill"))
-        await self._until(lambda live: live("prefill") == 1 and live("decode") == 2)
         if any(len(s.token_ids) == self._load.output_tokens for s in streams):
             raise BatonError("a stream ended before its worker left: ask for more output tokens")
         settled = max(s.times[SETTLED_TOKENS - 1] for s in streams)
@@ -198,13 +202,19 @@ class _Bench:
                 stream.token_ids.extend(ids)
                 stream.times.append(time.perf_counter())
 
-    def _pids(self, role: str) -> list[int]:
+    def _decodes(self) -> list[int]:
         processes = self._supervisor.description()["processes"]
-        return [process["pid"] for process in processes if process["role"] == role]
+        return [process["pid"] for process in processes if process["role"] == "decode"]
 
-    async def _until(self, reached: Callable[[Live], bool]) -> None:
+    async def _until(
+        self, reached: Callable[[Live], bool], following: Sequence[asyncio.Task[None]] = ()
+    ) -> None:
+        """Raises TimeoutError, and what a stream that is followed meanwhile raised."""
         async with asyncio.timeout(WAIT_S):
             while True:
+                for task in following:
+                    if task.done():
+                        task.result()
                 if reached(_live_in(await asyncio.to_thread(scrape, self._metrics))):
                     return
                 await asyncio.sleep(POLL_S)
@@ -213,11 +223,15 @@ class _Bench:
         """Input tokens that those who stay have computed, and sequences that have moved."""
         computed = 0.0
         for process in self._supervisor.description()["processes"]:
-            if process["role"] in ("prefill", "decode") and process["pid"] != leaves:
+            if process["role"] == "decode" and process["pid"] != leaves:
                 read = await asyncio.to_thread(_scrape_or_nothing, process["metrics"])
                 computed += read.get("baton_prefill_tokens_total", 0.0)
         router = await asyncio.to_thread(scrape, self._metrics)
         return computed, router.get('baton_moves_total{outcome="moved"}', 0.0)
+
+
+def _settled(streams: Sequence[Stream]) -> bool:
+    return all(len(stream.times) >= SETTLED_TOKENS for stream in streams)
 
 
 def _live_in(read: dict[str, float]) -> Live:
