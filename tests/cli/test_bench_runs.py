@@ -100,3 +100,14 @@ def test_stalls(bench: Bench) -> None:
     for name in ("chunks of 64", "no chunks"):
         assert found[f"between tokens, p99 against p50, {name}"]["value"] > 0
         assert found[f"first token of a long prompt, p50, {name}"]["value"] > 0
+
+
+@pytest.mark.slow
+def test_drain(bench: Bench) -> None:
+    small = ("--running", "3", "--prompt-tokens", "200", "--output-tokens", "800")
+    found = bench("drain", "--shape", "", *small)
+    assert found["streams whose KV moved"]["value"] == 3
+    assert found["input tokens computed again, drained"]["value"] == 0
+    assert found["input tokens computed again, killed"]["value"] >= 3 * 200
+    for share in ("p50", "p99"):
+        assert found[f"pause, {share}, KV moved against prefilled again"]["value"] > 0

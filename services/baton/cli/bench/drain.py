@@ -45,13 +45,13 @@ Live = Callable[[str], float]
 
 @dataclass(slots=True)
 class Stream:
-    """One request's tokens and when each came, in seconds of one clock."""
+    """One request's tokens and when some came, in seconds of one clock."""
 
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     def gaps(self, since: float) -> list[float]:
-        """Between tokens, of which the later one came after a time."""
+        """Between events with tokens, of which the later one came after a time."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return [later - earlier for earlier, later in pairs if later > since]
 
@@ -155,9 +155,10 @@ class _Side:
                 ]
                 try:
                     await self._until(lambda _: _settled(streams), following)
+                    settled = time.perf_counter()
                     os.kill(stays, signal.SIGCONT)
                     await self._until(lambda live: live("decode") == 2, following)
-                    return await self._leave(number, leaves, streams, following)
+                    return await self._leave(number, leaves, settled, streams, following)
                 finally:
                     for task in following:
                         task.cancel()
@@ -169,12 +170,12 @@ class _Side:
         self,
         number: signal.Signals,
         leaves: int,
+        settled: float,
         streams: list[Stream],
         following: list[asyncio.Task[None]],
     ) -> Leaving:
         if any(len(s.token_ids) == self._load.output_tokens for s in streams):
             raise BatonError("a stream ended before its worker left: ask for more output tokens")
-        settled = max(s.times[SETTLED_TOKENS - 1] for s in streams)
         before = await self._counters(leaves)
         told = time.perf_counter()
         os.kill(leaves, number)
@@ -231,7 +232,7 @@ class _Side:
 
 
 def _settled(streams: Sequence[Stream]) -> bool:
-    return all(len(stream.times) >= SETTLED_TOKENS for stream in streams)
+    return all(len(stream.token_ids) >= SETTLED_TOKENS for stream in streams)
 
 
 def _live_in(read: dict[str, float]) -> Live:
