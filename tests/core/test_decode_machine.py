@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -132,13 +133,25 @@ class DecodeMachine(StepMachine):
             self.cancel_one(key, all_choices=False)
 
     @precondition(lambda self: self.wanted)
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.wanted)))
-        if self.loop.scheduler.hold(key):
-            assert key not in self.stopping and key not in self.held
-            self.stopping.add(key)
+    @rule(last=st.booleans())
+    def hold(self, last: bool) -> None:
+        self.hold_one(last)
+
+    def hold_one(self, last: bool) -> None:
+        """The first or the last that can be."""
+        for key in sorted(self.wanted, reverse=last):
+            if self.loop.scheduler.hold(key):
+                assert key not in self.stopping and key not in self.held
+                self.stopping.add(key)
+                break
         self.take(self.loop.scheduler.take_events())
+
+    @precondition(lambda self: self.in_flight and self.wanted)
+    @rule(last=st.booleans())
+    def apply_and_hold(self, last: bool) -> None:
+        """Between two steps, when forks may not be copied yet."""
+        self.apply_one()
+        self.hold_one(last)
 
     @precondition(lambda self: self.held.keys() - self.moving.keys())
     @rule(data=st.data())
@@ -250,5 +263,5 @@ class DecodeMachine(StepMachine):
             assert self.outputs.tokens[wanted] == expected(one, EOS_EVERY)[wanted.choice]
 
 
-DecodeMachine.TestCase.settings = PROFILE
+DecodeMachine.TestCase.settings = settings(PROFILE, max_examples=100)
 TestDecode = DecodeMachine.TestCase

@@ -197,11 +197,14 @@ class _Side:
         self, stub: inference_pb2_grpc.InferenceAsyncStub, prompt: tuple[int, ...], stream: Stream
     ) -> None:
         asked = request(prompt, self._load.output_tokens)
-        async for response in stub.Generate(asked, timeout=REQUEST_TIMEOUT_S):
-            ids = response.event.delta.token_ids
-            if ids:
-                stream.token_ids.extend(ids)
-                stream.times.append(time.perf_counter())
+        try:
+            async for response in stub.Generate(asked, timeout=REQUEST_TIMEOUT_S):
+                ids = response.event.delta.token_ids
+                if ids:
+                    stream.token_ids.extend(ids)
+                    stream.times.append(time.perf_counter())
+        except grpc.aio.AioRpcError as error:
+            raise BatonError(f"a stream failed: {error.details()}") from None
 
     def _decodes(self) -> list[int]:
         processes = self._supervisor.description()["processes"]
