@@ -239,7 +239,8 @@ def test_a_step_is_dead_after_2_s_and_three_times_its_prediction(age: int, predi
 def test_sequences_move_only_where_all_of_them_fit() -> None:
     demand = replace(DEMAND, input_tokens=160, choices=2)
     roomy, busier = worker("a", free_blocks=11), worker("b", free_blocks=11, waiting_tokens=5)
-    assert collector_for(demand, [busier, roomy], LAYOUT) == roomy.identity
+    giver = worker("giver", state=WorkerState.DRAINING)
+    assert collector_for(demand, [giver, busier, roomy], giver) == roomy.identity
     others = [
         worker("c", free_blocks=10),
         worker("d", state=WorkerState.DRAINING),
@@ -247,9 +248,9 @@ def test_sequences_move_only_where_all_of_them_fit() -> None:
         replace(worker("f"), layout=replace(LAYOUT, num_layers=3)),
         replace(worker("g"), layout=None),
     ]
-    assert collector_for(demand, others, LAYOUT) is None
+    assert collector_for(demand, others, giver) is None
     places = replace(worker("h", running_sequences=2), max_sequences=4)
-    assert collector_for(demand, [*others, places], LAYOUT) == places.identity
+    assert collector_for(demand, [*others, places], giver) == places.identity
 
 
 def test_models_are_listed_once() -> None:

@@ -127,12 +127,14 @@ def decide(
 
 
 def collector_for(
-    demand: Demand, decodes: Iterable[WorkerSnapshot], layout: KvLayout
+    demand: Demand, decodes: Iterable[WorkerSnapshot], giver: WorkerSnapshot
 ) -> WorkerIdentity | None:
-    """Where sequences that run can go on with their KV, of this layout. None: nowhere is room for
-    all of them now; they are better off where they are."""
+    """Where sequences that run on a worker can go on with their KV. None: nowhere is room for all
+    of them now; they are better off where they are."""
+    if giver.layout is None:
+        return None
     roomy = [w for w in decodes if not _shortage(demand, w) and _has_places(demand, w)]
-    picked, _ = _pick(demand, roomy, layout)
+    picked, _ = _pick(demand, roomy, giver)
     return None if picked is None else picked.identity
 
 

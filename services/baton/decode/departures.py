@@ -35,6 +35,14 @@ class Departures:
         self._handover_timeout_s = handover_timeout_s
         self._waiting: dict[SequenceKey, asyncio.Future[Held]] = {}
 
+    @property
+    def holdings(self) -> dict[str, int]:
+        return self._giver.holdings
+
+    @property
+    def probing(self) -> bool:
+        return self._giver.probing
+
     async def hold(self, key: SequenceKey) -> Held | None:
         """Stops a sequence; None when it cannot be held now, and goes on.
 

@@ -93,11 +93,12 @@ class DecodeService:
     @property
     def holdings(self) -> dict[str, int]:
         """What is held here for attempts besides blocks and slots, by kind."""
-        return {**self._beginner.holdings, "tasks": len(self._beginnings)}
+        sides = {**self._beginner.holdings, **self._departures.holdings}
+        return {**sides, "tasks": len(self._tasks)}
 
     @property
     def probing(self) -> bool:
-        return self._beginner.probing
+        return self._beginner.probing or self._departures.probing
 
     @property
     def num_sessions(self) -> int:

@@ -95,8 +95,7 @@ class Mover:
     def _collector(
         self, giver: Worker[DecodeSession], leaving: _Leaving, positions: int
     ) -> WorkerIdentity | None:
-        layout = giver.description.layout
-        if layout is None:
+        if giver.load is None:
             return None
         demand = Demand(
             request_id=giver.identity.incarnation,
@@ -109,7 +108,7 @@ class Mover:
             tokenizer_digest=giver.model.tokenizer_digest,
             failed=frozenset(leaving.failed),
         )
-        return collector_for(demand, self._fleet.decodes.snapshots(), layout)
+        return collector_for(demand, self._fleet.decodes.snapshots(), giver.snapshot(giver.load))
 
     async def _follow(self, move: Move, leaving: _Leaving) -> None:
         now = asyncio.get_running_loop().time

@@ -67,7 +67,6 @@ class Report:
         metrics.gauge(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
         metrics.gauge(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
         metrics.gauge(metrics.PROBES, self._probes)
-        metrics.timings(metrics.HANDOVER_STAGE, self._stages)
 
     def _blocks(self) -> Gauge:
         free = self.engine.load.free_blocks
@@ -101,9 +100,6 @@ class Report:
     def _probes(self) -> Gauge:
         return {labels: number for labels, number in dict(self.stats.probes).items()}
 
-    def _stages(self) -> dict[tuple[str, ...], Timings]:
-        return {(self.side, stage): times for stage, times in dict(self.stats.stages).items()}
-
     def _leaks(self) -> Gauge:
         """What is held though nobody is here for whom: what stays so, nobody will ever free.
 
@@ -128,9 +124,13 @@ def export_handovers(side: str, stats: HandoverStats) -> None:
     def outcomes() -> Gauge:
         return {(side, outcome): n for outcome, n in dict(stats.outcomes).items()}
 
+    def stages() -> dict[tuple[str, ...], Timings]:
+        return {(side, stage): times for stage, times in dict(stats.stages).items()}
+
     metrics.gauge(metrics.HANDOVERS, outcomes)
     metrics.gauge(metrics.HANDOVER_BYTES, lambda: {(side,): stats.payload_bytes})
     metrics.gauge(metrics.PARCELS, lambda: {(side,): stats.parcels})
+    metrics.timings(metrics.HANDOVER_STAGE, stages)
 
 
 def describe(
