@@ -31,10 +31,12 @@ from baton.core.events import Tokens as TokensEvent
 from baton.core.loop import EngineLoop
 from baton.core.model import WorkerIdentity
 from baton.decode.begin import Beginner
+from baton.decode.departures import Departures
 from baton.decode.service import DecodeService
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.kv.collector import Collected, Collector, Ticket
+from baton.kv.giver import Giver
 from baton.kv.staging import Staging
 from baton.kv.ticket import Reserve, Unpack
 from baton.rpc.channels import Channels
@@ -188,7 +190,9 @@ class _Decode:
             lambda peer: GrpcGiverConnection(channels.get(peer.address)),
         )
         beginner = Beginner(engine, made._collector, handover_timeout_s=HANDOVER_S)
-        made.service = DecodeService(engine, beginner, resume_window_s=2.0)
+        giver = Giver(made.identity, loops[0].runner.layout, staging)
+        departures = Departures(engine, giver, handover_timeout_s=HANDOVER_S)
+        made.service = DecodeService(engine, beginner, departures, resume_window_s=2.0)
         ends.push_async_callback(made.service.close)
         made._session = made.service.session("bench")
         return made
