@@ -155,10 +155,9 @@ class _Side:
                 ]
                 try:
                     await self._until(lambda _: _settled(streams), following)
-                    settled = time.perf_counter()
                     os.kill(stays, signal.SIGCONT)
                     await self._until(lambda live: live("decode") == 2, following)
-                    return await self._leave(number, leaves, settled, streams, following)
+                    return await self._leave(number, leaves, streams, following)
                 finally:
                     for task in following:
                         task.cancel()
@@ -170,7 +169,6 @@ class _Side:
         self,
         number: signal.Signals,
         leaves: int,
-        settled: float,
         streams: list[Stream],
         following: list[asyncio.Task[None]],
     ) -> Leaving:
@@ -187,7 +185,7 @@ class _Side:
             gaps=[
                 gap
                 for stream in streams
-                for gap in Stream(times=[t for t in stream.times if t < told]).gaps(settled)
+                for gap in Stream(times=[t for t in stream.times if t < told]).gaps(0.0)
             ],
             computed=after[0] - before[0],
             moved=after[1] - before[1],
