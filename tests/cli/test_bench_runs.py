@@ -37,6 +37,7 @@ def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     return run
 
 
+@pytest.mark.slow
 def test_batching(bench: Bench) -> None:
     found = bench("batching", "--requests", "6", "--batch", "2")
     assert found["requests with equal tokens"]["value"] == 100

@@ -10,6 +10,7 @@ import pytest
 
 from baton.core.attempt import Attempt, SequenceKey
 from baton.core.errors import InvalidArgument, Reason
+from baton.core.handover import LIMITS, GiverState, Limit
 from baton.rpc.metrics import DECODE_TOKENS, counter
 from tests.services.worker.pair import (
     CHUNK,
@@ -58,6 +59,8 @@ async def running(world: Pair, end: RouterEnd, one: Attempt) -> None:
     await until(lambda: len(end.tokens[keys_of(one)[0]]) >= 4)
 
 
+SOON = {**LIMITS, GiverState.OFFERED: Limit("a collector that was told to go away", 2.0)}
+
 STAGES = (before_its_first_chunk, between_two_chunks, with_unpacking_held, running)
 
 
@@ -94,7 +97,7 @@ async def test_the_router_cancels_both_legs(reach: Reach) -> None:
 async def test_only_decode_is_told(reach: Reach) -> None:
     """Prefill finds out by the broken hand-over; what it computes already it still answers."""
     one = attempt(n=2)
-    async with pair() as world, router(world) as end:
+    async with pair(limits=SOON) as world, router(world) as end:
         run = await begin(world, end, one)
         await reach(world, end, one)
         await end.cancel(one)

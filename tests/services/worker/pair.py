@@ -232,7 +232,7 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     """Everything running; checked on leaving: nothing held, no task left.
 
-    limits: of what decode gives away.
+    limits: of what either gives away.
     """
     before = asyncio.all_tasks()
     async with AsyncExitStack() as ends:
@@ -265,7 +265,7 @@ async def pair(
         )
         pool, engine, staging, identity = prefill_parts
         given, taken = HandoverStats(), HandoverStats()
-        giver = Giver(identity, prefill_runner.layout, staging, stats=given)
+        giver = Giver(identity, prefill_runner.layout, staging, stats=given, limits=limits)
         prefilling = PrefillService(engine, giver, handover_timeout_s=handover_timeout_s)
         services["prefill"] = prefilling
         ends.push_async_callback(prefilling.close)
