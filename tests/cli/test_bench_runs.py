@@ -45,6 +45,7 @@ def test_batching(bench: Bench) -> None:
     assert steps["value"] < steps["against"]
 
 
+@pytest.mark.slow
 def test_engine(bench: Bench) -> None:
     found = bench("engine", "--requests", "3", "--rounds", "1", "--quantize", "none")
     assert found["requests"]["value"] == 3
