@@ -10,8 +10,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from baton.core.errors import Unavailable
+
+T = TypeVar("T")
+
+
+async def to_end(running: asyncio.Future[T]) -> T:
+    """Awaits work on another thread; a cancellation of ours is raised when it is done.
+
+    For work that uses memory of the waiter's.
+    """
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError:
+                continue
+        running.exception()
+        raise
 
 
 class CopyThread:
@@ -27,16 +47,7 @@ class CopyThread:
             running = asyncio.get_running_loop().run_in_executor(self._thread, copy)
         except RuntimeError:
             raise Unavailable("This worker's engine has stopped.") from None
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            while not running.done():
-                try:
-                    await asyncio.wait([running])
-                except asyncio.CancelledError:
-                    continue
-            running.exception()
-            raise
+        await to_end(running)
 
     def close(self) -> None:
         """Waits for the copy that runs. Idempotent."""

@@ -25,7 +25,7 @@ from baton.core.loop import EngineLoop, SchedulerT
 from baton.core.plan import StepPlan
 from baton.core.ports import ModelRunner
 from baton.core.scheduling import Load
-from baton.engine.copying import CopyThread
+from baton.engine.copying import CopyThread, to_end
 from baton.engine.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
@@ -121,17 +121,7 @@ class EngineThread(Generic[SchedulerT]):
 
         For functions that use memory of the waiter's.
         """
-        answer = self._enqueue_for_answer(function)
-        try:
-            return await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            while not answer.done():
-                try:
-                    await asyncio.wait([answer])
-                except asyncio.CancelledError:
-                    continue
-            answer.exception()
-            raise
+        return await to_end(self._enqueue_for_answer(function))
 
     async def copy(self, function: Callable[[ModelRunner], object]) -> None:
         """Runs a pack or an unpack, beside the running step where the runner allows it.

@@ -154,6 +154,17 @@ class Peers:
         if self._known(incarnation) is None:
             self._meetings.pop(incarnation, None)
 
+    def _introduce(self, transports: tuple[str, ...], giver_incarnation: str) -> Introduction:
+        ucx = self._staging.ucx
+        return Introduction(
+            self._identity,
+            self._layout,
+            transports,
+            giver_incarnation,
+            ucx.network.value,
+            ucx.transports,
+        )
+
     async def _ask_again(self, peer: Peer) -> None:
         """Keeps the way to the ring of a process that is still there, and forgets any other.
 
@@ -163,9 +174,7 @@ class Peers:
         try:
             async with asyncio.timeout(MEET_S):
                 names = (peer.meeting.transport,)
-                meeting = await peer.connection.meet(
-                    Introduction(self._identity, self._layout, names, peer.incarnation)
-                )
+                meeting = await peer.connection.meet(self._introduce(names, peer.incarnation))
             self._check(peer.meeting.giver, meeting)
             peer.doubted = False
         except (BatonError, TimeoutError):
@@ -186,16 +195,8 @@ class Peers:
         try:
             async with asyncio.timeout(MEET_S):
                 while names:
-                    meeting = await connection.meet(
-                        Introduction(
-                            self._identity,
-                            self._layout,
-                            tuple(names),
-                            giver.incarnation,
-                            self._staging.ucx.network.value,
-                            self._staging.ucx.transports,
-                        )
-                    )
+                    introduction = self._introduce(tuple(names), giver.incarnation)
+                    meeting = await connection.meet(introduction)
                     self._check(giver, meeting)
                     theirs = meeting.kv_network
                     try:
