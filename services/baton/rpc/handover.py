@@ -33,6 +33,7 @@ from baton.core.handover_messages import (
     RingDescription,
     Tokens,
 )
+from baton.rpc.calls import abandon
 from baton.rpc.convert import (
     choice_tokens_from_proto,
     choice_tokens_to_proto,
@@ -171,7 +172,7 @@ class GrpcCollectStream:
             # The giver is stuck or gone: there is nobody to part from in order.
             pass
         finally:
-            self._call.cancel()
+            abandon(self._call)
             self._reading.cancel()
             await asyncio.wait([self._reading])
 

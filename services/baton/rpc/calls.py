@@ -1,0 +1,19 @@
+"""Ending a streaming call for good, whatever became of it; knows no message and no service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ABANDONED = "The caller left."
+
+
+def abandon(call: Any) -> None:
+    """Cancels a call of grpc.aio, also one that it takes for over already. Idempotent.
+
+    A write that meets a call which the peer has just ended makes grpc.aio write the call off
+    ("Internal error from Core") without ending it: `cancel()` does nothing then, and when answers
+    were left unread, the task that waits for the status never ends. Only the call underneath can
+    still be cancelled, and there is no public way to it.
+    """
+    if not call.cancel():
+        call._cython_call.cancel(ABANDONED)
