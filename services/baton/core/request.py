@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.core.tenants import ANYONE, Tenant
+
 
 class FinishReason(Enum):
     """Why a choice ended."""
@@ -109,7 +111,7 @@ class Request:
     skip_special_tokens: bool = True
     priority: int = 0
     deadline_s: float | None = None
-    tenant: str = ""
+    tenant: Tenant = ANYONE
     cache_salt: bytes = b""
 
 

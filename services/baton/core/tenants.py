@@ -1,0 +1,31 @@
+"""Tenant, who pays for a request and what that party may use; knows no keys and counts nothing.
+
+A limit of None is no limit. All token limits count prompt and output alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """weight: its share of a busy fleet, relative to other tenants'. cache_salt: what its prefixes
+    are keyed by; tenants with different salts never share KV. most_urgent: the smallest priority
+    number it may ask for (smaller is more urgent); a request that asks for less is refused.
+    """
+
+    name: str = ""
+    weight: float = 1.0
+    cache_salt: bytes = b""
+    most_urgent: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_requests: int | None = None
+    """At a time."""
+    max_tokens: int | None = None
+    """Of all its running and waiting requests together: prompts and the longest outputs."""
+
+
+ANYONE = Tenant()
+"""Whoever calls a router that asks for no keys."""
