@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.core.errors import HandoverFailed
 from baton.core.handover import (
@@ -85,6 +87,21 @@ def taking(num_positions: int = 10, positions_per_parcel: int = 4) -> CollectorS
     return side
 
 
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_parcels_are_as_few_as_can_be_and_alike(
+    num_positions: int, positions_per_parcel: int
+) -> None:
+    fewest = -(-num_positions // positions_per_parcel)
+    side = giving(num_positions, positions_per_parcel)
+    side.advanced(num_positions)
+    side.credited(fewest)
+    sizes = []
+    while (run := side.next_run()) is not None:
+        sizes.append(run.num_positions)
+    assert sum(sizes) == num_positions and len(sizes) == fewest
+    assert max(sizes) - min(sizes) <= 1
+
+
 def test_parcels_follow_each_other_within_finished_positions_and_credits() -> None:
     side = giving()
     assert side.next_run() is None
@@ -92,8 +109,8 @@ def test_parcels_follow_each_other_within_finished_positions_and_credits() -> No
     assert not side.advanced(6)
     assert side.next_run() is None
     side.credited(2)
-    assert side.next_run() == Run(0, 0, 4)
-    assert side.next_run() == Run(1, 4, 2)
+    assert side.next_run() == Run(0, 0, 3)
+    assert side.next_run() == Run(1, 3, 3)
     assert side.next_run() is None
     assert side.advanced(10)
     side.credited(1)

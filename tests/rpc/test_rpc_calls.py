@@ -47,8 +47,8 @@ async def test_a_call_that_ended_while_it_was_written_to_leaves_no_task() -> Non
                 async with asyncio.timeout(20):
                     with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                         await write_until_refused(call)
-                abandon(call)
-                abandon(call)
+                await abandon(call)
+                await abandon(call)
             async with asyncio.timeout(20):
                 while waiting := [task for task in asyncio.all_tasks() - before if of_a_call(task)]:
                     await asyncio.wait(waiting)

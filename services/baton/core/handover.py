@@ -233,10 +233,16 @@ class GiverSide:
             raise HandoverFailed("credited parcels that do not exist")
 
     def next_run(self) -> Run | None:
-        """The next parcel that may be made now; it counts as made, and `sent` follows."""
-        count = min(self.finished - self.next_position, self.positions_per_parcel)
-        if self.state is not GiverState.GIVING or self.credits == 0 or count == 0:
+        """The next parcel that may be made now; it counts as made, and `sent` follows.
+
+        What is finished is cut into as few parcels as can be, of equal size: a small last one would
+        cost what a large one does, and the first one keeps the collector waiting for its packing.
+        """
+        left = self.finished - self.next_position
+        if self.state is not GiverState.GIVING or self.credits == 0 or left == 0:
             return None
+        num_parcels = -(-left // self.positions_per_parcel)
+        count = -(-left // num_parcels)
         run = Run(self.next_index, self.next_position, count)
         self.credits -= 1
         self.next_index += 1

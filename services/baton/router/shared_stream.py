@@ -125,7 +125,7 @@ class SharedStream(ABC, Generic[Up, Down]):
             if writer is not None:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
-            abandon(call)
+            await abandon(call)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Up, Down]) -> None:
         """Until the call breaks."""
@@ -145,7 +145,7 @@ class SharedStream(ABC, Generic[Up, Down]):
 
 def _end_with(writer: asyncio.Task[None], call: grpc.aio.Call) -> None:
     """A stream that nobody writes to any more must not look alive."""
-    abandon(call)
+    call.cancel()
     error = None if writer.cancelled() else writer.exception()
     if error is not None and not isinstance(error, BROKEN):
         log.error("writing to a worker failed", exc_info=error)

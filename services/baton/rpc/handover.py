@@ -172,7 +172,7 @@ class GrpcCollectStream:
             # The giver is stuck or gone: there is nobody to part from in order.
             pass
         finally:
-            abandon(self._call)
+            await abandon(self._call)
             self._reading.cancel()
             await asyncio.wait([self._reading])
 

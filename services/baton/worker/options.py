@@ -82,7 +82,7 @@ class WorkerOptions(ServingOptions):
         (), "network devices UCX may use, as UCX_NET_DEVICES names them; empty: all"
     )
     slots: int = option(16, "slots of the ring that parcels pass through", minimum=2, maximum=4096)
-    slot_mib: int = option(2, "size of a slot", unit="MiB", minimum=1, maximum=16)
+    slot_mib: int = option(4, "size of a slot", unit="MiB", minimum=1, maximum=16)
     probe_interval_s: float = option(
         10.0, "between two probes of a way for KV on which nothing moves", unit="s", minimum=0.05
     )
