@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from baton.core.tenants import ANYONE, Tenant
@@ -113,6 +113,10 @@ class Request:
     deadline_s: float | None = None
     tenant: Tenant = ANYONE
     cache_salt: bytes = b""
+
+    def of(self, tenant: Tenant) -> Request:
+        """The same request, of whoever was found to have sent it. Asked once, at the edge."""
+        return replace(self, tenant=tenant, cache_salt=tenant.salted(self.cache_salt))
 
 
 @dataclass(frozen=True, slots=True)

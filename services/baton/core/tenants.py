@@ -6,6 +6,7 @@ A limit of None is no limit. All token limits count prompt and output alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,14 @@ class Tenant:
     """At a time."""
     max_tokens: int | None = None
     """Of all its running and waiting requests together: prompts and the longest outputs."""
+
+    def salted(self, salt: bytes) -> bytes:
+        """The salt of a request of this tenant that asked for one, or for b"". A tenant's own keys
+        the hash, so that nobody's wish can name another tenant's.
+        """
+        if not self.cache_salt:
+            return salt
+        return blake2b(salt, digest_size=32, key=self.cache_salt, person=b"baton-salted").digest()
 
 
 ANYONE = Tenant()
