@@ -22,6 +22,7 @@ from typing import Any, cast
 import pytest
 
 from baton.cli import chat, state
+from baton.cli.access import access_of
 from baton.core.errors import (
     BatonError,
     ContextLengthExceeded,
@@ -30,6 +31,8 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.request import ChatPrompt
+from baton.router.grpc_door import KeyInterceptor
+from baton.router.keys import OpenDoor
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
 from baton.rpc.server import ProcessServer, Service
@@ -56,7 +59,9 @@ def serving(frontend: Scripted, *, ready: bool = True) -> Iterator[str]:
             "baton.v1.Inference",
             lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server),
         )
-        server = ProcessServer(listen="127.0.0.1:0", services=[service])
+        server = ProcessServer(
+            listen="127.0.0.1:0", services=[service], interceptors=[KeyInterceptor(OpenDoor())]
+        )
         address = await server.start()
         server.set_serving(ready)
         return server, address
@@ -121,9 +126,9 @@ def test_the_address_is_that_of_the_running_baton(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert chat.running_address() == chat.DEFAULT_ADDRESS
+    assert access_of(parsed(), "10.0.0.1:1").address == "10.0.0.1:1"
     state.write({"grpc": address, "http": "", "pid": os.getpid(), "processes": []})
-    chat.ask(chat.running_address(), "hello")
+    chat.ask(access_of(parsed(), ""), "hello")
     assert capsys.readouterr().out == ANSWER + "\n"
 
 

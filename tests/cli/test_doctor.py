@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import checks, doctor, state
+from baton.cli.access import Access, access_of, add_arguments
 from baton.cli.findings import Finding, Status, ok, warn
 from tests.cli.test_chat import serving
 from tests.services.router_http.scripted import Scripted
@@ -110,23 +111,30 @@ def address() -> Iterator[str]:
         yield address
 
 
+def there(address: str | None) -> Access:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--grpc")
+    add_arguments(parser)
+    return access_of(parser.parse_args(["--grpc", address] if address else []), "")
+
+
 def test_a_baton_that_serves(address: str) -> None:
-    assert doctor.running(address) == ok(f"serving at {address}")
+    assert doctor.running(there(address)) == ok(f"serving at {address}")
     state.write({"grpc": address, "http": "", "pid": os.getpid(), "processes": []})
-    assert doctor.running(None) == ok(f"serving at {address}")
+    assert doctor.running(there(None)) == ok(f"serving at {address}")
 
 
 def test_a_baton_that_is_not_ready() -> None:
     with serving(Scripted(), ready=False) as address:
-        finding = doctor.running(address)
+        finding = doctor.running(there(address))
     assert finding.status is Status.FAIL and "not ready" in finding.detail
 
 
 def test_no_baton_is_a_failure_only_where_one_was_named(address: str) -> None:
-    assert doctor.running(None).status is Status.OK
+    assert doctor.running(there(None)).status is Status.OK
     with serving(Scripted()) as gone:
         pass
-    finding = doctor.running(gone)
+    finding = doctor.running(there(gone))
     assert finding.status is Status.FAIL and gone in finding.detail
 
 

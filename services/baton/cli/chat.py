@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from baton.cli import state
+from baton.cli import access
 from baton.core.errors import InvalidArgument
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -20,6 +20,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="HOST:PORT",
         help=f"default: where `baton up` runs, else {DEFAULT_ADDRESS}",
     )
+    access.add_arguments(parser)
     parser.add_argument("--model", default="", help="default: the only one served")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
@@ -44,26 +45,20 @@ def run(args: argparse.Namespace) -> int:
     prompt: str | None = args.prompt
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
-    with ChatClient(args.grpc or running_address()) as client:
+    with ChatClient(access.access_of(args, DEFAULT_ADDRESS)) as client:
         if prompt is None:
             converse(client, conversation)
             return 0
         return 0 if answer(client, conversation, prompt).finished else 130
 
 
-def ask(address: str, prompt: str) -> None:
+def ask(where: access.Access, prompt: str) -> None:
     """Asks once and prints the answer as it comes. Raises BatonError."""
     from baton.cli.chat_client import ChatClient, Conversation, options
     from baton.cli.chat_terminal import answer
 
-    with ChatClient(address) as client:
+    with ChatClient(where) as client:
         answer(client, Conversation(options()), prompt)
-
-
-def running_address() -> str:
-    """Where the Baton that `baton up` started answers gRPC, else the default address."""
-    running = state.read()
-    return str(running["grpc"]) if running else DEFAULT_ADDRESS
 
 
 def _in_range(field: str, value: int | None, most: int) -> int | None:

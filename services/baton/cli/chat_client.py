@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import grpc
 
+from baton.cli.access import Access
 from baton.core.errors import BatonError, Unavailable
 from baton.rpc.address import split
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.options import CLIENT
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 
@@ -77,14 +77,17 @@ def options(
 class ChatClient:
     """A channel to one router; a context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, access: Access) -> None:
         """Raises InvalidArgument for what is no address, Unavailable when nothing listens."""
-        host, port = split(address, "grpc")
+        host, port = split(access.address, "grpc")
         try:
             socket.create_connection((host, port), timeout=CONNECT_S).close()
         except OSError:
-            raise Unavailable(f"nothing listens on {address}: start it with 'baton up'") from None
-        self._channel = grpc.insecure_channel(address, options=CLIENT)
+            raise Unavailable(
+                f"nothing listens on {access.address}: start it with 'baton up'"
+            ) from None
+        self._metadata = access.metadata
+        self._channel = access.channel()
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> ChatClient:
@@ -101,7 +104,7 @@ class ChatClient:
         """
         turn = Turn()
         began = time.monotonic()
-        call = self._stub.Chat(conversation.request(prompt))
+        call = self._stub.Chat(conversation.request(prompt), metadata=self._metadata)
         try:
             with suppress(KeyboardInterrupt):
                 for response in call:

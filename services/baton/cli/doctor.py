@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.cli import checks, state
+from baton.cli import access, checks, state
 from baton.cli.findings import Finding, document, fail, failed, ok, show
 from baton.cli.kv import command as kv
 from baton.rpc.address import split
@@ -27,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--grpc", metavar="HOST:PORT", help="a running Baton (default: where `baton up` runs)"
     )
+    access.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     kv.add_parser(parser.add_subparsers(dest="about", metavar="WHAT"))
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         "shared memory": checks.shared_memory,
         "open files": checks.open_files,
         "model": checks.model(args.model),
-        "baton": lambda: running(args.grpc),
+        "baton": lambda: running(access.access_of(args, "")),
     }
     console = Console(highlight=False, soft_wrap=True)
     found: dict[str, Finding] = {}
@@ -59,24 +60,36 @@ def run(args: argparse.Namespace) -> int:
     return int(failed(found))
 
 
-def running(address: str | None) -> Finding:
-    """Whether a Baton answers. None running is fine unless one was named."""
+def running(there: access.Access) -> Finding:
+    """Whether a Baton answers, also with the key if there is one. None running is fine unless one
+    was named.
+    """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from baton.rpc.options import CLIENT
+    from baton.v1.inference_pb2 import ListModelsRequest
+    from baton.v1.inference_pb2_grpc import InferenceStub
 
-    known = state.read()
-    where = address or (str(known["grpc"]) if known else "")
+    where = there.address
     if not where:
         return ok("none runs here; 'baton up' starts one")
-    with grpc.insecure_channel(where, options=CLIENT) as channel:
+    with there.channel() as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE), timeout=HEALTH_TIMEOUT_S
             )
         except grpc.RpcError:
-            return fail(f"no Baton answers at {where}", "start it with 'baton up'")
+            tls = "over TLS" if there.ca is not None else "in plain text (--ca or --tls: TLS)"
+            return fail(f"no Baton answers at {where} {tls}", "start it with 'baton up'")
+        try:
+            if there.key:
+                InferenceStub(channel).ListModels(
+                    ListModelsRequest(), timeout=HEALTH_TIMEOUT_S, metadata=there.metadata
+                )
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return fail(f"{where} does not know this API key", "see 'baton keys list'")
+            return fail(f"{where} answers health only", f"see {state.log_file()}")
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         return fail(
             f"{where} is up but not ready",

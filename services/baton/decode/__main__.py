@@ -50,7 +50,7 @@ def main() -> int:
             parts.identity,
             parts.runner.layout,
             parts.staging,
-            lambda giver: GrpcGiverConnection(parts.channels.get(giver.address)),
+            lambda giver: GrpcGiverConnection(parts.channels.get(giver.address, giver.role)),
             stats=parts.stats,
         )
         collector.start_probing(config.probe_interval_s)

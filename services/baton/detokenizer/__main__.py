@@ -56,6 +56,8 @@ async def serve(options: DetokenizerConfig) -> int:
         ],
         reflection=options.reflection,
         metrics_listen=options.metrics_listen,
+        health_listen=options.health_listen,
+        certificates=options.certificates(),
     )
     metrics.gauge(metrics.STREAMS, lambda: {(ROLE,): servicer.num_sessions})
     metrics.gauge(metrics.SEQUENCES, lambda: {("running",): servicer.num_texts})

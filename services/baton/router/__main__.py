@@ -10,10 +10,14 @@ import sys
 from baton.core.model import WorkerIdentity
 from baton.router.config import RouterConfig
 from baton.router.discovery import StaticDiscovery
+from baton.router.exposure import warnings
 from baton.router.fleet import Fleet
+from baton.router.grpc_door import KeyInterceptor
 from baton.router.http.app import HttpApp
+from baton.router.http.door import HttpDoor
 from baton.router.http.protocol import HttpLimits
 from baton.router.http.server import serve_http
+from baton.router.keys import KeyedDoor, OpenDoor
 from baton.router.metrics import RouterMetrics
 from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
@@ -45,7 +49,16 @@ async def serve(config: RouterConfig) -> int:
             "detokenizer": config.detokenizers,
         }
     )
-    channels = Channels()
+    for warning in warnings(
+        config.faces,
+        keys=bool(config.keys),
+        tls=bool(config.public_tls_cert),
+        tls_terminated=config.tls_terminated,
+    ):
+        log.warning("%s", warning)
+    door = KeyedDoor(config.keys) if config.keys else OpenDoor()
+    certificates = config.public_certificates()
+    channels = Channels(config.certificates())
     fleet = Fleet(discovery, channels, identity)
     metrics = RouterMetrics()
     pipeline = Pipeline(fleet, config, metrics)
@@ -62,18 +75,22 @@ async def serve(config: RouterConfig) -> int:
         ],
         reflection=config.reflection,
         public=True,
+        certificates=certificates,
+        interceptors=[KeyInterceptor(door)],
         field="grpc_listen",
     )
     unwatch = metrics.watch(fleet, lambda: pipeline.num_requests)
     try:
         limits = HttpLimits(stall_timeout_s=config.stall_timeout_s)
-        http = await serve_http(HttpApp(pipeline, REGISTRY), config.http_listen, limits=limits)
+        app = HttpApp(pipeline, REGISTRY, HttpDoor(door, open_metrics=config.metrics_open))
+        http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
             grpc_address = await server.start()
             fleet.start()
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
                 asyncio.create_task(Mover(fleet, metrics).run()),
+                asyncio.create_task(door.run()),
             )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
             print(json.dumps(started), flush=True)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.core.errors import InvalidArgument
+from baton.router.exposure import check
 from baton.rpc.config import option
+from baton.rpc.tls import Certificates
+from baton.rpc.tls_options import TlsOptions, needs_all
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(TlsOptions):
     """One router."""
 
     grpc_listen: str = option(
@@ -16,6 +20,18 @@ class RouterConfig:
     )
     http_listen: str = option(
         "127.0.0.1:0", "where HTTP listens; port 0: a free one", unit="host:port"
+    )
+    keys: str = option("", "JSON file of API keys; empty: none is asked for", unit="file")
+    metrics_open: bool = option(False, "answer /metrics without a key")
+    public_tls_cert: str = option(
+        "", "PEM file: the certificate and chain that clients are shown", unit="file"
+    )
+    public_tls_key: str = option("", "PEM file: its key", unit="file")
+    public_tls_ca: str = option(
+        "", "PEM file: clients need a certificate of this CA too; empty: none", unit="file"
+    )
+    tls_terminated: bool = option(
+        False, "whatever is in front of this router speaks TLS with clients"
     )
     tokenizers: tuple[str, ...] = option((), "tokenizer workers", unit="host:port")
     prefills: tuple[str, ...] = option(
@@ -49,3 +65,24 @@ class RouterConfig:
     )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
     log_json: bool = option(False, "log JSON lines")
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for what would let strangers in by oversight."""
+        TlsOptions.__post_init__(self)
+        needs_all(self, ("public_tls_cert", "public_tls_key"))
+        if self.public_tls_ca and not self.public_tls_cert:
+            raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")
+        check(self.faces, keys=bool(self.keys), allow_anonymous=self.allow_anonymous)
+
+    @property
+    def faces(self) -> dict[str, str]:
+        """Where clients reach this router, by option."""
+        return {"http_listen": self.http_listen, "grpc_listen": self.grpc_listen}
+
+    def public_certificates(self) -> Certificates | None:
+        """None: clients are answered in plain text. Raises InvalidArgument."""
+        if not self.public_tls_cert:
+            return None
+        return Certificates(
+            self.public_tls_cert, self.public_tls_key, self.public_tls_ca, field="public_tls_cert"
+        )

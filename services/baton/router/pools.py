@@ -59,7 +59,10 @@ class Pool(Generic[C]):
 
     def _follow(self, address: str) -> None:
         link = WorkerLink(
-            self._channels.get(address), self._router, self._make_client, self._changed
+            self._channels.get(address, self.role),
+            self._router,
+            self._make_client,
+            self._changed,
         )
         self._links[address] = (link, asyncio.create_task(link.run()))
 

@@ -11,6 +11,7 @@ import grpc
 from baton.core.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.core.request import Request
 from baton.core.validation import REQUEST_RANGES
+from baton.router.grpc_door import CALLER
 from baton.router.inference_messages import (
     chat_from_proto,
     event_to_proto,
@@ -61,7 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _answer(self, request: Request, write: Write) -> None:
         try:
-            stream = await self._pipeline.open(request)
+            stream = await self._pipeline.open(request.of(CALLER.get()))
             try:
                 async for event in stream:
                     message = event_to_proto(event, return_token_ids=request.return_token_ids)

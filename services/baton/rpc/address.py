@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 from baton.core.errors import InvalidArgument
@@ -25,6 +26,14 @@ def split(address: str, field: str) -> tuple[str, int]:
 
 def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, whatever network it is on. Of names only localhost is."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check(address: str, field: str) -> None:

@@ -1,4 +1,4 @@
-"""One process's channels to others, one per target and reused; knows nothing of what is called."""
+"""One process's channels to others, one per target and role; knows nothing of what is called."""
 
 from __future__ import annotations
 
@@ -6,29 +6,38 @@ import asyncio
 
 import grpc
 
-from baton.core.errors import Unavailable
-from baton.rpc.options import CLIENT
+from baton.core.errors import Internal, Unavailable
+from baton.rpc.tls import Certificates
+from baton.rpc.transport import open_channel
 
 
 class Channels:
     """Owns its channels until `drop` or `close`. Used on one event loop."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, certificates: Certificates | None = None) -> None:
+        """certificates: what this process shows its peers; None: there is no TLS inside Baton."""
+        self._certificates = certificates
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._closed = False
 
-    def get(self, target: str) -> grpc.aio.Channel:
-        """The channel to "host:port". It connects on first use and again by itself."""
+    def get(self, target: str, role: str = "") -> grpc.aio.Channel:
+        """The channel to "host:port". It connects on first use and again by itself.
+
+        role: what the peer's certificate must say; needed with certificates only.
+        """
         if self._closed:
             raise Unavailable("this process is leaving")
-        channel = self._channels.get(target)
+        channel = self._channels.get((target, role))
         if channel is None:
-            channel = self._channels[target] = grpc.aio.insecure_channel(target, options=CLIENT)
+            if self._certificates is not None and not role:
+                raise Internal("a peer without a role cannot be checked")
+            channel = open_channel(target, self._certificates, role)
+            self._channels[target, role] = channel
         return channel
 
-    async def drop(self, target: str) -> None:
+    async def drop(self, target: str, role: str = "") -> None:
         """Closes the channel to a peer that is gone for good; its calls are cancelled."""
-        channel = self._channels.pop(target, None)
+        channel = self._channels.pop((target, role), None)
         if channel is not None:
             await channel.close()
 

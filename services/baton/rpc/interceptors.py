@@ -37,8 +37,15 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler = Callable[[Any, _Context], Any]
 
 
+Check = Callable[[str, _Context], None]
+"""Raises BatonError when this caller may not call "/service/Method"."""
+
+
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Wraps every handler of a server."""
+    """Wraps every handler of a server. check: is asked before each call."""
+
+    def __init__(self, check: Check | None = None) -> None:
+        self._check = check or _anyone
 
     async def intercept_service(
         self,
@@ -54,23 +61,30 @@ class ErrorInterceptor(aio.ServerInterceptor):
         method = handler_call_details.method
         codecs = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *codecs)
+            return grpc.unary_unary_rpc_method_handler(
+                _unary(handler.unary_unary, method, self._check), *codecs
+            )
         if handler.stream_unary:
             return grpc.stream_unary_rpc_method_handler(
-                _unary(handler.stream_unary, method), *codecs
+                _unary(handler.stream_unary, method, self._check), *codecs
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, method), *codecs
+                _stream(handler.unary_stream, method, self._check), *codecs
             )
         return grpc.stream_stream_rpc_method_handler(
-            _stream(handler.stream_stream, method), *codecs
+            _stream(handler.stream_stream, method, self._check), *codecs
         )
 
 
-def _unary(handler: _Handler, method: str) -> _Handler:
+def _anyone(_: str, __: _Context) -> None:
+    return None
+
+
+def _unary(handler: _Handler, method: str, check: Check) -> _Handler:
     async def wrapped(request: Any, context: _Context) -> Any:
         try:
+            check(method, context)
             return await handler(request, context)
         except Exception as error:
             await _fail(error, context, method)
@@ -78,11 +92,12 @@ def _unary(handler: _Handler, method: str) -> _Handler:
     return wrapped
 
 
-def _stream(handler: _Handler, method: str) -> _Handler:
+def _stream(handler: _Handler, method: str, check: Check) -> _Handler:
     generates = inspect.isasyncgenfunction(handler)
 
     async def wrapped(request: Any, context: _Context) -> None:
         try:
+            check(method, context)
             if generates:
                 await _write_all(handler(request, context), context)
             else:

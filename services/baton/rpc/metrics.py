@@ -64,6 +64,17 @@ LEAKS = Spec(
     ("kind",),
 )
 
+TLS_STALE = Spec(
+    "baton_tls_stale", "Sets of certificate files that were replaced by ones that cannot be used."
+)
+API_KEYS = Spec("baton_api_keys", "API keys that are accepted.")
+API_KEYS_STALE = Spec(
+    "baton_api_keys_stale", "1 while the file of API keys cannot be used and an older state is."
+)
+UNAUTHENTICATED = Spec(
+    "baton_unauthenticated_total", "Calls without a key that is known.", ("face",)
+)
+
 REQUESTS = Spec("baton_requests_total", "Requests that ended.", ("outcome",))
 ATTEMPTS = Spec("baton_attempts_total", "Attempts that ended.", ("outcome",))
 REMOTE_PREFILL = Spec(

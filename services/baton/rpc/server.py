@@ -7,6 +7,7 @@ as the event loop does.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,16 @@ from grpc_reflection.v1alpha import reflection
 from baton.core.errors import Internal
 from baton.rpc import options
 from baton.rpc.address import PortInUse as PortInUse
-from baton.rpc.address import check, join, split
+from baton.rpc.address import check, is_loopback, join, split
 from baton.rpc.health import Health
-from baton.rpc.interceptors import ErrorInterceptor
+from baton.rpc.interceptors import Check, ErrorInterceptor
 from baton.rpc.metrics import TASKS, gauge, serve_metrics
+from baton.rpc.roles import check_caller
 from baton.rpc.scrape import MetricsServer
+from baton.rpc.tls import Certificates
+from baton.rpc.transport import bind
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +49,31 @@ class ProcessServer:
         services: Sequence[Service],
         reflection: bool = True,
         metrics_listen: str = "",
+        health_listen: str = "",
         public: bool = False,
         field: str = "listen",
+        certificates: Certificates | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         """public: others than Baton's own may call, so messages and streams are limited.
 
-        field: the option that `listen` came from, for errors to name.
+        field: the option that `listen` came from, for errors to name. certificates: speaks TLS;
+        callers that are Baton's own are then held to `baton.rpc.roles`. interceptors: see the
+        call before the services do; what they raise reaches the caller as a handler's error does.
+        health_listen: where health alone is served in plain text, for probes that speak no TLS.
         """
         self._listen = listen
         self._field = field
         self._services = tuple(services)
         self._reflection = reflection
         self._metrics_listen = metrics_listen
+        self._health_listen = health_listen
         self._public = public
+        self._certificates = certificates
+        self._interceptors = tuple(interceptors)
         self._health = Health([service.name for service in services])
         self._server: grpc.aio.Server | None = None
+        self._probed: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
         self._untell: Callable[[], None] = lambda: None
 
@@ -75,10 +91,16 @@ class ProcessServer:
         if api_implementation.Type() != "upb":
             raise Internal("protobuf runs without its C parser (upb); install a binary wheel")
         host, _ = split(self._listen, self._field)
+        if not (self._public or self._certificates or is_loopback(host)):
+            log.warning(
+                "%s is plain text and asks nobody who they are: whoever reaches it can use this "
+                "worker (--tls-cert, --tls-key and --tls-ca end that)",
+                self._listen,
+            )
         # Asked first, because gRPC does not say why a port cannot be had.
         check(self._listen, self._field)
         server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[ErrorInterceptor(self._check()), *self._interceptors],
             options=options.PUBLIC_SERVER if self._public else options.INTERNAL_SERVER,
         )
         for service in self._services:
@@ -92,11 +114,15 @@ class ProcessServer:
         # Before the port is bound: a server that never started keeps its port.
         metrics = serve_metrics(self._metrics_listen) if self._metrics_listen else None
         try:
+            self._probed = await self._serve_health()
             port = self._bind(server)
             await server.start()
         except BaseException:
             if metrics is not None:
                 metrics.close()
+            if self._probed is not None:
+                await self._probed.stop(0)
+                self._probed = None
             raise
         self._metrics = metrics
         self._server = server
@@ -112,18 +138,35 @@ class ProcessServer:
         """Takes no new calls, gives running ones `grace_s` to end, cancels the rest. Idempotent."""
         self.set_serving(False)
         server, self._server = self._server, None
+        probed, self._probed = self._probed, None
         metrics, self._metrics = self._metrics, None
         untell, self._untell = self._untell, lambda: None
         untell()
         try:
             if server is not None:
                 await server.stop(grace_s)
+            # Last, so that probes are answered for as long as anybody is.
+            if probed is not None:
+                await probed.stop(0)
         finally:
             if metrics is not None:
                 await asyncio.to_thread(metrics.close)
 
+    async def _serve_health(self) -> grpc.aio.Server | None:
+        if not self._health_listen:
+            return None
+        check(self._health_listen, "health_listen")
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options.PUBLIC_SERVER)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        bind(server, self._health_listen)
+        await server.start()
+        return server
+
+    def _check(self) -> Check | None:
+        return check_caller if self._certificates is not None and not self._public else None
+
     def _bind(self, server: grpc.aio.Server) -> int:
         try:
-            return server.add_insecure_port(self._listen)
+            return bind(server, self._listen, self._certificates)
         except RuntimeError:
             raise PortInUse(f"cannot listen on {self._listen}", field=self._field) from None

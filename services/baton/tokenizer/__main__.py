@@ -71,6 +71,8 @@ async def serve(options: TokenizerConfig) -> int:
             ],
             reflection=options.reflection,
             metrics_listen=options.metrics_listen,
+            health_listen=options.health_listen,
+            certificates=options.certificates(),
         )
         metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.num_inputs})
         address = await server.start()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 
 from baton.core.errors import InvalidArgument
 from baton.kv.ucx import KvNetwork, Ucx, choose, inherited
-from baton.rpc.address import split
+from baton.rpc.address import is_loopback, split
 from baton.worker.options import WorkerOptions
 
 
@@ -45,11 +44,3 @@ def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
             field="kv_network",
         )
     return KvNetwork.LOCAL
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, whatever network it is on. Of names only localhost is."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -97,6 +97,7 @@ class WorkerOptions(ServingOptions):
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for faults that are not understood or not allowed."""
+        ServingOptions.__post_init__(self)
         if parse(self.kv_faults).rules and not self.allow_kv_faults:
             raise InvalidArgument(
                 "breaks hand-overs on purpose; say --allow-kv-faults true if that is meant",

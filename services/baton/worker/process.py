@@ -127,7 +127,8 @@ async def run_worker(
             service.deliver(events)
 
     async with AsyncExitStack() as ends:
-        channels = Channels()
+        certificates = options.certificates()
+        channels = Channels(certificates)
         ends.push_async_callback(channels.close)
         step_time = metrics.histogram(metrics.STEP_TIME)
         engine: EngineThread[Scheduler] = EngineThread(
@@ -167,6 +168,8 @@ async def run_worker(
             services=[*services, worker_service(lambda: description, report.worker_load, cache)],
             reflection=options.reflection,
             metrics_listen=options.metrics_listen,
+            health_listen=options.health_listen,
+            certificates=certificates,
         )
         listening = await server.start()
         server.set_serving(True)

@@ -11,6 +11,8 @@ from grpc_status import rpc_status
 
 from baton.core.errors import Reason
 from baton.core.request import FinishReason
+from baton.router.grpc_door import KeyInterceptor
+from baton.router.keys import OpenDoor
 from baton.router.servicer import InferenceServicer
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer, Service
@@ -47,6 +49,7 @@ async def face(world: World) -> AsyncIterator[Face]:
             )
         ],
         public=True,
+        interceptors=[KeyInterceptor(OpenDoor())],
     )
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:

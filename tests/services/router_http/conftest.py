@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.router.http.app import HttpApp
 from baton.router.http.server import HttpServer, serve_http
-from tests.services.router_http.scripted import Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 async def server(frontend: Scripted, registry: CollectorRegistry) -> AsyncIterator[HttpServer]:
-    server = await serve_http(HttpApp(frontend, registry), "127.0.0.1:0")
+    server = await serve_http(HttpApp(frontend, registry, ANYONE), "127.0.0.1:0")
     try:
         yield server
         assert frontend.open_streams == 0

@@ -27,6 +27,10 @@ from baton.core.request import (
     TokenPrompt,
 )
 from baton.core.validation import validate
+from baton.router.http.door import HttpDoor
+from baton.router.keys import OpenDoor
+
+ANYONE = HttpDoor(OpenDoor(), open_metrics=False)
 
 MODEL = ModelDescription(
     name="org/scripted", digest="00", max_model_len=4096, vocab_size=257, eos_token_ids=(256,)

@@ -17,7 +17,7 @@ from baton.router.http.app import HttpApp
 from baton.router.http.protocol import HttpLimits
 from baton.router.http.server import HttpServer, serve_http
 from baton.rpc.address import PortInUse
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, whole_answer
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -25,7 +25,9 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 @asynccontextmanager
 async def serving(frontend: Scripted, limits: HttpLimits) -> AsyncIterator[HttpServer]:
-    server = await serve_http(HttpApp(frontend, CollectorRegistry()), "127.0.0.1:0", limits=limits)
+    server = await serve_http(
+        HttpApp(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0", limits=limits
+    )
     try:
         yield server
     finally:
@@ -149,7 +151,7 @@ async def test_models_on_the_wire(http: httpx.AsyncClient) -> None:
 
 async def test_a_port_in_use_names_the_setting(server: HttpServer) -> None:
     with pytest.raises(PortInUse) as caught:
-        await serve_http(HttpApp(Scripted(), CollectorRegistry()), server.address)
+        await serve_http(HttpApp(Scripted(), CollectorRegistry(), ANYONE), server.address)
     assert caught.value.field == "http_listen"
     assert server.address in caught.value.message
 
@@ -157,7 +159,7 @@ async def test_a_port_in_use_names_the_setting(server: HttpServer) -> None:
 @pytest.mark.parametrize("listen", ["", "localhost", "127.0.0.1:x", "127.0.0.1:70000", ":1"])
 async def test_what_is_no_address_names_the_setting(listen: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await serve_http(HttpApp(Scripted(), CollectorRegistry()), listen)
+        await serve_http(HttpApp(Scripted(), CollectorRegistry(), ANYONE), listen)
     assert caught.value.field == "http_listen"
 
 
@@ -244,7 +246,7 @@ async def test_a_pipelined_request_leaves_the_running_answer_whole(
 
 async def test_closing_lets_answers_end_and_then_cancels() -> None:
     frontend = Scripted(hold=True)
-    server = await serve_http(HttpApp(frontend, CollectorRegistry()), "127.0.0.1:0")
+    server = await serve_http(HttpApp(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json=HELLO))
         await asyncio.wait_for(frontend.started.wait(), 30)
@@ -257,7 +259,7 @@ async def test_closing_lets_answers_end_and_then_cancels() -> None:
             await client.get("/health")
 
     stuck = Scripted(hold=True)
-    server = await serve_http(HttpApp(stuck, CollectorRegistry()), "127.0.0.1:0")
+    server = await serve_http(HttpApp(stuck, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
         await asyncio.wait_for(stuck.started.wait(), 30)

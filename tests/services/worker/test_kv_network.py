@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from baton.core.handover_messages import Introduction, Meeting
 from baton.engine.fake import FakeRunner
 from baton.kv.parcel import BLAKE2B, XXH3
 from baton.kv.ucx import KvNetwork, Ucx, choose
+from baton.rpc.address import is_loopback
 from baton.rpc.handover import GrpcGiverConnection
-from baton.worker.network import is_loopback, network_of, ucx_of
+from baton.worker.network import network_of, ucx_of
 from baton.worker.options import WorkerOptions
 from tests.kv.listeners import listeners
 from tests.kv.rig import Pool, identity, rig
@@ -90,7 +92,8 @@ async def test_tcp_that_is_declared_serves(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_a_worker_that_others_reach_must_say_what_network_it_is_on(tmp_path: Path) -> None:
-    said = await refused(tmp_path, "--listen", "0.0.0.0:0", "--advertise", "10.0.0.1:7000")
+    reached = ("--listen", "0.0.0.0:0", "--advertise", "10.0.0.1:7000", "--allow-anonymous")
+    said = await refused(tmp_path, *reached)
     assert said.startswith("error: kv_network: must be declared")
 
 
@@ -107,14 +110,14 @@ async def test_a_worker_that_others_reach_must_say_what_network_it_is_on(tmp_pat
     ],
 )
 def test_undeclared_is_for_loopback(listen: str, advertise: str, allowed: bool) -> None:
-    options = WorkerOptions(model="m", listen=listen, advertise=advertise)
+    options = WorkerOptions(model="m", listen=listen, advertise=advertise, allow_anonymous=True)
     if allowed:
         assert ucx_of(options).network is KvNetwork.LOCAL
         return
     with pytest.raises(InvalidArgument) as refusal:
         ucx_of(options)
     assert refusal.value.field == "kv_network"
-    without = WorkerOptions(model="m", listen=listen, advertise=advertise, transport="loopback")
+    without = dataclasses.replace(options, transport="loopback")
     assert ucx_of(without) == Ucx()
 
 

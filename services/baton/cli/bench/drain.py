@@ -30,6 +30,7 @@ from baton.cli.ports import free_ports
 from baton.cli.results import Result, compared
 from baton.cli.supervisor import Supervisor
 from baton.core.errors import BatonError
+from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 
 SETTLED_TOKENS = 8
@@ -143,7 +144,7 @@ class _Side:
         await self._until(lambda live: live("decode") == 2)
         stays, leaves = self._decodes()
         streams = [Stream() for _ in self._load.prompts]
-        async with grpc.aio.insecure_channel(self._layout.grpc) as channel:
+        async with open_channel(self._layout.grpc) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             # While it is frozen, all streams begin on the other one.
             os.kill(stays, signal.SIGSTOP)

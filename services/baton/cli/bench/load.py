@@ -7,8 +7,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-import grpc
-
+from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 REQUEST_TIMEOUT_S = 600
@@ -56,7 +55,7 @@ async def drive(address: str, load: Load) -> Outcome:
     """Runs the load to its end, `concurrency` requests at a time."""
     waiting = iter(enumerate(load.prompts))
     outcome = Outcome(0.0, 0, token_ids=[[] for _ in load.prompts])
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         began = time.perf_counter()
 

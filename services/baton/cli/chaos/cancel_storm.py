@@ -16,8 +16,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
-
 from baton.cli.bench.stalls import percentile
 from baton.cli.chaos.calls import call, read
 from baton.cli.chaos.cluster import Cluster, cluster, metrics, total
@@ -25,6 +23,7 @@ from baton.cli.chaos.peers import Broken
 from baton.cli.layout import UpOptions
 from baton.cli.process import Child
 from baton.cli.results import Result, at_most
+from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 
 CONCURRENCY = 24
@@ -48,7 +47,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
     draw = random.Random(args.seed)
     async with (
         cluster(UpOptions(transport=args.transport)) as running,
-        grpc.aio.insecure_channel(running.grpc) as channel,
+        open_channel(running.grpc) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
         # Whatever is made once and kept is made now.

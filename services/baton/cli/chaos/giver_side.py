@@ -18,6 +18,7 @@ from baton.kv.giver import Giver, Offer
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.options import INTERNAL_SERVER
+from baton.rpc.transport import bind
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 TOKENS = (ChoiceTokens(SequenceKey("request", 0, 1), 0, (17,)),)
@@ -30,7 +31,7 @@ class GivingSide(Side):
     async def open(self) -> None:
         await super().open()
         self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=INTERNAL_SERVER)
-        address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        address = f"127.0.0.1:{bind(self.server, '127.0.0.1:0')}"
         self.me = WorkerIdentity(self.me.role, self.me.incarnation, address)
         self.giver = Giver(
             self.me, self.layout, self.staging, liveness=self.liveness, stats=self.stats

@@ -18,13 +18,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
 
-import grpc
-
 from baton.cli.bench.process import say
 from baton.cli.chaos.calls import call, read
 from baton.cli.chaos.cluster import Cluster, cluster
 from baton.cli.layout import UpOptions
 from baton.cli.results import Result, compared
+from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 
 RATE = 10.0
@@ -60,9 +59,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
     options = UpOptions(decode=3, routers=3, transport=args.transport)
     routed, flags = {i: i for i in range(3)}, {f"decode-{TROUBLED}": SMALL_POOL}
     async with cluster(options, routed=routed, flags=flags) as running:
-        channels = [
-            grpc.aio.insecure_channel(router.spec.grpc) for router in running.children_of("router")
-        ]
+        channels = [open_channel(router.spec.grpc) for router in running.children_of("router")]
         stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
         try:
             await _round("well", running, stubs, draw, args.seconds / 2)

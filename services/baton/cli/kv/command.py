@@ -24,6 +24,7 @@ from baton.cli.findings import Finding, document, fail, failed, show
 from baton.cli.kv import fabric, ucx_log, verdicts
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import split
+from baton.rpc.roles import DOCTOR
 
 DEADLINE_S = 60.0
 CONNECT_S = 3.0
@@ -54,6 +55,15 @@ def add_parser(subparsers: Any) -> None:
             f"--{name}", default=os.environ.get(f"BATON_{name.upper().replace('-', '_')}", ""),
             metavar="LIST", help=f"as a worker's --{name}, comma separated",
         )  # fmt: skip
+    for name in ("tls-cert", "tls-key", "tls-ca"):
+        parser.add_argument(
+            f"--{name}", default=os.environ.get(f"BATON_{name.upper().replace('-', '_')}", ""),
+            metavar="FILE", help=f"as a worker's --{name}; the certificate is a doctor's",
+        )  # fmt: skip
+    parser.add_argument(
+        "--peer-role", choices=("prefill", "decode", DOCTOR), default="prefill",
+        help="what the peer's certificate must say, with TLS (default %(default)s)",
+    )  # fmt: skip
     # The parent command has --json, too; a default here would undo it.
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
 
@@ -61,6 +71,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """1 when a check failed, else 0. Raises InvalidArgument naming the option at fault."""
     from baton.kv.ucx import Ucx, choose, inherited
+    from baton.rpc.tls_options import TlsOptions
     from baton.worker.network import network_of
 
     for field, allowed in (("kv_network", NETWORKS), ("transport", TRANSPORTS)):
@@ -75,16 +86,20 @@ def run(args: argparse.Namespace) -> int:
             devices=_listed(args.ucx_devices),
             inherited=inherited(),
         )
+    tls = TlsOptions(tls_cert=args.tls_cert, tls_key=args.tls_key, tls_ca=args.tls_ca)
     if args.listen:
         from baton.cli.kv.listen import listen
 
-        return asyncio.run(listen(args.listen, args.transport, ucx, args.json))
+        certificates = tls.certificates()
+        return asyncio.run(listen(args.listen, args.transport, ucx, args.json, certificates))
     task = {
         "peer": args.peer,
         "kv_network": ucx.network.value,
         "transport": args.transport,
         "ucx_transports": _listed(args.ucx_transports),
         "ucx_devices": ucx.devices,
+        "peer_role": args.peer_role,
+        "tls": (args.tls_cert, args.tls_key, args.tls_ca) if args.tls_cert else (),
     }
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as folder:
         log = Path(folder) / "ucx.log"

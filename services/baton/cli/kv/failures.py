@@ -24,7 +24,11 @@ def failure(address: str, stage: str, facts: Facts) -> Finding:
     reason, message = Reason[facts["error"]["reason"]], str(facts["error"]["message"])
     if stage == "peer":
         if reason is Reason.UNAVAILABLE and facts.get("accepts"):
-            return fail(f"{address} accepts connections and does not speak gRPC", A_WORKER)
+            return fail(
+                f"{address} accepts connections and does not speak gRPC, or not with TLS as here",
+                f"{A_WORKER}; with TLS between processes also --tls-cert, --tls-key, --tls-ca and "
+                "--peer-role",
+            )
         if reason in (Reason.UNAVAILABLE, Reason.DEADLINE_EXCEEDED):
             return fail(
                 f"nothing answers at {address}",

@@ -14,6 +14,7 @@ from baton.kv.ucx import Ucx
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import new_incarnation, run_until_stopped
 from baton.rpc.server import ProcessServer, Service
+from baton.rpc.tls import Certificates
 from baton.rpc.worker import worker_service
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
@@ -21,7 +22,9 @@ NUM_SLOTS, SLOT_BYTES = 4, 4 << 20
 LAYOUT = KvLayout("00" * 32, "float32", num_layers=1, num_kv_heads=1, key_size=32, value_size=32)
 
 
-async def listen(address: str, transport: str, ucx: Ucx, as_json: bool) -> int:
+async def listen(
+    address: str, transport: str, ucx: Ucx, as_json: bool, certificates: Certificates | None
+) -> int:
     """Serves until it is told to stop. Returns the exit code; raises as a worker's start does."""
     me = WorkerIdentity("doctor", new_incarnation(), address)
     async with AsyncExitStack() as ends:
@@ -47,6 +50,7 @@ async def listen(address: str, transport: str, ucx: Ucx, as_json: bool) -> int:
                 ),
                 worker_service(lambda: description, lambda: load),
             ],
+            certificates=certificates,
         )
         listening = await server.start()
         server.set_serving(True)

@@ -29,6 +29,7 @@ from baton.kv.ucx import KvNetwork, choose, inherited
 from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.lifecycle import die_with_parent, new_incarnation
+from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub
@@ -50,6 +51,9 @@ class Task:
     transport: str = "auto"
     ucx_transports: tuple[str, ...] = ()
     ucx_devices: tuple[str, ...] = ()
+    peer_role: str = ""
+    tls: tuple[str, ...] = ()
+    """Files of certificate, key and CA; none: plain text."""
 
 
 async def probe(task: Task, tell: Tell) -> None:
@@ -61,9 +65,9 @@ async def probe(task: Task, tell: Tell) -> None:
         inherited=inherited(),
     )
     async with AsyncExitStack() as ends:
-        channels = Channels()
+        channels = Channels(Certificates(*task.tls) if task.tls else None)
         ends.push_async_callback(channels.close)
-        channel = channels.get(task.peer)
+        channel = channels.get(task.peer, task.peer_role)
         peer = await _who(channel)
         tell(peer={**asdict(peer.identity), "has_kv": peer.layout is not None})
         if peer.layout is None:

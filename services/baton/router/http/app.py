@@ -7,12 +7,14 @@ import secrets
 
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import BatonError, Internal
+from baton.router.http.body import ClientGone
 from baton.router.http.chat import ChatAnswer
 from baton.router.http.completions import CompletionAnswer
+from baton.router.http.door import HttpDoor
 from baton.router.http.errors import HttpError, described
 from baton.router.http.frontend import Frontend
 from baton.router.http.generation import Generation
@@ -27,7 +29,8 @@ log = logging.getLogger(__name__)
 class HttpApp:
     """Serves one Frontend. Exceptions that reach it come before any byte of a response."""
 
-    def __init__(self, frontend: Frontend, registry: CollectorRegistry):
+    def __init__(self, frontend: Frontend, registry: CollectorRegistry, door: HttpDoor):
+        self._door = door
         chat = Generation(frontend, parse_chat, ChatAnswer)
         completions = Generation(frontend, parse_completion, CompletionAnswer)
         self._router = Router(
@@ -40,11 +43,18 @@ class HttpApp:
             redirect_slashes=False,
         )
 
+    @property
+    def routes(self) -> list[BaseRoute]:
+        return self._router.routes
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # With "app" set, the router raises for an unknown route or method.
         scope["app"] = self
         try:
+            await self._door.admit(scope, receive)
             await self._router(scope, receive, send)
+        except ClientGone:
+            return
         except (BatonError, HttpError, HTTPException) as error:
             await _refuse(error, send)
         except Exception:

@@ -7,6 +7,7 @@ client would see a broken connection in place of the reason.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from starlette.types import Receive, Scope
 
@@ -36,6 +37,15 @@ async def read_json_body(scope: Scope, receive: Receive) -> bytes:
     if refusal is not None:
         raise refusal
     return body
+
+
+async def discard_body(scope: Scope, receive: Receive) -> None:
+    """Takes the body of a request that is refused anyway. Raises ClientGone."""
+    if dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue":
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            await _receive_all(receive, keep=False)
 
 
 async def _receive_all(receive: Receive, *, keep: bool) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 
-from baton.core.errors import BatonError, Reason, from_reason
+from baton.core.errors import BatonError, Reason, Unauthenticated, from_reason
 from baton.router.http.respond import Header, Json
 from baton.rpc.errors import http_status, openai_error, retry_after_headers
 
@@ -32,6 +32,10 @@ class HttpError(Exception):
 def described(error: BatonError | HttpError | HTTPException) -> tuple[int, Json, list[Header]]:
     """Status, body and extra headers."""
     match error:
+        case Unauthenticated():
+            # Its body was not read, or not to the end.
+            headers = [(b"www-authenticate", b"Bearer"), (b"connection", b"close")]
+            return http_status(error), openai_error(error), headers
         case BatonError():
             return http_status(error), openai_error(error), _retry_headers(error)
         case HttpError():

@@ -20,6 +20,7 @@ from baton.core.request import Accepted, Delta, Finished, Request
 from baton.router.http.answer import Answer
 from baton.router.http.body import ClientGone, read_json_body
 from baton.router.http.collect import Collector
+from baton.router.http.door import caller
 from baton.router.http.errors import described
 from baton.router.http.frontend import EventStream, Frontend
 from baton.router.http.parse import Call
@@ -47,7 +48,7 @@ class Generation:
             body = await read_json_body(scope, receive)
         except ClientGone:
             return
-        call = self.parse(body)
+        call = self.parse(body).of(caller(scope))
         try:
             await while_connected(receive, self._respond(call, send))
         except BatonError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from baton.core.errors import BatonError, InvalidArgument
@@ -16,6 +16,7 @@ from baton.core.request import (
     TextPrompt,
     TokenPrompt,
 )
+from baton.core.tenants import Tenant
 from baton.core.validation import validate
 from baton.router.http.decode import decode
 from baton.router.http.schema import (
@@ -59,6 +60,10 @@ class Call:
     @property
     def wants_token_ids(self) -> bool:
         return self.requests[0].return_token_ids
+
+    def of(self, tenant: Tenant) -> Call:
+        """The same call, of whoever made it."""
+        return replace(self, requests=tuple(request.of(tenant) for request in self.requests))
 
     def in_client_words(self, error: BatonError) -> BatonError:
         """The same failure with the client's name of the field, in its message too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from typing import Any
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
@@ -15,6 +16,7 @@ from uvicorn.server import ServerState
 
 from baton.router.http.protocol import HttpLimits, LimitedProtocol
 from baton.rpc.address import join, refusal, split
+from baton.rpc.tls import Certificates
 
 _FIELD = "http_listen"
 _BACKLOG = 1024
@@ -47,8 +49,16 @@ class HttpServer:
         await self._server.wait_closed()
 
 
-async def serve_http(app: ASGIApp, listen: str, *, limits: HttpLimits | None = None) -> HttpServer:
+async def serve_http(
+    app: ASGIApp,
+    listen: str,
+    *,
+    limits: HttpLimits | None = None,
+    certificates: Certificates | None = None,
+) -> HttpServer:
     """Serves app on listen ("host:port"; "[::1]:port"; port 0 takes a free one).
+
+    certificates: speaks TLS 1.2 or later. A handshake has as long as the head of a request.
 
     Raises PortInUse when something else listens there, InvalidArgument when listen is no address
     of this machine; both name the field http_listen.
@@ -71,9 +81,13 @@ async def serve_http(app: ASGIApp, listen: str, *, limits: HttpLimits | None = N
     protocol = functools.partial(
         LimitedProtocol, limits, config=config, server_state=state, app_state={}
     )
+    tls: dict[str, Any] = {}
+    if certificates is not None:
+        tls["ssl"] = certificates.server_context()
+        tls["ssl_handshake_timeout"] = limits.head_timeout_s
     try:
         server = await asyncio.get_running_loop().create_server(
-            protocol, host, port, backlog=_BACKLOG
+            protocol, host, port, backlog=_BACKLOG, **tls
         )
     except OSError as error:
         raise refusal(error, listen, _FIELD) from None

@@ -1,0 +1,77 @@
+"""Where a router is, whom to trust there and what to show it, for commands that call one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.cli import state
+from baton.core.errors import InvalidArgument
+from baton.rpc.address import is_loopback, split
+
+if TYPE_CHECKING:
+    import grpc
+
+KEY_VARIABLE = "BATON_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """ca: PEM of whom to trust; empty: gRPC's own list; None: plain text. key: an API key or ""."""
+
+    address: str
+    ca: bytes | None = None
+    key: str = ""
+
+    def channel(self) -> grpc.Channel:
+        from baton.rpc.transport import open_blocking_channel
+
+        return open_blocking_channel(self.address, self.ca)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Of every call."""
+        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ca", metavar="FILE", type=Path,
+        help="PEM file: speak TLS, and trust this CA (default: that of `baton up`)",
+    )  # fmt: skip
+    parser.add_argument("--tls", action="store_true", help="speak TLS, and trust public CAs")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"default: ${KEY_VARIABLE}, which other users of this machine cannot see",
+    )  # fmt: skip
+
+
+def access_of(args: argparse.Namespace, default: str) -> Access:
+    """Of the router that was named, else of the one that `baton up` runs, else of `default`.
+
+    Raises InvalidArgument for a CA that cannot be read, and for a key that would go to another
+    machine in plain text.
+    """
+    running = state.read() or {}
+    address = args.grpc or str(running.get("grpc", default))
+    ca: bytes | None = b"" if args.tls else None
+    file = args.ca
+    if file is None and ca is None and address == running.get("grpc") and running.get("ca"):
+        file = Path(running["ca"])
+    if file is not None:
+        try:
+            ca = file.read_bytes()
+        except OSError as error:
+            raise InvalidArgument(f"{file}: {error.strerror}", field="ca") from None
+        if not ca:
+            raise InvalidArgument(f"{file} is empty", field="ca")
+    if args.api_key and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise InvalidArgument("is no API key", field="api_key")
+    if args.api_key and ca is None and address and not is_loopback(split(address, "grpc")[0]):
+        raise InvalidArgument(
+            "would go to another machine in plain text; give --ca FILE or --tls", field="api_key"
+        )
+    return Access(address, ca, args.api_key)

@@ -1,0 +1,88 @@
+"""The HTTP face over TLS."""
+
+from __future__ import annotations
+
+import ssl
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.router.http.app import HttpApp
+from baton.router.http.server import HttpServer, serve_http
+from baton.rpc import tls
+from baton.rpc.tls import Certificates
+from tests.rpc.authority import Authority, Files
+from tests.services.router_http.scripted import ANYONE, Scripted
+
+
+@asynccontextmanager
+async def serving(certificates: Certificates) -> AsyncIterator[HttpServer]:
+    app = HttpApp(Scripted(), CollectorRegistry(), ANYONE)
+    server = await serve_http(app, "127.0.0.1:0", certificates=certificates)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def client(address: str, context: ssl.SSLContext) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=f"https://{address}", verify=context, timeout=20, trust_env=False
+    )
+
+
+def trusting(files: Files, *, show: Files | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(files.ca))
+    if show is not None:
+        context.load_cert_chain(show.cert, show.key)
+    return context
+
+
+async def test_it_answers_over_tls_only_and_follows_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "LOOK_S", 0.0)
+    authority = Authority(tmp_path)
+    files = authority.host("public", "127.0.0.1")
+    async with serving(Certificates(str(files.cert), str(files.key))) as server:
+        async with client(server.address, trusting(files)) as kept_open:
+            assert (await kept_open.get("/health")).status_code == 200
+            renewed = Authority(tmp_path).host("public", "127.0.0.1")
+            # Another CA altogether: only a new certificate satisfies it, only the old one the old.
+            async with client(server.address, trusting(renewed)) as later:
+                assert (await later.get("/health")).status_code == 200
+            assert (await kept_open.get("/health")).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            async with httpx.AsyncClient(trust_env=False) as plain:
+                await plain.get(f"http://{server.address}/health")
+
+
+async def test_old_tls_is_refused(tmp_path: Path) -> None:
+    files = Authority(tmp_path).host("public", "127.0.0.1")
+    async with serving(Certificates(str(files.cert), str(files.key))) as server:
+        context = trusting(files)
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+        async with client(server.address, context) as old:
+            with pytest.raises(httpx.ConnectError):
+                await old.get("/health")
+
+
+async def test_clients_need_a_certificate_where_a_ca_was_given(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path / "stranger")
+    files = authority.host("public", "127.0.0.1")
+    async with serving(files.certificates()) as server:
+        fitting = authority.host("client", "client")
+        async with client(server.address, trusting(files, show=fitting)) as known:
+            assert (await known.get("/health")).status_code == 200
+        for shown in (None, stranger.host("client", "client")):
+            async with client(server.address, trusting(files, show=shown)) as unknown:
+                with pytest.raises(httpx.HTTPError):
+                    await unknown.get("/health")
