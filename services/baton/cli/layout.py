@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton.cli.ports import HOST, free_ports
 from baton.cli.shares import memory_flags
+from baton.cli.throwaway_ca import ThrowawayCa
 from baton.core.errors import InvalidArgument
 
 BUNDLED = "baton-tiny"
@@ -40,6 +41,8 @@ class UpOptions:
     """Cores that prefill and decode are pinned to, as taskset writes them; empty: not pinned."""
     other_cpus: str = ""
     """Cores for router, tokenizer and detokenizer."""
+    keys: str = ""
+    """File of API keys that routers ask for; empty: they ask for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,13 @@ class Layout:
     http: str
     grpc: str
     threads: int
+    ca: str = ""
+    """File of the CA that all of them trust; empty: no TLS."""
+
+    def metrics_url(self, spec: ProcessSpec) -> str:
+        """A router's are its HTTP face's; those of the others are not for strangers to reach."""
+        scheme = "https" if self.ca and spec.role == "router" else "http"
+        return f"{scheme}://{spec.metrics}/metrics"
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
@@ -91,8 +101,11 @@ def resolve_model(model: str) -> tuple[Path, str]:
     return Path(folder), model
 
 
-def plan(options: UpOptions) -> Layout:
-    """Gives every process its flags and its own free ports. Raises InvalidArgument."""
+def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
+    """Gives every process its flags and its own free ports. Raises InvalidArgument.
+
+    ca: whose certificates they use; None: no TLS.
+    """
     for role in ("decode", "tokenizer", "detokenizer", "routers"):
         if getattr(options, role) < 1:
             raise InvalidArgument("must be at least 1", field=role)
@@ -113,7 +126,8 @@ def plan(options: UpOptions) -> Layout:
     def add(role: str, index: int, *flags: str) -> None:
         grpc, metrics = f"{HOST}:{next(ports)}", f"{HOST}:{next(ports)}"
         cpus = options.engine_cpus if role in ENGINE_ROLES else options.other_cpus
-        command = _command(role, cpus, "--listen", grpc, "--metrics-listen", metrics, *flags)
+        listen = ("--listen", grpc, "--metrics-listen", metrics)
+        command = _command(role, cpus, *listen, *flags, *(ca.flags(role) if ca else ()))
         processes.append(ProcessSpec(role, index, command, grpc, metrics))
         addresses.setdefault(role, []).append(grpc)
 
@@ -144,17 +158,22 @@ def plan(options: UpOptions) -> Layout:
         for part in (flag, ",".join(addresses.get(role, [])))
         if addresses.get(role)
     ]
+    if options.keys:
+        keys = str(Path(options.keys).expanduser().resolve())
+        lists += ["--keys", keys, "--metrics-open", "true"]
     for index in range(options.routers):
         http = f"{HOST}:{options.http_port + index}"
         grpc = f"{HOST}:{options.grpc_port + index}"
         listen = ("--http-listen", http, "--grpc-listen", grpc)
-        command = _command("router", options.other_cpus, *listen, *lists)
+        tls = ca.flags("router") if ca else ()
+        command = _command("router", options.other_cpus, *listen, *lists, *tls)
         processes.append(ProcessSpec("router", index, command, grpc, http))
     return Layout(
         tuple(processes),
-        f"http://{HOST}:{options.http_port}",
+        f"{'https' if ca else 'http'}://{HOST}:{options.http_port}",
         f"{HOST}:{options.grpc_port}",
         threads,
+        str(ca.ca) if ca else "",
     )
 
 

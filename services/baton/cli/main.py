@@ -18,6 +18,7 @@ COMMANDS = {
     "down": "down",
     "chat": "chat",
     "doctor": "doctor",
+    "keys": "keys",
     "plan": "plan",
     "bench": "bench.command",
     "chaos": "chaos.command",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -56,13 +57,14 @@ class Supervisor:
         return {
             "http": self._layout.http,
             "grpc": self._layout.grpc,
+            **({"ca": self._layout.ca} if self._layout.ca else {}),
             "pid": os.getpid(),
             "processes": [
                 {
                     "role": spec.role,
                     "pid": self._children[spec.name].pid,
                     "grpc": spec.grpc,
-                    "metrics": f"http://{spec.metrics}/metrics",
+                    "metrics": self._layout.metrics_url(spec),
                 }
                 for spec in self._layout.processes
                 if spec.name in self._children
@@ -168,18 +170,19 @@ def _wait_for_routers(layout: Layout, timeout_s: float) -> None:
     would get an answer, but not the relay that was started.
     """
     workers = Counter(spec.role for spec in layout.processes if spec.role != "router")
-    missing = [spec for spec in layout.processes if spec.role == "router"]
+    urls = [layout.metrics_url(spec) for spec in layout.processes if spec.role == "router"]
+    trust = ssl.create_default_context(cafile=layout.ca) if layout.ca else None
     deadline = time.monotonic() + timeout_s
-    while missing := [router for router in missing if _met(router.metrics) != workers]:
+    while urls := [url for url in urls if _met(url, trust) != workers]:
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.05)
 
 
-def _met(http: str) -> Counter[str]:
+def _met(url: str, trust: ssl.SSLContext | None) -> Counter[str]:
     """How many workers of each role a router knows; none while it does not answer."""
     try:
-        with urllib.request.urlopen(f"http://{http}/metrics", timeout=2) as answer:
+        with urllib.request.urlopen(url, timeout=2, context=trust) as answer:
             text = answer.read().decode()
     except (urllib.error.URLError, OSError):
         return Counter()

@@ -12,13 +12,17 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-from baton.cli import state
-from baton.cli.layout import UpOptions, plan
+from baton.cli import state, throwaway_ca
+from baton.cli.access import KEY_VARIABLE, Access
+from baton.cli.greeting import greeting
+from baton.cli.layout import BUNDLED, Layout, UpOptions, plan
 from baton.cli.progress import Progress
 from baton.cli.supervisor import StartFailed, Supervisor
 from baton.core.errors import InvalidArgument
@@ -66,6 +70,15 @@ def add_parser(subparsers: Any) -> None:
         "--runner", choices=("torch", "fake"), default="torch",
         help="fake: tokens without a model, to try the machinery (default %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--keys", default="", metavar="FILE",
+        help="ask clients for API keys of this file ('baton keys new' makes it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="TLS everywhere, with a CA made for this run and thrown away after it",
+    )
     parser.add_argument("--detach", action="store_true", help="return when ready, print JSON")
     parser.add_argument("--demo", action="store_true", help="ask something once ready")
     parser.add_argument("--report-fd", type=int, default=-1, help=argparse.SUPPRESS)
@@ -83,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
             f"already running at {running['http']} (process {running['pid']}); "
             "'baton down' stops it"
         )
+    if args.demo and args.keys and not os.environ.get(KEY_VARIABLE):
+        raise InvalidArgument(f"needs a key of --keys in ${KEY_VARIABLE}", field="demo")
     if args.detach:
         return _detach(args)
     return asyncio.run(_supervise(args))
@@ -94,7 +109,15 @@ def _options(args: argparse.Namespace) -> UpOptions:
 
 
 async def _supervise(args: argparse.Namespace) -> int:
-    layout = plan(_options(args))
+    ca = throwaway_ca.make(state.folder()) if args.tls else None
+    try:
+        return await _run(args, plan(_options(args), ca))
+    finally:
+        if ca is not None:
+            shutil.rmtree(ca.folder, ignore_errors=True)
+
+
+async def _run(args: argparse.Namespace, layout: Layout) -> int:
     report = _Report(args.report_fd) if args.report_fd >= 0 else None
     progress = None if report else Progress(len(layout.processes))
     ready = asyncio.Event()
@@ -194,24 +217,7 @@ def _after_start(args: argparse.Namespace, description: dict[str, Any]) -> None:
     if args.demo:
         from baton.cli.chat import ask
 
+        ca = Path(description["ca"]).read_bytes() if "ca" in description else None
         print(f"\n> {DEMO_PROMPT}\n")
-        ask(description["grpc"], DEMO_PROMPT)
-    name = os.path.basename(sys.argv[0]) if sys.argv[0].endswith("baton") else "baton"
-    command = sys.argv[0] if "/" in sys.argv[0] and name == "baton" else name
-    print(
-        f"""
-Baton answers at {description["http"]} (OpenAI HTTP) and {description["grpc"]} (gRPC). Ask more:
-
-  {command} chat "What is the capital of France?"
-
-  curl {description["http"]}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"messages": [{{"role": "user", "content": "What is 3 + 4?"}}]}}'
-
-  from openai import OpenAI
-  client = OpenAI(base_url="{description["http"]}/v1", api_key="none")
-  print(client.chat.completions.create(model="{args.model or "baton-tiny"}", messages=[
-      {{"role": "user", "content": "Who are you?"}}]).choices[0].message.content)
-
-Stop it: {command} down      Logs: {state.log_file()}""",
-        file=sys.stderr,
-    )
+        ask(Access(description["grpc"], ca, os.environ.get(KEY_VARIABLE, "")), DEMO_PROMPT)
+    print(greeting(description, args.model or BUNDLED, keys=bool(args.keys)), file=sys.stderr)
