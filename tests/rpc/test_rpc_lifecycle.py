@@ -49,7 +49,12 @@ async def main():
     asyncio.get_running_loop().call_soon(print, address)
     timeout = {"late": 0.2, "worn, late": 1.0}.get(kind, 60)
     code = await lifecycle.run_until_stopped(
-        server, drain, drain_timeout_s=timeout, fatal=fatal, worn_out=worn_out
+        server,
+        drain,
+        drain_timeout_s=timeout,
+        cut=lambda: print("cut", flush=True) if kind == "late" else None,
+        fatal=fatal,
+        worn_out=worn_out,
     )
     if kind == "hangs":
         time.sleep(600)
@@ -119,7 +124,7 @@ def test_a_drain_is_bounded(start: Start) -> None:
     assert line(process)
     process.terminate()
     code, out, err = finish(process)
-    assert (code, out) == (1, "draining\n")
+    assert (code, out) == (1, "draining\ncut\n")
     assert "not drained within 0.2 s" in err
 
 

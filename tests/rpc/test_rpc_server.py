@@ -67,6 +67,15 @@ async def test_readiness_and_liveness(channels: Channels) -> None:
         }
 
 
+async def test_who_leaves_stays_not_ready_whatever_is_said_later(channels: Channels) -> None:
+    async with serving() as (server, address):
+        stub = health_pb2_grpc.HealthStub(channels.get(address))
+        server.leave()
+        server.set_serving(True)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=NAME))
+        assert answer.status == Response.NOT_SERVING
+
+
 async def test_watching_readiness(channels: Channels) -> None:
     async with serving() as (server, address):
         stub = health_pb2_grpc.HealthStub(channels.get(address))

@@ -25,14 +25,20 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, services: Sequence[str]) -> None:
         self._services = frozenset(services)
         self._serving = False
+        self._leaving = False
         self._changed = asyncio.Event()
         self._watchers = 0
 
     def set_serving(self, serving: bool) -> None:
-        """What the next Check and every Watch sees, at once."""
-        self._serving = serving
+        """What the next Check and every Watch sees, at once; after `leave` always NOT_SERVING."""
+        self._serving = serving and not self._leaving
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def leave(self) -> None:
+        """Not serving from now on, whatever is said later by somebody who does not know."""
+        self._leaving = True
+        self.set_serving(False)
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]

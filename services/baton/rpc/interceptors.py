@@ -129,11 +129,15 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
     if context.done():
         raise asyncio.CancelledError from error
     status = to_status(error, request_id)
-    await context.abort(
-        grpc_code(error),
-        status.message,
-        trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
-    )
+    try:
+        await context.abort(
+            grpc_code(error),
+            status.message,
+            trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
+        )
+    except aio.InternalError:
+        # The status waits behind a message that nobody read, and then the client left.
+        raise asyncio.CancelledError from error
 
 
 def _request_id(context: _Context) -> str:

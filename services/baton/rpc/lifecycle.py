@@ -67,13 +67,15 @@ async def run_until_stopped(
     drain: Callable[[], Awaitable[None]],
     *,
     drain_timeout_s: float,
+    cut: Callable[[], None] = lambda: None,
     fatal: asyncio.Future[None] | None = None,
     worn_out: asyncio.Future[str] | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, drains, stops the server and returns the exit code.
 
-    On a signal the server turns not ready first, then `drain` is awaited for at most
-    drain_timeout_s. A second signal, or `fatal` being done, ends everything at once. `fatal` is
+    On a signal the server turns not ready first and for good, then `drain` is awaited for at most
+    drain_timeout_s. Then `cut` lets what is left fail, and the server gives that STOP_GRACE_S to be
+    told. A second signal, or `fatal` being done, ends everything at once. `fatal` is
     done when something the process cannot live without has ended, as an engine thread; with an
     exception that is logged. `worn_out` is done, with the reason, when the process still works but
     only a new one will do: it drains as on a signal, for good, and a signal that comes then changes
@@ -89,7 +91,7 @@ async def run_until_stopped(
         first = await _first(told, crash, worn)
         if first is None:
             return _crashed(crash)
-        server.set_serving(False)
+        server.leave()
         ending = worn.done()
         level = logging.WARNING if ending else logging.INFO
         log.log(level, "%s: draining for at most %g s", first, drain_timeout_s)
@@ -97,6 +99,7 @@ async def run_until_stopped(
         return WORN_OUT if ending and code < 128 and not crash.done() else code
     finally:
         faulthandler.dump_traceback_later(EXIT_S, exit=True)
+        cut()
         await server.stop(STOP_GRACE_S)
         for number in _SIGNALS:
             loop.remove_signal_handler(number)

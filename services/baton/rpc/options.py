@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 Arguments = tuple[tuple[str, int], ...]
 
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
@@ -48,13 +50,38 @@ INTERNAL_SERVER: Arguments = (
 )
 """No limit on streams: a cancel must never wait behind work. Work is bounded by the processes."""
 
-PUBLIC_SERVER: Arguments = (
-    *_SERVER,
-    ("grpc.max_receive_message_length", PUBLIC_RECEIVE_BYTES),
-    ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-    ("grpc.max_concurrent_streams", PUBLIC_STREAMS),
-    ("grpc.max_metadata_size", 16 * 2**10),
-)
-"""How far a stream runs ahead of a slow reader is the reader's own window: 4 MiB with gRPC's
-defaults, and no argument of the server changes that (measured).
-"""
+
+@dataclass(frozen=True, slots=True)
+class PublicLimits:
+    """What a public port bears of connections. idle_s: without a call. max_age_s: an older one
+    takes no new calls, and its client opens another, maybe to another server; varied by a tenth.
+    last_calls_s: what running calls get from then on. handshake_s: to the end of HTTP/2's greeting.
+    """
+
+    max_connections: int = 4096
+    idle_s: float = 75.0
+    max_age_s: float = 300.0
+    last_calls_s: float = 3600.0
+    handshake_s: float = 10.0
+
+
+def public_server(limits: PublicLimits) -> Arguments:
+    """How far a stream runs ahead of a slow reader is the reader's own window: 4 MiB with gRPC's
+    defaults, and no argument of the server changes that (measured).
+    """
+    return (
+        *_SERVER,
+        ("grpc.max_receive_message_length", PUBLIC_RECEIVE_BYTES),
+        ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+        ("grpc.max_concurrent_streams", PUBLIC_STREAMS),
+        ("grpc.max_metadata_size", 16 * 2**10),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
+        ("grpc.max_connection_age_ms", _ms(limits.max_age_s)),
+        ("grpc.max_connection_age_grace_ms", _ms(limits.last_calls_s)),
+        ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_s)),
+    )
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(1000 * seconds))

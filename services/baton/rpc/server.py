@@ -51,11 +51,13 @@ class ProcessServer:
         metrics_listen: str = "",
         health_listen: str = "",
         public: bool = False,
+        limits: options.PublicLimits | None = None,
         field: str = "listen",
         certificates: Certificates | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """public: others than Baton's own may call, so messages and streams are limited.
+        """public: others than Baton's own may call, so messages, streams and connections are
+        limited.
 
         field: the option that `listen` came from, for errors to name. certificates: speaks TLS;
         callers that are Baton's own are then held to `baton.rpc.roles`. interceptors: see the
@@ -69,6 +71,9 @@ class ProcessServer:
         self._metrics_listen = metrics_listen
         self._health_listen = health_listen
         self._public = public
+        self._arguments = options.INTERNAL_SERVER
+        if public:
+            self._arguments = options.public_server(limits or options.PublicLimits())
         self._certificates = certificates
         self._interceptors = tuple(interceptors)
         self._health = Health([service.name for service in services])
@@ -101,7 +106,7 @@ class ProcessServer:
         check(self._listen, self._field)
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor(self._check()), *self._interceptors],
-            options=options.PUBLIC_SERVER if self._public else options.INTERNAL_SERVER,
+            options=self._arguments,
         )
         for service in self._services:
             service.register(server)
@@ -131,12 +136,25 @@ class ProcessServer:
         return join(host, port)
 
     def set_serving(self, serving: bool) -> None:
-        """Readiness of all services, as health tells it. Liveness is not touched."""
+        """Readiness of all services, as health tells it. Liveness is not touched. Without effect
+        after `leave`.
+        """
         self._health.set_serving(serving)
+
+    def leave(self) -> None:
+        """Not ready from now on, for good. Calls are still taken."""
+        self._health.leave()
+
+    async def send_away(self, grace_s: float) -> None:
+        """Takes no new calls: clients learn at once that they must connect elsewhere. Running calls
+        get grace_s, or until `stop`; returns when there are none.
+        """
+        if self._server is not None:
+            await self._server.stop(grace_s)
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls, gives running ones `grace_s` to end, cancels the rest. Idempotent."""
-        self.set_serving(False)
+        self.leave()
         server, self._server = self._server, None
         probed, self._probed = self._probed, None
         metrics, self._metrics = self._metrics, None
@@ -156,7 +174,9 @@ class ProcessServer:
         if not self._health_listen:
             return None
         check(self._health_listen, "health_listen")
-        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options.PUBLIC_SERVER)
+        server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()], options=options.public_server(options.PublicLimits())
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         bind(server, self._health_listen)
         await server.start()

@@ -81,7 +81,7 @@ class Fitness:
         self._watching = asyncio.create_task(self._watch(idle, tell))
 
     def stop(self) -> None:
-        """After this `tell` is not called any more."""
+        """No more probes."""
         if self._watching is not None:
             self._watching.cancel()
 

@@ -190,7 +190,6 @@ async def run_worker(
 
         async def drain() -> None:
             fitness.stop()
-            server.set_serving(False)
             await service.drain()
             await staging.ring.no_limbo.wait()
 
