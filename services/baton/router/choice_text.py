@@ -15,6 +15,11 @@ from baton.core.request import Delta, TextLogprob, TokenLogprobs
 from baton.core.token_log import PositionGap, TokenLog
 from baton.router.detokenizer_session import TextNews, TextOpening, TextTokens
 
+MAX_DELTA_TOKENS = 128
+MAX_DELTA_CHARACTERS = 1 << 14
+"""Of one delta. A slow reader's next one would else be as large as all that it has missed, and with
+log-probabilities larger than any message."""
+
 PROMPT_TAIL = 8
 """Prompt tokens that a detokenizer sees: more than any tokenizer's text depends on."""
 
@@ -64,6 +69,9 @@ class ChoiceText:
         self._told = 0
         self._spelled: dict[int, bytes] = {}
         self._spelling: list[int] = []
+        self._spell_from = 0
+        """Tokens before this position have had their bytes asked for: a reader that is far behind
+        must not make every step look at all that it has missed."""
 
     def opening(self) -> TextOpening:
         """All tokens that may lie behind the delivered text. A stop token is no part of the text:
@@ -72,6 +80,7 @@ class ChoiceText:
         self._asked = min(self._asked, len(self.log) - (self.log.stop_token_id is not None))
         self._end_asked = False
         self._spelling.clear()
+        self._spell_from = self._told
         return TextOpening(
             token_ids=self.log.token_ids(0, self._asked),
             delivered_bytes=self._delivered_bytes,
@@ -129,13 +138,16 @@ class ChoiceText:
             self._tell_lost(error)
 
     def take_delta(self) -> Delta | None:
-        """All that the client does not have yet, as one delta, or None when there is nothing."""
+        """What the client does not have yet, as one delta, or None when there is nothing. There may
+        be more: of one that fell far behind, text and tokens come in pieces.
+        """
         if self.finished:
             return None
-        told, upto = self._told, self._tellable()
+        told, upto = self._told, self._tellable(self._told + MAX_DELTA_TOKENS)
         logprobs = self._logprobs(told, upto)
-        self.finished = self.ended and upto == len(self.log)
-        text, self._unsent, self._told = self._unsent, "", upto
+        text, self._unsent = _cut(self._unsent)
+        self.finished = self.ended and upto == len(self.log) and not self._unsent
+        self._told = upto
         if not text and upto == told and not self.finished:
             return None
         stop_token_id = self.log.stop_token_id if self.finished else None
@@ -151,22 +163,24 @@ class ChoiceText:
             ),
         )
 
-    def _tellable(self) -> int:
+    def _tellable(self, limit: int) -> int:
         """Tokens the client may see: their text is out, and their log-probabilities have texts."""
+        limit = min(limit, self.num_tokens)
         if self.ended:
-            return self.num_tokens
-        entries = self.log.logprobs(self._told, self.num_tokens)
+            return limit
+        entries = self.log.logprobs(self._told, limit)
         for offset, entry in enumerate(entries):
             position = self._told + offset
             needed = _tokens_of(self.log.token_ids(position, position + 1)[0], entry)
             if any(token_id not in self._spelled for token_id in needed):
                 return position
-        return self.num_tokens
+        return limit
 
     def _unspelled(self) -> tuple[int, ...]:
         """Tokens whose own bytes are wanted, not known and not asked for: each only once."""
-        entries = self.log.logprobs(self._told)
-        token_ids = self.log.token_ids(self._told)
+        start, self._spell_from = max(self._told, self._spell_from), len(self.log)
+        entries = self.log.logprobs(start)
+        token_ids = self.log.token_ids(start)
         known = self._spelled.keys() | set(self._spelling)
         wanted: dict[int, None] = {}
         for token_id, entry in zip(token_ids, entries, strict=False):
@@ -185,6 +199,10 @@ class ChoiceText:
 
     def _text_logprob(self, token_id: int, logprob: float) -> TextLogprob:
         return TextLogprob(token_id, self._spelled.get(token_id, b""), logprob)
+
+
+def _cut(text: str) -> tuple[str, str]:
+    return text[:MAX_DELTA_CHARACTERS], text[MAX_DELTA_CHARACTERS:]
 
 
 def _tokens_of(token_id: int, entry: Logprobs) -> Sequence[int]:

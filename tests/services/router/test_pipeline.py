@@ -20,6 +20,7 @@ from baton.core.errors import (
 from baton.core.fit import short_name
 from baton.core.request import (
     ChatPrompt,
+    Delta,
     FinishReason,
     Message,
     Request,
@@ -27,6 +28,7 @@ from baton.core.request import (
     TextPrompt,
     TokenPrompt,
 )
+from baton.router.choice_text import MAX_DELTA_TOKENS
 from baton.router.config import RouterConfig
 from tests.services.router import language
 from tests.services.router.conftest import PATIENCE_S, World, until
@@ -362,6 +364,24 @@ async def test_a_slow_reader_gets_all_in_few_deltas(world: World) -> None:
     rest = [event async for event in stream]
     assert sum(len(getattr(event, "token_ids", ())) for event in rest) == 40
     assert len(rest) <= 3
+    await stream.aclose()
+
+
+async def test_a_reader_that_is_far_behind_catches_up_in_pieces(world: World) -> None:
+    """No piece grows with what was missed, whatever comes with the tokens."""
+    await world.start()
+    wanted = replace(REQUEST, max_tokens=1000, sampling=SamplingParams(top_logprobs=2))
+    stream = await world.pipeline.open(wanted)
+    await anext(stream)
+    await until(lambda: world.pipeline.num_requests == 0)
+    deltas = [event for event in [e async for e in stream] if isinstance(event, Delta)]
+    expected, _ = language.answer(IDS, 7, 0, 1000, ignore_eos=True)
+    assert tuple(token for delta in deltas for token in delta.token_ids) == expected
+    assert "".join(delta.text for delta in deltas) == language.text_of(expected)
+    assert [e.token.token_id for delta in deltas for e in delta.logprobs] == list(expected)
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert max(len(delta.token_ids) for delta in deltas) == MAX_DELTA_TOKENS
     await stream.aclose()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -11,6 +13,8 @@ from grpc_status import rpc_status
 
 from baton.core.errors import Reason
 from baton.core.request import FinishReason
+from baton.router.choice_text import MAX_DELTA_TOKENS
+from baton.router.event_stream import EventStream
 from baton.router.grpc_door import KeyInterceptor
 from baton.router.keys import OpenDoor
 from baton.router.servicer import InferenceServicer
@@ -38,8 +42,15 @@ class Face:
 
 @pytest.fixture
 async def face(world: World) -> AsyncIterator[Face]:
+    async with faced(world, stall_timeout_s=5) as made:
+        yield made
+
+
+@asynccontextmanager
+async def faced(world: World, *, stall_timeout_s: float, **reader: int) -> AsyncIterator[Face]:
+    """reader: channel arguments of the client."""
     pipeline = await world.start()
-    servicer = InferenceServicer(pipeline, stall_timeout_s=5)
+    servicer = InferenceServicer(pipeline, stall_timeout_s=stall_timeout_s)
     server = ProcessServer(
         listen="127.0.0.1:0",
         services=[
@@ -52,7 +63,8 @@ async def face(world: World) -> AsyncIterator[Face]:
         interceptors=[KeyInterceptor(OpenDoor())],
     )
     address = await server.start()
-    async with grpc.aio.insecure_channel(address) as channel:
+    arguments = [(f"grpc.http2.{name}", value) for name, value in reader.items()]
+    async with grpc.aio.insecure_channel(address, options=arguments) as channel:
         yield Face(inference_pb2_grpc.InferenceStub(channel), world)
     await server.stop(0)
 
@@ -217,3 +229,35 @@ async def test_an_end_token_is_reported_only_if_named(face: Face) -> None:
         last = events[-2].delta
         assert last.finish_reason == types_pb2.FINISH_REASON_STOP
         assert last.HasField("stop_token_id") is named
+
+
+async def test_a_call_that_is_not_read_is_cut(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is larger than the client's window; what waits for it is no larger than before."""
+    closed = asyncio.Event()
+    close = EventStream.aclose
+
+    async def note(stream: EventStream) -> None:
+        await close(stream)
+        closed.set()
+
+    monkeypatch.setattr(EventStream, "aclose", note)
+    async with faced(world, stall_timeout_s=0.3, bdp_probe=0, lookahead_bytes=4096) as face:
+        wanted = options(
+            n=4,
+            return_token_ids=True,
+            sampling=types_pb2.SamplingParams(top_logprobs=2),
+            stop=types_pb2.StopParams(max_tokens=1000),
+        )
+        answers = aiter(face.stub.Generate(pb.GenerateRequest(text=PROMPT, options=wanted)))
+        await anext(answers)
+        await asyncio.wait_for(closed.wait(), 20)
+        await until(world.nothing_left)
+        sizes: list[int] = []
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async for answer in answers:
+                sizes.append(len(answer.event.delta.token_ids))
+        assert failed.value.code() is grpc.StatusCode.CANCELLED
+        assert max(sizes) <= MAX_DELTA_TOKENS
+        assert sum(sizes) < 4000

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from baton.core.errors import InvalidArgument
 from baton.router.http import sse
 from baton.router.http.app import HttpApp
-from baton.router.http.protocol import HttpLimits
+from baton.router.http.limits import HttpLimits
 from baton.router.http.server import HttpServer, serve_http
 from baton.rpc.address import PortInUse
 from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, whole_answer

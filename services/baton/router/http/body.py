@@ -1,13 +1,11 @@
-"""Receiving a JSON body: its declared type, a bound on its size and a deadline on its arrival.
+"""Receiving a JSON body: its declared type and a bound on its size.
 
 A refused body is still read, up to a bound: closing a socket with unread data resets it, and the
-client would see a broken connection in place of the reason.
+client would see a broken connection in place of the reason. A body that comes too slowly ends its
+connection (`protocol`).
 """
 
 from __future__ import annotations
-
-import asyncio
-from contextlib import suppress
 
 from starlette.types import Receive, Scope
 
@@ -15,7 +13,6 @@ from baton.router.http.errors import HttpError
 
 MAX_BODY_BYTES = 1 << 20
 MAX_DISCARDED_BYTES = 8 << 20
-BODY_TIMEOUT_S = 30.0
 
 
 class ClientGone(Exception):
@@ -23,17 +20,13 @@ class ClientGone(Exception):
 
 
 async def read_json_body(scope: Scope, receive: Receive) -> bytes:
-    """The whole body. Raises HttpError 408, 413 or 415, or ClientGone."""
+    """The whole body. Raises HttpError 413 or 415, or ClientGone."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     refusal = _refusal(headers)
     # A client that waits for "100 Continue" has not sent the body; do not invite it.
     if refusal is not None and headers.get(b"expect", b"").lower() == b"100-continue":
         raise refusal
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _receive_all(receive, keep=refusal is None)
-    except TimeoutError:
-        raise HttpError(408, "the body did not arrive in time", code="request_timeout") from None
+    body = await _receive_all(receive, keep=refusal is None)
     if refusal is not None:
         raise refusal
     return body
@@ -43,9 +36,7 @@ async def discard_body(scope: Scope, receive: Receive) -> None:
     """Takes the body of a request that is refused anyway. Raises ClientGone."""
     if dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue":
         return
-    with suppress(TimeoutError):
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            await _receive_all(receive, keep=False)
+    await _receive_all(receive, keep=False)
 
 
 async def _receive_all(receive: Receive, *, keep: bool) -> bytes:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from typing import Any
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from baton.router.http.protocol import HttpLimits, LimitedProtocol
+from baton.router.http.limits import Connected, HttpLimits
+from baton.router.http.protocol import LimitedProtocol
 from baton.rpc.address import join, refusal, split
 from baton.rpc.tls import Certificates
 
@@ -25,10 +27,21 @@ _BACKLOG = 1024
 class HttpServer:
     """A listening server. address: host:port as bound, with the real port where 0 was asked for."""
 
-    def __init__(self, server: asyncio.Server, state: ServerState, address: str):
+    def __init__(
+        self, server: asyncio.Server, state: ServerState, connected: Connected, address: str
+    ):
         self.address = address
         self._server = server
         self._state = state
+        self._connected = connected
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._state.connections)
+
+    def leave(self) -> None:
+        """From now on every answer is its connection's last. Connections are still taken."""
+        self._connected.leaving = True
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stops listening, lets running answers end for grace_s, then cancels them.
@@ -74,12 +87,12 @@ async def serve_http(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        timeout_keep_alive=limits.keep_alive_s,
+        timeout_keep_alive=math.ceil(limits.keep_alive_s),
     )
     config.load()
-    state = ServerState()
+    state, connected = ServerState(), Connected()
     protocol = functools.partial(
-        LimitedProtocol, limits, config=config, server_state=state, app_state={}
+        LimitedProtocol, limits, connected, config=config, server_state=state, app_state={}
     )
     tls: dict[str, Any] = {}
     if certificates is not None:
@@ -92,4 +105,4 @@ async def serve_http(
     except OSError as error:
         raise refusal(error, listen, _FIELD) from None
     bound_host, bound_port = server.sockets[0].getsockname()[:2]
-    return HttpServer(server, state, join(bound_host, bound_port))
+    return HttpServer(server, state, connected, join(bound_host, bound_port))
