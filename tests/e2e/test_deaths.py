@@ -30,7 +30,7 @@ def wait_for_all(relay: Relay) -> None:
     eventually(lambda: len(relay.processes()) == 9, 60, "all processes listed")
 
     def serving() -> bool:
-        return relay.metric(relay.processes("router")[0], "baton_workers") == 8
+        return relay.metric(relay.processes("router")[0], "baton_workers", state="serving") == 8
 
     eventually(serving, 60, "all workers serving")
 

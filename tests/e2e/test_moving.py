@@ -34,7 +34,9 @@ def both_serve(relay: Relay, gone: int = 0) -> bool:
     """The router knows two decode workers, and none of them is the process that went."""
     if gone in [p["pid"] for p in relay.processes("decode")]:
         return False
-    live = relay.metric(relay.processes("router")[0], "baton_workers", role="decode", state="live")
+    live = relay.metric(
+        relay.processes("router")[0], "baton_workers", role="decode", state="serving"
+    )
     return live == 2
 
 

@@ -186,5 +186,5 @@ def _met(url: str, trust: ssl.SSLContext | None) -> Counter[str]:
             text = answer.read().decode()
     except (urllib.error.URLError, OSError):
         return Counter()
-    found = re.findall(r'^baton_workers{role="(\w+)",state="live"} (\S+)$', text, re.MULTILINE)
+    found = re.findall(r'^baton_workers{role="(\w+)",state="serving"} (\S+)$', text, re.MULTILINE)
     return Counter({role: int(float(count)) for role, count in found if float(count)})

@@ -9,23 +9,25 @@ import sys
 
 from baton.core.model import WorkerIdentity
 from baton.router.config import RouterConfig
-from baton.router.discovery import StaticDiscovery
 from baton.router.exposure import warnings
 from baton.router.fleet import Fleet
 from baton.router.grpc_door import KeyInterceptor
 from baton.router.http.app import HttpApp
 from baton.router.http.door import HttpDoor
-from baton.router.http.protocol import HttpLimits
+from baton.router.http.limits import HttpLimits
 from baton.router.http.server import serve_http
 from baton.router.keys import KeyedDoor, OpenDoor
 from baton.router.metrics import RouterMetrics
 from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
+from baton.router.replicas import Replicas
 from baton.router.servicer import InferenceServicer
+from baton.router.sources import discovery_of
 from baton.rpc import config as configuration
 from baton.rpc import lifecycle, logs
 from baton.rpc.channels import Channels
 from baton.rpc.metrics import REGISTRY
+from baton.rpc.options import PublicLimits
 from baton.rpc.server import ProcessServer, Service
 from baton.v1 import inference_pb2_grpc
 
@@ -41,14 +43,8 @@ async def serve(config: RouterConfig) -> int:
     identity = WorkerIdentity("router", lifecycle.new_incarnation(), config.grpc_listen)
     logs.setup("router", config.log_level, config.log_json, incarnation=identity.incarnation)
     log.info("configuration: %s", configuration.describe(config))
-    discovery = StaticDiscovery(
-        {
-            "tokenizer": config.tokenizers,
-            "prefill": config.prefills,
-            "decode": config.decodes,
-            "detokenizer": config.detokenizers,
-        }
-    )
+    discovery = await discovery_of(config)
+    replicas = Replicas(discovery if config.routers else None, config.replicas)
     for warning in warnings(
         config.faces,
         keys=bool(config.keys),
@@ -77,11 +73,26 @@ async def serve(config: RouterConfig) -> int:
         public=True,
         certificates=certificates,
         interceptors=[KeyInterceptor(door)],
+        limits=PublicLimits(
+            max_connections=config.max_connections,
+            idle_s=config.connection_idle_s,
+            max_age_s=config.connection_max_age_s,
+            handshake_s=config.head_timeout_s,
+        ),
         field="grpc_listen",
     )
-    unwatch = metrics.watch(fleet, lambda: pipeline.num_requests)
+    unwatch = metrics.watch(fleet, replicas, lambda: pipeline.num_requests)
     try:
-        limits = HttpLimits(stall_timeout_s=config.stall_timeout_s)
+        limits = HttpLimits(
+            max_connections=config.max_connections,
+            max_per_address=config.max_connections_per_address,
+            head_timeout_s=config.head_timeout_s,
+            body_timeout_s=config.body_timeout_s,
+            body_bytes_per_s=config.body_bytes_per_s,
+            stall_timeout_s=config.stall_timeout_s,
+            keep_alive_s=config.connection_idle_s,
+            max_age_s=config.connection_max_age_s,
+        )
         app = HttpApp(pipeline, REGISTRY, HttpDoor(door, open_metrics=config.metrics_open))
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
@@ -91,6 +102,7 @@ async def serve(config: RouterConfig) -> int:
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
                 asyncio.create_task(Mover(fleet, metrics).run()),
                 asyncio.create_task(door.run()),
+                asyncio.create_task(replicas.run()),
             )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
             print(json.dumps(started), flush=True)

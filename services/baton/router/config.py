@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
 from baton.router.exposure import check
+from baton.router.targets import parse
 from baton.rpc.config import option
 from baton.rpc.tls import Certificates
 from baton.rpc.tls_options import TlsOptions, needs_all
+
+_PLACES = "host:port,… or dns:///name:port or k8s:///service[.namespace]:port"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,18 @@ class RouterConfig(TlsOptions):
     tls_terminated: bool = option(
         False, "whatever is in front of this router speaks TLS with clients"
     )
-    tokenizers: tuple[str, ...] = option((), "tokenizer workers", unit="host:port")
-    prefills: tuple[str, ...] = option(
-        (), "prefill workers; none: decode prefills", unit="host:port"
+    tokenizers: tuple[str, ...] = option((), f"tokenizer workers: {_PLACES}")
+    prefills: tuple[str, ...] = option((), "prefill workers, likewise; none: decode prefills")
+    decodes: tuple[str, ...] = option((), "decode workers, likewise")
+    detokenizers: tuple[str, ...] = option((), "detokenizer workers, likewise")
+    routers: tuple[str, ...] = option((), "all routers that share the budgets, likewise")
+    replicas: int = option(1, "how many routers there are, when `routers` does not say", minimum=1)
+    dns_interval_s: float = option(
+        5.0, "how often names are looked up again", unit="s", minimum=0.1
     )
-    decodes: tuple[str, ...] = option((), "decode workers", unit="host:port")
-    detokenizers: tuple[str, ...] = option((), "detokenizer workers", unit="host:port")
+    kubernetes_config: str = option(
+        "", "kubeconfig for k8s:///; empty: the pod's service account, else the usual file"
+    )
     model: str = option("", "name of the model served; empty: whatever the workers serve")
     local_prefill_tokens: int = option(
         32, "inputs up to this long are prefilled on decode", unit="tokens", minimum=0
@@ -56,12 +65,32 @@ class RouterConfig(TlsOptions):
     stall_timeout_s: float = option(
         30.0, "a client that takes nothing for so long is cut", unit="s", minimum=0.1
     )
+    max_connections: int = option(4096, "connections at a time, of HTTP and of gRPC", minimum=1)
+    max_connections_per_address: int = option(
+        1024, "HTTP connections from one address at a time; 0: no limit of its own", minimum=0
+    )
+    connection_idle_s: float = option(
+        75.0, "a connection without a request is closed after", unit="s", minimum=0.1
+    )
+    connection_max_age_s: float = option(
+        300.0, "an older connection takes no more requests", unit="s", minimum=0.1
+    )
+    head_timeout_s: float = option(
+        10.0, "longest time for a request's headers, or gRPC's greeting", unit="s", minimum=0.1
+    )
+    body_timeout_s: float = option(30.0, "longest time for a request's body", unit="s", minimum=0.1)
+    body_bytes_per_s: float = option(
+        1024.0, "least speed of a request's body after 5 s", unit="bytes/s", minimum=1.0
+    )
     max_unconfirmed: int = option(
         8, "positions decode runs ahead of text that may hold a stop string", minimum=1
     )
     reflection: bool = option(True, "serve gRPC reflection")
     drain_timeout_s: float = option(
         20.0, "longest time to finish on SIGTERM", unit="s", minimum=0.0
+    )
+    lame_duck_s: float = option(
+        0.0, "on SIGTERM requests are still taken for so long, readiness off", unit="s", minimum=0.0
     )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
     log_json: bool = option(False, "log JSON lines")
@@ -72,6 +101,8 @@ class RouterConfig(TlsOptions):
         needs_all(self, ("public_tls_cert", "public_tls_key"))
         if self.public_tls_ca and not self.public_tls_cert:
             raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")
+        for field in ("tokenizers", "prefills", "decodes", "detokenizers", "routers"):
+            parse(getattr(self, field), field)
         check(self.faces, keys=bool(self.keys), allow_anonymous=self.allow_anonymous)
 
     @property

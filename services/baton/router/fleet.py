@@ -70,4 +70,4 @@ class Fleet:
     @property
     def ready(self) -> bool:
         """Whether a text could be answered now. A prefill worker is not needed for it."""
-        return all(pool.snapshots() for pool in (self.tokenizers, self.decodes, self.detokenizers))
+        return all(pool.serving() for pool in (self.tokenizers, self.decodes, self.detokenizers))

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.errors import BatonError
 from baton.router.fleet import Fleet
+from baton.router.replicas import Replicas
 from baton.rpc.metrics import (
     LOCAL_PREFILL,
     PROMPT_TOKENS,
@@ -35,6 +36,7 @@ MOVES = Spec(
     "Running sequences that were to leave a decode worker with their KV, by what became of it.",
     ("outcome",),
 )
+REPLICAS = Spec("baton_routers", "Live routers, as this one knows: budgets are shared by them.")
 
 
 class RouterMetrics:
@@ -53,16 +55,23 @@ class RouterMetrics:
         self._migrations = counter(MIGRATIONS, registry)
         self._retries = counter(RETRIES, registry)
 
-    def watch(self, fleet: Fleet, num_requests: Callable[[], int]) -> list[Callable[[], None]]:
+    def watch(
+        self, fleet: Fleet, replicas: Replicas, num_requests: Callable[[], int]
+    ) -> list[Callable[[], None]]:
         """Reads gauges at every scrape until the returned functions are called."""
 
         def workers() -> dict[tuple[str, ...], float]:
             pools = (fleet.tokenizers, fleet.prefills, fleet.decodes, fleet.detokenizers)
-            return {(pool.role, "live"): float(len(pool.workers())) for pool in pools}
+            return {
+                (pool.role, state): float(number)
+                for pool in pools
+                for state, number in pool.states().items()
+            }
 
         return [
             gauge(REQUESTS_OPEN, lambda: {(): float(num_requests())}, self._registry),
             gauge(WORKERS, workers, self._registry),
+            gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
         ]
 
     def prefilled(self, *, remotely: bool) -> None:

@@ -1,16 +1,33 @@
-"""The workers of one role, as discovery names them: who is there, how busy. Knows no requests."""
+"""The workers of one role: where discovery says they are, and what each says of itself.
+
+Discovery only says where to look. Whether a worker is there, and what it can do, is its own word:
+
+    listed, answers         followed; what it may be given is what it says
+    not listed, answers     the same: it may drain, or discovery may be wrong. Nothing is taken from
+                            a worker because a list left it out
+    listed, silent          gone, and tried again for as long as it is listed
+    not listed, silent      gone, and forgotten, with its channel
+
+An address that comes back is listed again. Who is met at two addresses at once, as a pod with IPv4
+and IPv6 is, is followed at the first. Knows no requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from typing import Generic
 
+from baton.core.load import WorkerState
 from baton.core.model import WorkerIdentity
 from baton.core.routing import WorkerSnapshot
 from baton.router.discovery import Discovery
 from baton.router.notice import Notice
-from baton.router.worker_link import C, MakeClient, Worker, WorkerLink
+from baton.router.worker_link import STATES, C, MakeClient, Worker, WorkerLink
 from baton.rpc.channels import Channels
+
+log = logging.getLogger(__name__)
 
 
 class Pool(Generic[C]):
@@ -37,19 +54,37 @@ class Pool(Generic[C]):
         """Follows discovery until cancelled; closes all links on the way out."""
         try:
             async for addresses in self._discovery.watch(self.role):
+                for address, (link, _) in self._links.items():
+                    link.listed = address in addresses
                 for address in addresses - self._links.keys():
                     self._follow(address)
-                await self._drop(self._links.keys() - addresses)
         finally:
-            await self._drop(set(self._links))
+            tasks = [task for _, task in self._links.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def workers(self) -> list[Worker[C]]:
-        """Those that may be given work, whatever their load says."""
+        """Those that can be spoken to, whatever they say of themselves."""
         return [
             link.worker
             for link, _ in self._links.values()
             if link.worker is not None and link.settled and link.worker.client.ready
         ]
+
+    def serving(self) -> list[Worker[C]]:
+        """Those that take new work."""
+        return [
+            worker
+            for worker in self.workers()
+            if worker.load is not None and worker.load.state is WorkerState.SERVING
+        ]
+
+    def states(self) -> Counter[str]:
+        """How many are in each state; every state is named."""
+        found = Counter(dict.fromkeys(STATES, 0))
+        found.update(link.state for link, _ in self._links.values() if not link.elsewhere)
+        return found
 
     def get(self, incarnation: str) -> Worker[C] | None:
         return next((w for w in self.workers() if w.identity.incarnation == incarnation), None)
@@ -60,14 +95,29 @@ class Pool(Generic[C]):
     def _follow(self, address: str) -> None:
         link = WorkerLink(
             self._channels.get(address, self.role),
+            self.role,
             self._router,
             self._make_client,
             self._changed,
+            doubted=lambda: self._discovery.look_again(self.role),
+            known=lambda incarnation: self._is_known(incarnation, link),
         )
-        self._links[address] = (link, asyncio.create_task(link.run()))
+        self._links[address] = (link, asyncio.create_task(self._keep(address, link)))
 
-    async def _drop(self, addresses: set[str]) -> None:
-        tasks = [self._links.pop(address)[1] for address in addresses]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _keep(self, address: str, link: WorkerLink[C]) -> None:
+        try:
+            await link.run()
+        except Exception:
+            log.exception("the link to %s failed by a fault of the router", address)
+        finally:
+            # Without an await since the link's last look at whether it is listed.
+            del self._links[address]
+            await self._channels.drop(address, self.role)
+
+    def _is_known(self, incarnation: str, asking: WorkerLink[C]) -> bool:
+        """Whether another link has this worker."""
+        return any(
+            link.worker is not None and link.worker.identity.incarnation == incarnation
+            for link, _ in self._links.values()
+            if link is not asking
+        )

@@ -94,7 +94,7 @@ class Texts:
         while True:
             usable = [
                 worker
-                for worker in self._pool.workers()
+                for worker in self._pool.serving()
                 if self._tokenizer_digest in ("", worker.model.tokenizer_digest)
                 or not worker.model.tokenizer_digest
             ]

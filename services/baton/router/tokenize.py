@@ -59,7 +59,7 @@ async def _pick(
     while True:
         fitting = [
             worker
-            for worker in pool.workers()
+            for worker in pool.serving()
             if not worker.model.tokenizer_digest
             or model.tokenizer_digest in ("", worker.model.tokenizer_digest)
         ]

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from baton.core.errors import BatonError
-from baton.core.load import WorkerDescription, WorkerLoad
+from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import ModelDescription, WorkerIdentity
 from baton.core.routing import WorkerSnapshot, is_stalled
 from baton.router.cancellation import cancelled_here
@@ -31,6 +31,18 @@ from baton.v1.worker_pb2_grpc import WorkerStub
 log = logging.getLogger(__name__)
 
 _NO_MODEL = ModelDescription("", "", 0, 0, ())
+
+GONE, SILENT = "gone", "silent"
+STATES = (*(state.name.lower() for state in WorkerState), SILENT, GONE)
+"""What a link may be in. The worker's own word: starting (also: nobody was met yet), serving,
+draining, kv_only. silent: it cannot be spoken to, and may live. gone: it was there once."""
+
+ELSEWHERE_S = 5.0
+"""Before it is tried again whether a worker is still met at another address."""
+
+
+class NotFollowed(Exception):
+    """This worker is followed at another address already, or nobody expects it here."""
 
 
 class Client(Protocol):
@@ -95,28 +107,51 @@ class Worker(Generic[C]):
 
 class WorkerLink(Generic[C]):
     """Follows one address. `worker` is None while nobody lives there; `settled` is False while its
-    Watch is broken and it is not known yet whether it lives: it then gets no new work.
+    Watch is broken and it is not known yet whether it lives: it then gets no new work. `listed`:
+    whether discovery names the address; set from outside.
+
+    doubted: called whenever nobody answers here. known: whether an incarnation has another link.
     """
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
+        role: str,
         router: WorkerIdentity,
         make_client: MakeClient[C],
         changed: Notice,
+        *,
+        doubted: Callable[[], None],
+        known: Callable[[str], bool],
     ) -> None:
         self.worker: Worker[C] | None = None
         self.settled = False
+        self.listed = True
+        self.elsewhere = False
+        self._met = False
+        self._role = role
+        self._doubted = doubted
+        self._known = known
         self._channel = channel
         self._router = router
         self._make_client = make_client
         self._changed = changed
 
+    @property
+    def state(self) -> str:
+        """One of STATES."""
+        worker = self.worker
+        if worker is None:
+            return GONE if self._met else WorkerState.STARTING.name.lower()
+        if worker.load is None or not (self.settled and worker.client.ready):
+            return SILENT
+        return worker.load.state.name.lower()
+
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or until nobody lives here and nobody is expected to."""
         grace = Grace()
         try:
-            while True:
+            while self.listed or self.worker is not None:
                 try:
                     await self._watch(grace)
                 except asyncio.CancelledError:
@@ -124,11 +159,14 @@ class WorkerLink(Generic[C]):
                         raise
                 except WorkerStalled:
                     grace.give_up()
+                except NotFollowed:
+                    await asyncio.sleep(ELSEWHERE_S if self.listed else 0)
                 except BROKEN as error:
                     log.debug("watch broke: %r", error)
                 except (BatonError, ValueError):
                     log.exception("a worker describes itself in a way that cannot be")
                 grace.failed()
+                self._doubted()
                 self.settled = False
                 if grace.spent:
                     await self._leave()
@@ -163,8 +201,15 @@ class WorkerLink(Generic[C]):
         if self.worker is not None and self.worker.identity.incarnation == identity.incarnation:
             return
         await self._leave()
+        if identity.role != self._role:
+            raise ValueError(f"a {identity.role} worker is where {self._role} workers should be")
+        self.elsewhere = self._known(identity.incarnation)
+        # An address that is listed no more may belong to anybody by now.
+        if self.elsewhere or not self.listed:
+            raise NotFollowed
         client = self._make_client(self._channel, identity)
         self.worker = Worker(description, client, asyncio.create_task(client.run()))
+        self._met = True
         log.info("met %s %s at %s", identity.role, identity.incarnation[:8], identity.address)
 
     def _take_load(self, load: WorkerLoad) -> None:

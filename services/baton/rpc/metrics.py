@@ -55,7 +55,11 @@ ATTEMPTS_HERE = Spec("baton_attempts", "Attempts on this worker, whatever they w
 SEQUENCES = Spec("baton_sequences", "Sequences on this worker.", ("state",))
 STREAMS = Spec("baton_streams", "Shared streams that are open.", ("kind",))
 WAITING_TOKENS = Spec("baton_waiting_tokens", "Prompt tokens that wait to be computed.")
-WORKERS = Spec("baton_workers", "Workers that the router knows.", ("role", "state"))
+WORKERS = Spec(
+    "baton_workers",
+    "Workers by what they say of themselves; silent and gone ones say nothing.",
+    ("role", "state"),
+)
 REQUESTS_OPEN = Spec("baton_requests_open", "Requests that have not ended.")
 TASKS = Spec("baton_tasks", "Tasks of the process's event loop.")
 LEAKS = Spec(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from baton.core.model import WorkerIdentity
 from baton.core.request import Accepted, Delta, Finished, FinishReason, Request
 from baton.router.config import RouterConfig
-from baton.router.discovery import StaticDiscovery
+from baton.router.discovery import Discovery
 from baton.router.event_stream import EventStream
 from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
@@ -21,6 +21,7 @@ from baton.router.pipeline import Pipeline
 from baton.rpc.channels import Channels
 from tests.services.router.decode_worker import FakeDecode
 from tests.services.router.detokenizer_worker import FakeDetokenizer
+from tests.services.router.listed import Listed
 from tests.services.router.workers import FakePrefill, FakeTokenizer, FakeWorker, KvNetwork
 
 PATIENCE_S = 20.0
@@ -84,6 +85,8 @@ class World:
     decodes: list[FakeDecode] = field(default_factory=list)
     detokenizers: list[FakeDetokenizer] = field(default_factory=list)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    listed: dict[str, Listed] = field(default_factory=dict)
+    """Where the router is told that workers are; a test may change it."""
     config: RouterConfig = field(default_factory=RouterConfig)
     fleet: Fleet | None = None
     channels: Channels | None = None
@@ -130,8 +133,9 @@ class World:
         for role, workers in groups.items():
             self.addresses[role] = tuple([await worker.start() for worker in workers])
         self.channels = Channels()
+        self.listed = {role: Listed(found) for role, found in self.addresses.items()}
         self.fleet = Fleet(
-            StaticDiscovery(self.addresses), self.channels, WorkerIdentity("router", "r" * 32, "")
+            Discovery(self.listed), self.channels, WorkerIdentity("router", "r" * 32, "")
         )
         metrics = RouterMetrics(self.registry)
         self.router = Pipeline(self.fleet, self.config, metrics)

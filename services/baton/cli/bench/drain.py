@@ -238,7 +238,7 @@ def _settled(streams: Sequence[Stream]) -> bool:
 
 
 def _live_in(read: dict[str, float]) -> Live:
-    return lambda role: read[f'baton_workers{{role="{role}",state="live"}}']
+    return lambda role: read[f'baton_workers{{role="{role}",state="serving"}}']
 
 
 def _scrape_or_nothing(url: str) -> dict[str, float]:

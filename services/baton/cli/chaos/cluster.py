@@ -121,7 +121,7 @@ async def _ready(started: Cluster, routed: bool) -> None:
 
     def met(router: ProcessSpec) -> bool:
         try:
-            return total(metrics(router), "baton_workers") >= least
+            return total(metrics(router), "baton_workers", 'state="serving"') >= least
         except OSError:
             return False
 
