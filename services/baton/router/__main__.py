@@ -17,6 +17,7 @@ from baton.router.http.door import HttpDoor
 from baton.router.http.limits import HttpLimits
 from baton.router.http.server import serve_http
 from baton.router.keys import KeyedDoor, OpenDoor
+from baton.router.leaving import Leaving
 from baton.router.metrics import RouterMetrics
 from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
@@ -107,8 +108,9 @@ async def serve(config: RouterConfig) -> int:
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
             print(json.dumps(started), flush=True)
             try:
+                leaving = Leaving(pipeline, http, server, config)
                 return await lifecycle.run_until_stopped(
-                    server, pipeline.drain, drain_timeout_s=config.drain_timeout_s
+                    server, leaving.run, drain_timeout_s=leaving.longest_s, cut=pipeline.cut
                 )
             finally:
                 for task in watching:

@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 
 from baton.core.errors import (
+    BatonError,
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidArgument,
@@ -49,9 +50,13 @@ class Pipeline:
             max_unconfirmed=config.max_unconfirmed,
         )
         self._num_requests = 0
+        self._leaving = False
         self._draining = False
+        self._cut = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._preparing: set[asyncio.Timeout] = set()
+        self._relays: set[Relay] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -65,8 +70,8 @@ class Pipeline:
         return [model for model in self._fleet.models() if wanted in ("", model.name)]
 
     def ready(self) -> bool:
-        """Whether a request would be taken and could be answered now."""
-        return not self._draining and self._fleet.ready
+        """Whether requests should be sent here: they would be taken and could be answered now."""
+        return not self._leaving and self._fleet.ready
 
     async def open(self, request: Request) -> EventStream:
         """Starts a request. Raises BatonError when it is refused; nothing then remains of it.
@@ -78,10 +83,14 @@ class Pipeline:
         deadline = arrival + (validate(request).deadline_s or self._config.request_timeout_s)
         self._admit()
         try:
-            async with asyncio.timeout_at(deadline):
-                relay, accepted = await self._prepare(request, deadline)
+            async with asyncio.timeout_at(deadline) as preparing:
+                self._preparing.add(preparing)
+                try:
+                    relay, accepted = await self._prepare(request, deadline)
+                finally:
+                    self._preparing.discard(preparing)
         except TimeoutError:
-            error = DeadlineExceeded("The request ran out of time.")
+            error = _left() if self._cut else DeadlineExceeded("The request ran out of time.")
             self._end(error)
             raise error from None
         except BaseException as failure:
@@ -92,21 +101,37 @@ class Pipeline:
             self._metrics.first_token_s.observe(loop.time() - arrival)
 
         def ended(task: asyncio.Task[None]) -> None:
+            self._relays.discard(relay)
             self._metrics.request_s.observe(loop.time() - arrival)
             self._end(asyncio.CancelledError() if task.cancelled() else task.exception())
 
         task = self._keep(relay.run())
+        self._relays.add(relay)
         task.add_done_callback(ended)
+        if self._cut:
+            relay.fail(_left())
         return EventStream(relay, task, accepted, observe_first_token)
+
+    def leave(self) -> None:
+        """Not ready from now on; requests are still taken, for not everybody knows it yet."""
+        self._leaving = True
 
     async def drain(self) -> None:
         """Takes no new requests; returns when the running ones have ended."""
-        self._draining = True
+        self._leaving = self._draining = True
         await self._idle.wait()
+
+    def cut(self) -> None:
+        """Ends what still runs, with an error that says to try again elsewhere."""
+        self._leaving = self._draining = self._cut = True
+        for preparing in self._preparing:
+            preparing.reschedule(asyncio.get_running_loop().time())
+        for relay in self._relays:
+            relay.fail(_left())
 
     async def close(self) -> None:
         """Cancels what still runs."""
-        self._draining = True
+        self._leaving = self._draining = True
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -114,7 +139,7 @@ class Pipeline:
 
     def _admit(self) -> None:
         if self._draining:
-            raise Unavailable("This router is leaving.", retry_after_s=1.0)
+            raise _left()
         if self._num_requests >= self._config.max_requests:
             self._metrics.ended(Overloaded("Too many requests are running."))
             raise Overloaded("Too many requests are running.", retry_after_s=1.0)
@@ -199,6 +224,10 @@ class Pipeline:
             if left <= 0:
                 raise Unavailable("No worker is ready.", retry_after_s=1.0)
             await self._fleet.changed.wait(left)
+
+
+def _left() -> BatonError:
+    return Unavailable("This router is leaving.", retry_after_s=1.0)
 
 
 def _resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> StopParams:

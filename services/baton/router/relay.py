@@ -143,7 +143,11 @@ class Relay:
             self.cached_tokens = min(cached_tokens, len(self.journey.prompt))
 
     def cancel(self) -> None:
-        self.journey.fail(Cancelled("The request was cancelled."))
+        self.fail(Cancelled("The request was cancelled."))
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the request from outside; `run` raises the error."""
+        self.journey.fail(error)
         self.turn()
 
     def _stopped(self, choice: int, position: int, stop_string: str) -> None:

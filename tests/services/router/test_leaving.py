@@ -1,0 +1,183 @@
+"""A router that leaves: nothing it has taken is lost, and nobody is left without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.errors import Unavailable
+from baton.router.config import RouterConfig
+from baton.router.grpc_door import KeyInterceptor
+from baton.router.http.app import HttpApp
+from baton.router.http.server import HttpServer, serve_http
+from baton.router.keys import OpenDoor
+from baton.router.leaving import Leaving
+from baton.router.metrics import RouterMetrics
+from baton.router.pipeline import Pipeline
+from baton.router.servicer import InferenceServicer
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.server import ProcessServer, Service
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc, types_pb2
+from tests.services.router.conftest import World, until
+from tests.services.router_http.scripted import ANYONE
+
+CONFIG = RouterConfig(local_prefill_tokens=1000, drain_timeout_s=20)
+TOKENS = 40
+ASKED = pb.GenerateRequest(
+    text="once upon a time",
+    options=pb.GenerationOptions(
+        sampling=types_pb2.SamplingParams(seed=5),
+        stop=types_pb2.StopParams(max_tokens=TOKENS, ignore_eos=True),
+        return_token_ids=True,
+    ),
+)
+BODY = {"prompt": "once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "seed": 5}
+
+
+@dataclass
+class Router:
+    """One replica: both its faces, and its way out."""
+
+    pipeline: Pipeline
+    http: HttpServer
+    server: ProcessServer
+    leaving: Leaving
+    grpc: str
+
+    async def leave(self) -> None:
+        """As on SIGTERM, to the end."""
+        self.server.leave()
+        await self.leaving.run()
+        self.pipeline.cut()
+        await self.server.stop(1)
+        await self.http.close(1)
+
+
+@asynccontextmanager
+async def router(world: World, config: RouterConfig = CONFIG) -> AsyncIterator[Router]:
+    assert world.fleet is not None
+    pipeline = Pipeline(world.fleet, config, RouterMetrics(CollectorRegistry()))
+    servicer = InferenceServicer(pipeline, stall_timeout_s=5)
+    server = ProcessServer(
+        listen="127.0.0.1:0",
+        services=[
+            Service(
+                "baton.v1.Inference",
+                lambda s: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, s),
+            )
+        ],
+        public=True,
+        interceptors=[KeyInterceptor(OpenDoor())],
+    )
+    http = await serve_http(HttpApp(pipeline, CollectorRegistry(), ANYONE), "127.0.0.1:0")
+    try:
+        address = await server.start()
+        leaving = Leaving(pipeline, http, server, config)
+        yield Router(pipeline, http, server, leaving, address)
+    finally:
+        await pipeline.close()
+        await server.stop(0)
+        await http.close()
+
+
+async def generate(stub: inference_pb2_grpc.InferenceAsyncStub) -> int:
+    """Tokens of one answer."""
+    return sum([len(a.event.delta.token_ids) async for a in stub.Generate(ASKED, timeout=20)])
+
+
+async def test_what_runs_ends_well_and_what_comes_is_sent_on(world: World) -> None:
+    await world.start(CONFIG)
+    world.decodes[0].stepping.clear()
+    async with (
+        router(world, replace(CONFIG, lame_duck_s=0.3)) as leaver,
+        httpx.AsyncClient(base_url=f"http://{leaver.http.address}", trust_env=False) as client,
+        grpc.aio.insecure_channel(leaver.grpc) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert (await client.get("/health")).status_code == 200
+        running = asyncio.create_task(generate(stub))
+        streaming = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await until(lambda: leaver.pipeline.num_requests == 2)
+        going = asyncio.create_task(leaver.leave())
+        await until(lambda: not leaver.pipeline.ready())
+        late = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await until(lambda: leaver.pipeline.num_requests == 3)
+        assert (await client.get("/health")).status_code == 503
+        await until(lambda: leaver.pipeline._draining)
+        refused = await client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+        assert not going.done()
+        world.decodes[0].stepping.set()
+        assert await running == TOKENS
+        for answer in (await streaming, await late):
+            assert answer.json()["usage"]["completion_tokens"] == TOKENS
+        assert (await late).headers["connection"] == "close"
+        await asyncio.wait_for(going, 20)
+
+
+async def test_what_does_not_end_in_time_is_told_to_try_again(world: World) -> None:
+    await world.start(CONFIG)
+    world.decodes[0].stepping.clear()
+    async with (
+        router(world) as leaver,
+        httpx.AsyncClient(base_url=f"http://{leaver.http.address}", trust_env=False) as client,
+        grpc.aio.insecure_channel(leaver.grpc) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        running = asyncio.create_task(generate(stub))
+        streaming = asyncio.create_task(
+            client.post("/v1/completions", json={**BODY, "stream": True})
+        )
+        whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await until(lambda: len(world.decodes[0].starts) == 3)
+        for tokenizer in world.tokenizers:
+            await tokenizer.kill()
+        await until(lambda: world.met()["tokenizer"] == 0)
+        waiting = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await until(lambda: leaver.pipeline.num_requests == 4)
+        leaver.pipeline.cut()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await running
+        error = from_rpc_error(failed.value)
+        assert isinstance(error, Unavailable) and error.retry_after_s == 1.0
+        *_, last, rest = (await streaming).text.split("\n\n")
+        assert rest == "" and '"code":"unavailable"' in last
+        for answer in (await whole, await waiting):
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    await until(world.nothing_left)
+
+
+async def test_a_rolling_restart_loses_no_call(world: World) -> None:
+    """Two replicas, clients that never try again, and each replica leaves while calls come in."""
+    await world.start(CONFIG)
+    async with router(world) as first, router(world) as second:
+        target = f"ipv4:{first.grpc},{second.grpc}"
+        options = [("grpc.lb_policy_name", "round_robin"), ("grpc.enable_retries", 0)]
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            over = False
+
+            async def client() -> int:
+                answered = 0
+                while not over:
+                    assert await generate(stub) == TOKENS
+                    answered += 1
+                return answered
+
+            clients = [asyncio.create_task(client()) for _ in range(8)]
+            await asyncio.sleep(0.3)
+            await asyncio.wait_for(first.leave(), 20)
+            await asyncio.sleep(0.2)
+            over = True
+            assert sum(await asyncio.gather(*clients)) >= 16
+    await until(world.nothing_left)
