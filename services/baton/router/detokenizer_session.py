@@ -14,7 +14,7 @@ from typing import Protocol
 
 import grpc
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, Unavailable
 from baton.router.notice import Notice
 from baton.router.shared_stream import SharedStream
 from baton.rpc.convert import error_from_proto, token_ids_to_bytes
@@ -126,6 +126,12 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         else:
             self._closing.append(text_id)
             self.wake()
+
+    def send_away(self) -> None:
+        """Every text here goes on elsewhere: its owner is told that it is lost here."""
+        for text_id, source in list(self._sources.items()):
+            self.close(text_id)
+            source.on_lost(Unavailable("A worker of this request is leaving."))
 
     def connect(
         self,

@@ -1,8 +1,9 @@
-"""Has the running sequences of decode workers that drain moved to others, with their KV.
+"""Has what runs on workers that drain moved to others: sequences with their KV, and texts.
 
-A few of each worker move at a time, so that both rings and both engines keep serving the rest; the
-others go on where they are until it is their turn. What cannot move finishes there. Knows nothing
-of requests but which of their sequences could go.
+Texts are opened again elsewhere from the token log, all at once. Of sequences a few of each worker
+move at a time, so that both rings and both engines keep serving the rest; the others go on where
+they are until it is their turn. What cannot move finishes there. Knows nothing of requests but
+which of their sequences could go.
 """
 
 from __future__ import annotations
@@ -73,8 +74,18 @@ class Mover:
         }
         for gone in self._leaving.keys() - draining.keys():
             del self._leaving[gone]
+        self._move_texts()
         for incarnation, worker in draining.items():
             self._move_some(worker, self._leaving.setdefault(incarnation, _Leaving()))
+
+    def _move_texts(self) -> None:
+        """Where no other detokenizer has the same tokenizer, texts end where they are."""
+        pool = self._fleet.detokenizers
+        able = {worker.model.tokenizer_digest for worker in pool.serving()}
+        for worker in pool.workers():
+            drains = worker.load is not None and worker.load.state is WorkerState.DRAINING
+            if drains and worker.model.tokenizer_digest in able:
+                worker.client.send_away()
 
     def _move_some(self, giver: Worker[DecodeSession], leaving: _Leaving) -> None:
         now = asyncio.get_running_loop().time()

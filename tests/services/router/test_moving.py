@@ -166,3 +166,29 @@ async def test_a_client_that_leaves_on_the_way_frees_both_ends(world: World) -> 
     await stream.aclose()
     await until(world.nothing_left)
     assert moves(world, "dropped") == 1
+
+
+@pytest.mark.parametrize("stop", [(), (TEXT[90:94],)])
+async def test_texts_leave_a_detokenizer_that_drains(world: World, stop: tuple[str, ...]) -> None:
+    await world.start(detokenizers=2)
+    world.decodes[0].step_s = STEP_S
+    stream, answer = await begin(world, replace(REQUEST, stop_strings=stop), 5)
+    leaving = next(worker for worker in world.detokenizers if worker.texts)
+    leaving.state = WorkerState.DRAINING
+    (heir,) = (worker for worker in world.detokenizers if worker is not leaving)
+    await until(lambda: bool(heir.texts) and not leaving.texts)
+    answer = await finish(stream, answer)
+    if stop:
+        kept, text = language.stopped(EXPECTED, stop[0]) or ((), "")
+        assert (tuple(answer.token_ids[0]), answer.texts[0]) == (kept, text)
+    else:
+        check(answer)
+
+
+async def test_texts_stay_where_no_other_detokenizer_can_have_them(world: World) -> None:
+    await world.start()
+    world.decodes[0].step_s = STEP_S
+    stream, answer = await begin(world, REQUEST, 5)
+    world.detokenizers[0].state = WorkerState.DRAINING
+    check(await finish(stream, answer))
+    assert len(world.detokenizers[0].openings) == 1
