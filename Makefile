@@ -13,7 +13,7 @@ llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv tables test-chaos test-slow chaos-kv clean
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv bench-readers tables test-chaos test-slow chaos-kv clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -88,6 +88,10 @@ bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LL
 
 bench-kv: install ## Measure the KV hand-over (about 4 minutes)
 	@$(BIN)/baton bench kv $(call figures,kv)
+	@$(BIN)/python scripts/tables.py
+
+bench-readers: install ## Measure what stalled readers and slow senders cost others (about 4 minutes)
+	@$(BIN)/baton bench readers --json docs/benchmarks/readers.json
 	@$(BIN)/python scripts/tables.py
 
 chaos-kv: install ## Break hand-overs in every way and count (about half an hour)

@@ -113,3 +113,15 @@ def test_drain(bench: Bench) -> None:
     assert found["input tokens computed again, killed"]["value"] >= 3 * 200
     for share in ("p50", "p99"):
         assert found[f"pause, {share}, KV moved against prefilled again"]["value"] > 0
+
+
+@pytest.mark.slow
+def test_readers(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    few = {"stalled": 12, "slow": 20, "streams": 4, "output-tokens": 50, "limit-s": 2, "rounds": 1}
+    flags = [word for name, value in few.items() for word in (f"--{name}", str(value))]
+    assert main(["bench", "readers", *flags, "--json", str(file)]) == 0
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    for way in ("HTTP", "gRPC"):
+        assert found[f"stalled over {way} that were cut"]["value"] == 100
+    assert found["between tokens, p99, median turn"]["goal"] == 1.2

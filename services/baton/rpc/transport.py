@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from baton.rpc.options import CLIENT
+from baton.rpc.options import CLIENT, Arguments
 from baton.rpc.roles import server_name
 from baton.rpc.tls import Certificates, Pems, channel_credentials
 
@@ -23,11 +23,17 @@ def bind(server: grpc.aio.Server, listen: str, certificates: Certificates | None
 
 
 def open_channel(
-    target: str, certificates: Certificates | None = None, role: str = ""
+    target: str,
+    certificates: Certificates | None = None,
+    role: str = "",
+    *,
+    plain: Arguments = CLIENT,
 ) -> grpc.aio.Channel:
-    """A channel to "host:port". role: of the peer, which its certificate has to name."""
+    """A channel to "host:port". role: of the peer, which its certificate has to name. plain: the
+    arguments of one without certificates.
+    """
     if certificates is None:
-        return grpc.aio.insecure_channel(target, options=CLIENT)
+        return grpc.aio.insecure_channel(target, options=plain)
     return RenewingChannel(target, certificates, role)
 
 

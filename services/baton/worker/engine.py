@@ -52,6 +52,7 @@ def open_runner(options: WorkerOptions) -> ModelRunner:
             name=options.model_name or folder.name,
             tokenizer_digest=digest,
             wire_dtype=options.kv_wire_dtype,
+            step_seconds=options.fake_step_ms / 1000,
         )
     try:
         config = engine_config(options, digest)

@@ -31,9 +31,9 @@ async def fleet(options: UpOptions) -> AsyncIterator[tuple[Layout, Supervisor]]:
         await asyncio.wait({running})
 
 
-def scrape(url: str) -> dict[str, float]:
+def scrape(url: str, prefix: str = "baton_") -> dict[str, float]:
     """Samples of a process's /metrics by name and labels, as they are written there. Blocks."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         text = answer.read().decode()
-    found = re.findall(r"^(baton_\S+) (\S+)$", text, re.MULTILINE)
+    found = re.findall(rf"^({prefix}\S+) (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found}

@@ -26,6 +26,7 @@ def add(kinds: Any) -> None:
     _stalls(kinds)
     _kv(kinds)
     _drain(kinds)
+    _readers(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -163,6 +164,29 @@ def _drain(kinds: Any) -> None:
     drain.add_argument("--running", type=int, default=16, metavar="N", help="streams")
     drain.add_argument("--prompt-tokens", type=int, default=1500, metavar="N")
     drain.add_argument("--output-tokens", type=int, default=400, metavar="N", help="of each")
+
+
+def _readers(kinds: Any) -> None:
+    readers = _kind(
+        kinds,
+        "readers",
+        "what readers that stall and senders that crawl cost everybody else",
+        "About 4 minutes.",
+        plot=False,
+    )
+    readers.add_argument("--stalled", type=int, default=200, metavar="N", help="readers")
+    readers.add_argument("--slow", type=int, default=500, metavar="N", help="senders")
+    readers.add_argument("--streams", type=int, default=16, metavar="N", help="neighbours")
+    readers.add_argument("--output-tokens", type=int, default=400, metavar="N", help="of each")
+    readers.add_argument("--step-ms", type=float, default=20.0, metavar="MS")
+    readers.add_argument(
+        "--limit-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="the router's limit for a reader without progress (default: its own default)",
+    )
+    readers.add_argument("--rounds", type=int, default=5, metavar="N", help="pairs, in turns")
 
 
 def _kind(
