@@ -74,6 +74,8 @@ def attempts(draw: st.DrawFn) -> Attempt:
         remaining_s=draw(st.none() | st.integers(1, 2**32 - 1).map(lambda ms: ms / 1000)),
         cache_salt=draw(st.binary(max_size=8)),
         traceparent=draw(name),
+        tenant=draw(name),
+        weight=draw(st.floats(0.001, 1000)),
     )
 
 
@@ -193,6 +195,10 @@ def _attempt(**changes: Any) -> pb.Attempt:
     ("changes", "field"),
     [
         ({"request_id": ""}, "attempt.request_id"),
+        ({"weight": 1e-4}, "attempt.weight"),
+        ({"weight": -1.0}, "attempt.weight"),
+        ({"weight": float("inf")}, "attempt.weight"),
+        ({"weight": float("nan")}, "attempt.weight"),
         ({"choices": []}, "attempt.choices"),
         ({"choices": [1, 1]}, "attempt.choices"),
         ({"token_ids": b""}, "attempt.token_ids"),

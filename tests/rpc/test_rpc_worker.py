@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from baton.core.cache_log import CacheLog
 from baton.core.cached_units import Change
 from baton.core.errors import InvalidArgument
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.prefix import HASH_BYTES
 from baton.rpc import worker
 from baton.rpc.channels import Channels
 from baton.rpc.server import ProcessServer
+from baton.v1 import types_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from baton.v1 import worker_pb2_grpc
 from tests.core.cache_replica import CacheReplica
 
 WITHIN_S = 10
@@ -37,8 +37,11 @@ DESCRIPTION = WorkerDescription(
 )
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
+uses = st.builds(TenantUse, st.text(max_size=9), uint64, uint64, uint32, uint64)
 loads = st.builds(
-    WorkerLoad, st.sampled_from(WorkerState), uint32, uint64, uint32, uint32, uint64, uint64
+    WorkerLoad,
+    *(st.sampled_from(WorkerState), uint32, uint64, uint32, uint32, uint64, uint64),
+    st.lists(uses, max_size=3).map(tuple),
 )
 
 Watching = grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]
@@ -58,6 +61,9 @@ class Watched:
     def read(self) -> WorkerLoad:
         return self.load
 
+    def use_through(self, router: str) -> tuple[TenantUse, ...]:
+        return (TenantUse(f"seen by {router}", 1, 2, 3, 4),) if router else ()
+
 
 @pytest.fixture
 def watched() -> Watched:
@@ -66,7 +72,9 @@ def watched() -> Watched:
 
 @pytest.fixture
 async def stub(watched: Watched) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
-    service = worker.worker_service(watched.describe, watched.read, watched.cache)
+    service = worker.worker_service(
+        watched.describe, watched.read, watched.cache, watched.use_through
+    )
     server = ProcessServer(listen="127.0.0.1:0", services=[service])
     channels = Channels()
     try:
@@ -96,6 +104,15 @@ async def test_description_then_changes_then_signs_of_life(
         assert told.state is WorkerState.SERVING
     for _ in range(2):
         assert await next_load(watching) == watched.load
+
+
+async def test_each_watcher_is_told_of_others(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    for name in ("r1", "r2"):
+        watcher = types_pb2.WorkerIdentity(role="router", incarnation=name)
+        watching = stub.Watch(pb.WatchRequest(watcher=watcher))
+        await watching.read()
+        told = await next_load(watching)
+        assert told.tenants == (TenantUse(f"seen by {name}", 1, 2, 3, 4),)
 
 
 class Running(Watched):

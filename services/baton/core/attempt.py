@@ -33,7 +33,8 @@ class Attempt:
 
     token_ids: prompt followed by all accepted output tokens; the first num_prompt_tokens are the
     prompt. All choices run from this same input, so choices with different accepted tokens run as
-    attempts of their own. remaining_s: time left when the message was made, or None.
+    attempts of their own. remaining_s: time left when the message was made, or None. tenant and
+    weight: whose turn it is that it takes, and how large that one's turns are.
     """
 
     request_id: str
@@ -47,11 +48,18 @@ class Attempt:
     remaining_s: float | None = None
     cache_salt: bytes = b""
     traceparent: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
     @property
     def position(self) -> int:
         """Output position of the next token: how many output tokens are accepted."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def longest_output(self) -> int:
+        """Tokens that all its choices may still make."""
+        return len(self.choices) * max(0, self.stop.max_tokens - self.position)
 
     @property
     def key(self) -> AttemptKey:

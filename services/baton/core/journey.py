@@ -32,6 +32,7 @@ from enum import Enum, auto
 from baton.core.attempt import Attempt, ChoiceTokens
 from baton.core.errors import BatonError, Internal, Reason
 from baton.core.request import SamplingParams, StopParams
+from baton.core.tenants import ANYONE, Tenant
 from baton.core.token_log import PositionGap, TokenLog
 
 
@@ -182,6 +183,7 @@ class Journey:
         priority: int = 0,
         cache_salt: bytes = b"",
         traceparent: str = "",
+        tenant: Tenant = ANYONE,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -194,6 +196,7 @@ class Journey:
         self._priority = priority
         self._cache_salt = cache_salt
         self._traceparent = traceparent
+        self._tenant = tenant
         self._runs: dict[int, AttemptRun] = {}
         self._barren = [0] * n
         self._given_away: set[int] = set()
@@ -236,6 +239,8 @@ class Journey:
             priority=self._priority,
             cache_salt=self._cache_salt,
             traceparent=self._traceparent,
+            tenant=self._tenant.name,
+            weight=self._tenant.weight,
         )
         run = self._runs[number] = AttemptRun(attempt, set(choices), moved)
         for choice in choices:

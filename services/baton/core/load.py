@@ -25,7 +25,7 @@ class WorkerDescription:
 
     model, layout, transports and the numbers are left out where a role has none. transports: best
     first. num_blocks: blocks of the pool. block_size: positions of a block. max_sequences: how many
-    may own blocks at once; 0: not known.
+    may own blocks at once; 0: not known. step_tokens: most prompt tokens of a step; 0: not known.
     """
 
     identity: WorkerIdentity
@@ -37,6 +37,23 @@ class WorkerDescription:
     kv_bytes_per_position: int = 0
     exact: bool = False
     max_sequences: int = 0
+    step_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """What one tenant uses of a worker, through one or several routers.
+
+    requests, tokens: that began here, and that were prefilled or sampled here for them, counted
+    for as long as the worker remembers the tenant. held_requests, held_tokens: here now, and what
+    they may come to.
+    """
+
+    tenant: str
+    requests: int = 0
+    tokens: int = 0
+    held_requests: int = 0
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,7 @@ class WorkerLoad:
 
     waiting_tokens: prompt tokens that wait to be computed. free_blocks: blocks that nobody uses,
     cached ones included. step_age_us and step_predicted_us: of the running step, 0 when idle.
+    tenants: what they use through other routers than the one that is told.
     """
 
     state: WorkerState
@@ -54,3 +72,4 @@ class WorkerLoad:
     free_blocks: int = 0
     step_age_us: int = 0
     step_predicted_us: int = 0
+    tenants: tuple[TenantUse, ...] = ()

@@ -45,6 +45,11 @@ class Running:
     beginning: asyncio.Task[None] | None = None
     departures: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
+    @property
+    def asked(self) -> tuple[str, Attempt]:
+        """The router that asked for it, by incarnation, and what for."""
+        return self.session.router_incarnation, self.attempt
+
     def may_leave(self, choice: int) -> bool:
         """Whether it runs here and could be given to another worker."""
         return self.beginning is None and choice in self.choices

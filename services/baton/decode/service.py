@@ -30,8 +30,9 @@ from baton.core.errors import (
 from baton.core.events import Event, Failed, Held, Tokens
 from baton.core.events import Started as KvReady
 from baton.core.handover_messages import HANDOVER_ID_BYTES
-from baton.core.load import WorkerState
+from baton.core.load import TenantUse, WorkerState
 from baton.core.loop import EngineLoop
+from baton.core.use_meter import UseMeter
 from baton.decode.begin import Beginner, Running
 from baton.decode.confirmations import Confirmations
 from baton.decode.departures import Departures
@@ -78,6 +79,7 @@ class DecodeService:
         self._sessions: dict[str, RouterSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._confirmations = Confirmations(engine)
+        self._meter = UseMeter()
         self._draining = False
         self._quiet = asyncio.Event()
         self._sweeping = asyncio.create_task(self._sweep())
@@ -93,12 +95,15 @@ class DecodeService:
     @property
     def holdings(self) -> dict[str, int]:
         """What is held here for attempts besides blocks and slots, by kind."""
-        sides = {**self._beginner.holdings, **self._departures.holdings}
-        return {**sides, "tasks": len(self._tasks)}
+        return {**self._beginner.holdings, **self._departures.holdings, "tasks": len(self._tasks)}
 
     @property
     def probing(self) -> bool:
         return self._beginner.probing or self._departures.probing
+
+    def use_through(self, router_incarnation: str) -> tuple[TenantUse, ...]:
+        """What tenants use here through other routers than this one."""
+        return self._meter.others(router_incarnation, (r.asked for r in self._running.values()))
 
     @property
     def num_sessions(self) -> int:
@@ -138,6 +143,7 @@ class DecodeService:
             attempt, session, ticket, max_unconfirmed, set(attempt.choices), time.monotonic()
         )
         self._running[attempt.key] = running
+        self._meter.began(*running.asked)
         session.open(attempt.keys(), attempt.position)
         running.beginning = self._run(self._begin(running))
 
@@ -309,6 +315,7 @@ class DecodeService:
         if running is None or tokens.key.choice not in running.choices:
             return
         running.session.tokens(tokens)
+        self._meter.made(*running.asked, len(tokens.token_ids))
         if tokens.finish_reason is not None:
             self._left(running, {tokens.key.choice})
             if not running.choices:

@@ -26,10 +26,11 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
-from baton.core.load import WorkerState
+from baton.core.load import TenantUse, WorkerState
 from baton.core.loop import EngineLoop
 from baton.core.plan import Extents
 from baton.core.prefill_scheduler import PrefillScheduler
+from baton.core.use_meter import UseMeter
 from baton.engine.thread import EngineThread
 from baton.kv.giver import Giver, Offer
 from baton.prefill.collectors import LiveCollectors
@@ -45,13 +46,15 @@ MAX_ATTEMPTS = 4096
 
 @dataclass(slots=True)
 class Job:
-    """One attempt here. first: resolves with token 0. offer: None when nothing is given (any more).
+    """One attempt here. router: the incarnation that asked. first: resolves with token 0. offer:
+    None when nothing is given (any more).
 
     extents: where its KV lies. packing: whether some of it is being copied. over: it has ended; its
     blocks are given back as soon as nothing is copied. counted: positions that are in the metrics.
     """
 
     attempt: Attempt
+    router: str
     first: asyncio.Future[FirstTokens]
     offer: Offer | None = None
     extents: Extents = ()
@@ -77,6 +80,7 @@ class PrefillService:
         self._giver = giver
         self._handover_timeout_s = handover_timeout_s
         self._collectors = LiveCollectors()
+        self._meter = UseMeter()
         self._jobs: dict[AttemptKey, Job] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -102,10 +106,16 @@ class PrefillService:
     def probing(self) -> bool:
         return self._giver.probing
 
+    def use_through(self, router_incarnation: str) -> tuple[TenantUse, ...]:
+        """What tenants use here through other routers than this one, in requests of which no
+        decode worker knows."""
+        here = ((job.router, job.attempt) for job in self._jobs.values() if job.offer is None)
+        return self._meter.others(router_incarnation, here)
+
     async def run(
-        self, attempt: Attempt, handover_id: bytes, decode_incarnation: str
+        self, attempt: Attempt, handover_id: bytes, decode_incarnation: str, router: str = ""
     ) -> FirstTokens:
-        """Computes the input's KV and token 0 of every choice.
+        """Computes the input's KV and token 0 of every choice, for the router of an incarnation.
 
         With a handover_id the KV then stays until it is collected or its deadline passes. Raises
         Unavailable when draining, InvalidArgument, Overloaded, DeadlineExceeded, Cancelled.
@@ -116,7 +126,7 @@ class PrefillService:
             raise InvalidArgument("this attempt already runs here", field="attempt")
         if len(self._jobs) >= MAX_ATTEMPTS:
             raise Overloaded("too many attempts are on this prefill worker", retry_after_s=1.0)
-        job = Job(attempt, asyncio.get_running_loop().create_future())
+        job = Job(attempt, router, asyncio.get_running_loop().create_future())
         self._jobs[attempt.key] = job
         try:
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
@@ -136,6 +146,9 @@ class PrefillService:
             raise
         if job.offer is None:
             self._forget(job)
+        if not handover_id:
+            self._meter.began(router, attempt)
+            self._meter.made(router, attempt, len(attempt.choices))
         return first
 
     def cancel(self, key: AttemptKey) -> None:

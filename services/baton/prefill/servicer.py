@@ -32,7 +32,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if request.handover_id and not request.decode_incarnation:
             raise InvalidArgument("is needed with a handover_id", field="decode_incarnation")
         first = await self._service.run(
-            attempt_from_proto(request.attempt), request.handover_id, request.decode_incarnation
+            attempt_from_proto(request.attempt),
+            request.handover_id,
+            request.decode_incarnation,
+            request.router_incarnation,
         )
         return prefill_pb2.RunResponse(
             choices=[choice_tokens_to_proto(tokens) for tokens in first.tokens],

@@ -31,7 +31,14 @@ class Fleet:
             lambda channel, worker: TokenizerClient(channel),
             self.changed,
         )
-        self.prefills = Pool("prefill", discovery, channels, router, PrefillClient, self.changed)
+        self.prefills = Pool(
+            "prefill",
+            discovery,
+            channels,
+            router,
+            lambda channel, worker: PrefillClient(channel, worker, router),
+            self.changed,
+        )
         self.decodes = Pool(
             "decode",
             discovery,

@@ -30,8 +30,11 @@ class PrefillAnswer:
 class PrefillClient(UnaryClient):
     """`baton.v1.Prefill` of one incarnation."""
 
-    def __init__(self, channel: grpc.aio.Channel, worker: WorkerIdentity) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, worker: WorkerIdentity, router: WorkerIdentity
+    ) -> None:
         super().__init__()
+        self._router = router
         self._stub = PrefillStub(channel)
         self._worker = worker
 
@@ -48,6 +51,7 @@ class PrefillClient(UnaryClient):
                 handover_id=handover_id,
                 decode_incarnation=decode_incarnation,
                 prefill_incarnation=self._worker.incarnation,
+                router_incarnation=self._router.incarnation,
             ),
             request_id=attempt.request_id,
             timeout_s=attempt.remaining_s,

@@ -169,6 +169,8 @@ def attempt_to_proto(attempt: Attempt) -> pb.Attempt:
         priority=attempt.priority,
         cache_salt=attempt.cache_salt,
         traceparent=attempt.traceparent,
+        tenant=attempt.tenant,
+        weight=attempt.weight,
     )
 
 
@@ -199,7 +201,18 @@ def attempt_from_proto(message: pb.Attempt) -> Attempt:
         remaining_s=message.remaining_ms / 1000 if message.remaining_ms else None,
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
+        tenant=message.tenant,
+        weight=_weight_from_proto(message.weight),
     )
+
+
+def _weight_from_proto(weight: float) -> float:
+    """0 is not set; what is no share of anything would stand all others still."""
+    if not weight:
+        return 1.0
+    if not 1e-3 <= weight <= 1e3:
+        raise InvalidArgument("must be from 0.001 to 1000", field="attempt.weight")
+    return weight
 
 
 def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:

@@ -16,7 +16,7 @@ import grpc
 
 from baton.core.cache_log import CacheBatch, CacheLog, CacheReader
 from baton.core.errors import InvalidArgument, Overloaded
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
 from baton.rpc.convert import (
     identity_from_proto,
     identity_to_proto,
@@ -33,11 +33,15 @@ SERVICE = "baton.v1.Worker"
 HEARTBEAT_S = 0.5
 COALESCE_S = 0.05
 MAX_WATCHERS = 256
+_USE_FIELDS = ("tenant", "requests", "tokens", "held_requests", "held_tokens")
+
+UseThrough = Callable[[str], tuple[TenantUse, ...]]
+"""What tenants use through other routers than the one of this incarnation."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """describe and load are called on the event loop, load up to 20 times a second and watcher.
-    cache: read there as often, None for a worker without one.
+    cache: read there as often, None for a worker without one. use: for each load that is told.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         describe: Callable[[], WorkerDescription],
         load: Callable[[], WorkerLoad],
         cache: CacheLog | None,
+        use: UseThrough | None = None,
     ) -> None:
+        self._use = use
         self._describe = describe
         self._load = load
         self._cache = cache
@@ -70,6 +76,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 load = self._load()
                 if _told(load) != sent or clock() - sent_at >= HEARTBEAT_S:
                     sent, sent_at = _told(load), clock()
+                    if self._use is not None:
+                        load = replace(load, tenants=self._use(request.watcher.incarnation))
                     yield pb.WatchResponse(load=load_to_proto(load))
                 await asyncio.sleep(COALESCE_S)
         finally:
@@ -80,9 +88,10 @@ def worker_service(
     describe: Callable[[], WorkerDescription],
     load: Callable[[], WorkerLoad],
     cache: CacheLog | None = None,
+    use: UseThrough | None = None,
 ) -> Service:
     """The Worker service, ready to be given to a ProcessServer."""
-    servicer = WorkerServicer(describe, load, cache)
+    servicer = WorkerServicer(describe, load, cache, use)
     return Service(
         SERVICE, lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     )
@@ -100,6 +109,7 @@ def description_to_proto(description: WorkerDescription) -> pb.WorkerDescription
         kv_bytes_per_position=description.kv_bytes_per_position,
         exact=description.exact,
         max_sequences=description.max_sequences,
+        step_tokens=description.step_tokens,
     )
 
 
@@ -115,6 +125,7 @@ def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
         kv_bytes_per_position=message.kv_bytes_per_position,
         exact=message.exact,
         max_sequences=message.max_sequences,
+        step_tokens=message.step_tokens,
     )
 
 
@@ -127,6 +138,7 @@ def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
         free_blocks=load.free_blocks,
         step_age_us=load.step_age_us,
         step_predicted_us=load.step_predicted_us,
+        tenants=[pb.TenantUse(**{f: getattr(use, f) for f in _USE_FIELDS}) for use in load.tenants],
     )
 
 
@@ -142,6 +154,9 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
         free_blocks=message.free_blocks,
         step_age_us=message.step_age_us,
         step_predicted_us=message.step_predicted_us,
+        tenants=tuple(
+            TenantUse(**{f: getattr(use, f) for f in _USE_FIELDS}) for use in message.tenants
+        ),
     )
 
 
@@ -155,8 +170,8 @@ def cache_to_proto(batch: CacheBatch) -> pb.CacheEvents:
 
 
 def _told(load: WorkerLoad) -> WorkerLoad:
-    """The part whose change is news: a step's age changes all the time."""
-    return replace(load, step_age_us=0, step_predicted_us=0)
+    """The part whose change is news: a step's age and tenants' counts change all the time."""
+    return replace(load, step_age_us=0, step_predicted_us=0, tenants=())
 
 
 _STATE_TO_PROTO = {

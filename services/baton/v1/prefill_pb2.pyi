@@ -29,6 +29,7 @@ class RunRequest(_message.Message):
     HANDOVER_ID_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
     PREFILL_INCARNATION_FIELD_NUMBER: _builtins.int
+    ROUTER_INCARNATION_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """Names the hand-over: 16 random bytes, minted per attempt by the router, used once. Empty: nothing is
     handed over (every choice ends at token 0).
@@ -37,6 +38,8 @@ class RunRequest(_message.Message):
     """Incarnation of the decode worker that may collect; others are refused."""
     prefill_incarnation: _builtins.str
     """Incarnation this message is meant for; another process at the same address refuses it."""
+    router_incarnation: _builtins.str
+    """Incarnation of the router that asks."""
     @_builtins.property
     def attempt(self) -> _types_pb2.Attempt:
         """What to run."""
@@ -48,10 +51,11 @@ class RunRequest(_message.Message):
         handover_id: _builtins.bytes = ...,
         decode_incarnation: _builtins.str = ...,
         prefill_incarnation: _builtins.str = ...,
+        router_incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_incarnation", b"decode_incarnation", "handover_id", b"handover_id", "prefill_incarnation", b"prefill_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_incarnation", b"decode_incarnation", "handover_id", b"handover_id", "prefill_incarnation", b"prefill_incarnation", "router_incarnation", b"router_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

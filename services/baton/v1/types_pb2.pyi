@@ -567,6 +567,8 @@ class Attempt(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -583,6 +585,10 @@ class Attempt(_message.Message):
     """Tenant part of the prefix-cache key."""
     traceparent: _builtins.str
     """W3C trace context of the request."""
+    tenant: _builtins.str
+    """Who the request belongs to, for fair order between tenants; empty: nobody in particular."""
+    weight: _builtins.float
+    """The tenant's share of a busy worker, relative to other tenants'; 0 means 1."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The choices that run, all from the same input."""
@@ -609,10 +615,12 @@ class Attempt(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -129,6 +129,7 @@ class WorkerDescription(_message.Message):
     KV_BYTES_PER_POSITION_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks of the pool."""
     block_size: _builtins.int
@@ -139,6 +140,8 @@ class WorkerDescription(_message.Message):
     """Whether it runs in exact mode."""
     max_sequences: _builtins.int
     """Sequences that may own blocks at once; 0: not known."""
+    step_tokens: _builtins.int
+    """Most prompt tokens that a step computes; 0: not known."""
     @_builtins.property
     def identity(self) -> _types_pb2.WorkerIdentity:
         """The process."""
@@ -167,10 +170,11 @@ class WorkerDescription(_message.Message):
         kv_bytes_per_position: _builtins.int = ...,
         exact: _builtins.bool = ...,
         max_sequences: _builtins.int = ...,
+        step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "exact", b"exact", "identity", b"identity", "kv_bytes_per_position", b"kv_bytes_per_position", "layout", b"layout", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "exact", b"exact", "identity", b"identity", "kv_bytes_per_position", b"kv_bytes_per_position", "layout", b"layout", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "step_tokens", b"step_tokens", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,6 +193,7 @@ class WorkerLoad(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     STEP_AGE_US_FIELD_NUMBER: _builtins.int
     STEP_PREDICTED_US_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     """Where it stands in its life."""
     waiting_sequences: _builtins.int
@@ -203,6 +208,10 @@ class WorkerLoad(_message.Message):
     """Age of the running step, in microseconds; 0 when idle."""
     step_predicted_us: _builtins.int
     """How long the running step was predicted to take, in microseconds."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]:
+        """What tenants use here through other routers than the watcher; the most recently active ones."""
+
     def __init__(
         self,
         *,
@@ -213,14 +222,55 @@ class WorkerLoad(_message.Message):
         free_blocks: _builtins.int = ...,
         step_age_us: _builtins.int = ...,
         step_predicted_us: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "running_sequences", b"running_sequences", "state", b"state", "step_age_us", b"step_age_us", "step_predicted_us", b"step_predicted_us", "waiting_sequences", b"waiting_sequences", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "running_sequences", b"running_sequences", "state", b"state", "step_age_us", b"step_age_us", "step_predicted_us", b"step_predicted_us", "tenants", b"tenants", "waiting_sequences", b"waiting_sequences", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class TenantUse(_message.Message):
+    """One tenant's use of a worker. The counts only grow while the worker remembers the tenant, and begin
+    at 0 again afterwards.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_REQUESTS_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant's name."""
+    requests: _builtins.int
+    """Requests that began here."""
+    tokens: _builtins.int
+    """Their prompt tokens, and the output tokens sampled here."""
+    held_requests: _builtins.int
+    """Requests that are here now."""
+    held_tokens: _builtins.int
+    """Tokens that these may come to: prompts and longest outputs."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        held_requests: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "held_tokens", b"held_tokens", "requests", b"requests", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantUse: _TypeAlias = TenantUse  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):

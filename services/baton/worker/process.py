@@ -25,7 +25,7 @@ from baton.core.cache_log import CacheLog
 from baton.core.cached_units import Change
 from baton.core.errors import InvalidArgument
 from baton.core.events import Event
-from baton.core.load import WorkerState
+from baton.core.load import TenantUse, WorkerState
 from baton.core.loop import EngineLoop
 from baton.core.model import WorkerIdentity
 from baton.core.ports import ModelRunner
@@ -71,6 +71,9 @@ class WorkerService(Protocol):
     @property
     def probing(self) -> bool:
         """Whether a probe holds something of it."""
+
+    def use_through(self, router_incarnation: str) -> tuple[TenantUse, ...]:
+        """What tenants use here through other routers than this one."""
 
     def deliver(self, events: Sequence[Event]) -> None: ...
 
@@ -162,10 +165,15 @@ async def run_worker(
             probing=lambda: service.probing or fitness.probing,
         )  # fmt: skip
         report.export()
-        description = describe(runner, identity, staging.names, options.max_running)
+        description = describe(
+            runner, identity, staging.names, options.max_running, options.step_tokens
+        )
         server = ProcessServer(
             listen=options.listen,
-            services=[*services, worker_service(lambda: description, report.worker_load, cache)],
+            services=[
+                *services,
+                worker_service(lambda: description, report.worker_load, cache, service.use_through),
+            ],
             reflection=options.reflection,
             metrics_listen=options.metrics_listen,
             health_listen=options.health_listen,

@@ -138,6 +138,7 @@ def describe(
     identity: WorkerIdentity,
     transports: tuple[str, ...],
     max_sequences: int,
+    step_tokens: int,
 ) -> WorkerDescription:
     """What a prefill or decode worker is."""
     return WorkerDescription(
@@ -150,4 +151,5 @@ def describe(
         kv_bytes_per_position=runner.layout.bytes_per_position,
         exact=is_exact(runner),
         max_sequences=max_sequences,
+        step_tokens=step_tokens,
     )
