@@ -223,9 +223,9 @@ def test_a_preempted_sequence_does_not_expire_in_the_queue() -> None:
 def test_the_queue_is_bounded() -> None:
     loop = decode_loop(64, DecodePolicy(limit=QueueLimit(tokens=30, sequences=4)))
     loop.scheduler.add(attempt("a", size=25), 0.0)
+    loop.scheduler.add(attempt("b", size=6), 0.0)
     with pytest.raises(Overloaded):
-        loop.scheduler.add(attempt("b", size=6), 0.0)
-    loop.scheduler.add(attempt("c", size=5), 0.0)
+        loop.scheduler.add(attempt("c", size=1), 0.0)
 
 
 def test_what_can_never_run_is_refused() -> None:

@@ -32,12 +32,15 @@ from baton.core.scheduling import (
 )
 from baton.core.sequence import SequenceEvent
 from baton.core.shared_input import SharedInput
+from baton.core.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPolicy:
     """token_budget: positions a step computes at most. batch_window_s: how long an input waits for
     company. starving_after_s: an input that found no blocks for so long lets no other one start.
+    order: within a priority class and tenant. quantum: positions a tenant is served before it is
+    another one's turn, times its weight; 0: tenants do not take turns.
     """
 
     token_budget: int = 2048
@@ -45,6 +48,7 @@ class PrefillPolicy:
     starving_after_s: float = 2.0
     limit: QueueLimit = field(default_factory=QueueLimit)
     order: Order = field(default_factory=lambda: shortest_remaining(aging_tokens_per_s=1000.0))
+    quantum: int = 512
 
 
 class _Job:
@@ -77,6 +81,7 @@ class PrefillScheduler:
         self.live_collectors = 1
         self._pool = pool
         self._policy = policy
+        self._turns = Turns(policy.quantum) if policy.quantum else None
         self._intake = Intake(
             model,
             block_size=pool.block_size,
@@ -216,7 +221,10 @@ class PrefillScheduler:
         budget = self._policy.token_budget
         chunks: list[tuple[_Job, Chunk]] = []
         may_start = True
-        for shared in self._policy.order([job.input for job in self._unfinished.values()], now):
+        ordered = self._policy.order([job.input for job in self._unfinished.values()], now)
+        if self._turns is not None:
+            ordered = self._turns.order(ordered)
+        for shared in ordered:
             job = self._jobs[shared.key]
             if not shared.remaining or budget < min(shared.remaining, self._pool.block_size):
                 continue
@@ -229,6 +237,8 @@ class PrefillScheduler:
             chunk = shared.next_chunk(budget, self._pool.block_size)
             chunks.append((job, chunk))
             budget -= len(chunk.token_ids)
+            if self._turns is not None:
+                self._turns.served(shared, len(chunk.token_ids))
         return chunks
 
     def _within_share(self, job: _Job) -> bool:

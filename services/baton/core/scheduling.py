@@ -68,27 +68,33 @@ class Scheduler(Protocol):
         """Raises InvariantBroken when the books disagree. For idle moments and tests."""
 
 
+RETRY_S = 0.05
+"""About a step, and as often as a worker tells its load."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueueLimit:
-    """How much may wait. An input alone is let in whatever its length."""
+    """How much may wait. As long as fewer tokens than these do, an input of any length is let in:
+    the queue must not run dry while a long one waits for the whole of it to be free.
+    """
 
     tokens: int = 16384
     sequences: int = 1024
 
     def check(self, load: Load, attempt: Attempt) -> None:
-        """Raises Overloaded when an attempt does not fit any more."""
-        tokens = load.waiting_tokens + len(attempt.token_ids)
-        full = load.waiting_tokens > 0 and tokens > self.tokens
+        """Raises Overloaded when an attempt does not fit any more. The router asks again as soon as
+        the worker tells that less waits."""
+        full = load.waiting_tokens >= self.tokens
         if full or load.waiting_sequences + len(attempt.choices) > self.sequences:
             raise Overloaded(
                 f"The worker's queue is full: {load.waiting_sequences} sequences with "
                 f"{load.waiting_tokens} tokens wait.",
-                retry_after_s=1.0,
+                retry_after_s=RETRY_S,
             )
 
 
 Order = Callable[[Iterable[SharedInput], float], list[SharedInput]]
-"""Who gets the token budget first, at a time. The place for fairness between tenants."""
+"""Who of one tenant gets the token budget first, at a time; priority classes stay in order."""
 
 
 def first_come(inputs: Iterable[SharedInput], now: float) -> list[SharedInput]:

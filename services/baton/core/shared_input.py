@@ -74,6 +74,14 @@ class SharedInput:
         self.in_flight = 0
 
     @property
+    def tenant(self) -> str:
+        return self.first.attempt.tenant
+
+    @property
+    def weight(self) -> float:
+        return self.first.attempt.weight
+
+    @property
     def tokens(self) -> Tokens[int]:
         return self.first.tokens
 

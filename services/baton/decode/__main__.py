@@ -7,7 +7,6 @@ import sys
 from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.ports import ModelRunner
-from baton.core.scheduling import QueueLimit
 from baton.decode.begin import Beginner
 from baton.decode.config import DecodeConfig
 from baton.decode.departures import Departures
@@ -33,7 +32,7 @@ def main() -> int:
         token_budget=config.max_running + config.step_tokens,
         prefill_budget=config.step_tokens,
         target_step_s=config.inter_token_ms / 1000,
-        limit=QueueLimit(config.max_waiting_tokens, config.max_waiting),
+        limit=config.queue_limit,
     )
 
     def scheduler(runner: ModelRunner, pool: BlockPool) -> DecodeScheduler:

@@ -7,7 +7,7 @@ import sys
 from baton.core.block_pool import BlockPool
 from baton.core.ports import ModelRunner
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.scheduling import QueueLimit, first_come, shortest_remaining
+from baton.core.scheduling import first_come, shortest_remaining
 from baton.kv.giver import Giver
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService
@@ -27,8 +27,9 @@ def main() -> int:
     policy = PrefillPolicy(
         token_budget=config.step_tokens,
         batch_window_s=config.batch_window_ms / 1000,
-        limit=QueueLimit(config.max_waiting_tokens, config.max_waiting),
+        limit=config.queue_limit,
         order=first_come if config.order == "fcfs" else shortest_remaining(AGING_TOKENS_PER_S),
+        quantum=config.turn_tokens,
     )
 
     def scheduler(runner: ModelRunner, pool: BlockPool) -> PrefillScheduler:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
 from baton.core.model import DTYPE_BYTES
+from baton.core.scheduling import QueueLimit
 from baton.kv.fault_spec import parse
 from baton.rpc.config import option
 from baton.rpc.serving import ServingOptions
@@ -66,7 +67,10 @@ class WorkerOptions(ServingOptions):
     swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
     max_waiting: int = option(1024, "prompts that may wait; more are refused", minimum=1)
     max_waiting_tokens: int = option(
-        65536, "prompt tokens that may wait; more are refused", unit="tokens", minimum=1
+        0,
+        "while so many prompt tokens wait, more prompts are refused; 0: two steps' worth",
+        unit="tokens",
+        minimum=0,
     )
     transport: str = option("auto", "how KV moves", choices=("auto", "nixl", "loopback"))
     kv_network: str = option(
@@ -95,6 +99,10 @@ class WorkerOptions(ServingOptions):
         unit="s",
         minimum=1.0,
     )
+
+    @property
+    def queue_limit(self) -> QueueLimit:
+        return QueueLimit(self.max_waiting_tokens or 2 * self.step_tokens, self.max_waiting)
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for faults that are not understood or not allowed."""
