@@ -69,7 +69,7 @@ class Fate(Enum):
     OTHER_MODEL = "serves another model"
     OTHER_TOKENIZER = "has another tokenizer"
     FAILED_BEFORE = "failed this request a moment ago"
-    BUSY = "refused this request as overloaded a moment ago"
+    BUSY = "is full, or refused this request as overloaded a moment ago"
     OTHER_LAYOUT = "its KV does not fit the decode worker"
 
 

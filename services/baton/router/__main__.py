@@ -58,7 +58,7 @@ async def serve(config: RouterConfig) -> int:
     channels = Channels(config.certificates())
     fleet = Fleet(discovery, channels, identity)
     metrics = RouterMetrics()
-    pipeline = Pipeline(fleet, config, metrics)
+    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas)
     servicer = InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s)
     server = ProcessServer(
         listen=config.grpc_listen,
@@ -83,6 +83,7 @@ async def serve(config: RouterConfig) -> int:
         field="grpc_listen",
     )
     unwatch = metrics.watch(fleet, replicas, lambda: pipeline.num_requests)
+    unwatch += metrics.watch_gate(pipeline.gate)
     try:
         limits = HttpLimits(
             max_connections=config.max_connections,

@@ -62,6 +62,23 @@ class RouterConfig(TlsOptions):
         30.0, "longest time a request waits for a worker", unit="s", minimum=0.0
     )
     max_requests: int = option(1024, "requests at a time; more are refused", minimum=1)
+    max_tokens: int = option(
+        0,
+        "tokens of all requests at a time, prompts and longest outputs; more are refused; 0: any",
+        unit="tokens",
+        minimum=0,
+    )
+    max_queue_s: float = option(
+        10.0,
+        "longest time that a request may have to wait for its turn; whoever would have to wait "
+        "longer is refused at once",
+        unit="s",
+        minimum=0.01,
+    )
+    max_queued: int = option(1024, "requests that may wait for their turn", minimum=1)
+    max_queued_tokens: int = option(
+        1 << 20, "what these may be expected to come to", unit="tokens", minimum=1
+    )
     stall_timeout_s: float = option(
         30.0, "a client that takes nothing for so long is cut", unit="s", minimum=0.1
     )

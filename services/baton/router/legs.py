@@ -100,7 +100,8 @@ class AttemptRunner:
         """Where the KV is meant to go. Without that worker there is no such attempt."""
         (choice,) = self._run.attempt.choices
         self._taking = self._owner.take_over(choice)
-        place = self._owner.placement.at(self._taking.collector)
+        tokens = len(self._run.attempt.token_ids)
+        place = self._owner.placement.at(self._taking.collector, tokens)
         if place is None:
             error = Unavailable("The worker that was to take this request is gone.")
             self._owner.journey.attempt_failed(self._number, error)
@@ -113,12 +114,9 @@ class AttemptRunner:
             self._over.set()
 
     async def _run_on(self, place: Place) -> None:
-        attempt = self._final_attempt()
         with ExitStack() as placed:
-            for worker in (place.prefill, place.decode):
-                if worker is not None:
-                    tokens = len(attempt.token_ids)
-                    placed.enter_context(worker.placed(len(attempt.choices), tokens))
+            placed.callback(place.release)
+            attempt = self._final_attempt()
             self._owner.journey.placed(self._number, place.legs)
             self._log(logging.DEBUG, f"attempt {self._number}: {place.decision.reason}")
             try:
@@ -176,6 +174,8 @@ class AttemptRunner:
             self._blame(Leg.PREFILL, error)
             journey.leg_failed(self._number, Leg.PREFILL, error)
         else:
+            if self._place is not None:
+                self._place.answered(answer.queue_s, answer.prefill_s)
             self._owner.kv_complete(self._run, answer.cached_tokens)
             for tokens in answer.tokens:
                 self._accept(Leg.PREFILL, tokens)
@@ -190,6 +190,8 @@ class AttemptRunner:
             self._owner.turn()
 
     def on_kv_complete(self, kv: KvComplete) -> None:
+        if self._place is not None:
+            self._place.answered()
         self._owner.metrics.kv_bytes.inc(kv.received_bytes)
         if self._taking is not None:
             self._taking.moved()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import BatonError
+from baton.core.refusal import Limit
 from baton.router.fleet import Fleet
 from baton.router.replicas import Replicas
 from baton.rpc.metrics import (
@@ -25,12 +27,21 @@ from baton.rpc.metrics import (
     histogram,
 )
 
+if TYPE_CHECKING:
+    from baton.router.gate import Gate
+
 MIGRATIONS = Spec(
     "baton_migrations_total",
     "Attempts that went on elsewhere with output tokens already accepted.",
 )
 RETRIES = Spec("baton_retries_total", "Attempts run again before any output token was accepted.")
 KV_BYTES = Spec("baton_kv_bytes_total", "KV bytes that decode workers collected from others.")
+REFUSALS = Spec("baton_refusals_total", "Requests that were not let in, by why.", ("reason",))
+QUEUED = Spec("baton_queued_requests", "Requests that were let in and wait for their turn.")
+QUEUED_TOKENS = Spec("baton_queued_tokens", "What requests that wait are expected to come to.")
+FLIGHT_WINDOW = Spec(
+    "baton_flight_window_tokens", "Tokens that may be with workers without a first token."
+)
 MOVES = Spec(
     "baton_moves_total",
     "Running sequences that were to leave a decode worker with their KV, by what became of it.",
@@ -46,6 +57,7 @@ class RouterMetrics:
         self._registry = registry
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
+        self._refusals = counter(REFUSALS, registry)
         self.prompt_tokens = counter(PROMPT_TOKENS, registry)
         self.first_token_s = histogram(TIME_TO_FIRST_TOKEN, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
@@ -72,6 +84,17 @@ class RouterMetrics:
             gauge(REQUESTS_OPEN, lambda: {(): float(num_requests())}, self._registry),
             gauge(WORKERS, workers, self._registry),
             gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
+        ]
+
+    def refused(self, limit: Limit) -> None:
+        self._refusals.labels(limit.value).inc()
+
+    def watch_gate(self, gate: Gate) -> list[Callable[[], None]]:
+        """As `watch`."""
+        return [
+            gauge(QUEUED, lambda: {(): float(len(gate.queue))}, self._registry),
+            gauge(QUEUED_TOKENS, lambda: {(): float(gate.queue.tokens)}, self._registry),
+            gauge(FLIGHT_WINDOW, lambda: {(): gate.turnstile.window.limit}, self._registry),
         ]
 
     def prefilled(self, *, remotely: bool) -> None:

@@ -1,34 +1,38 @@
 """The whole journey of one request, top to bottom; the only place that starts one.
 
-validate → admit → which model → encode → does it fit → resolve what the client left open → relay
-(attempts on prefill and decode, tokens to text) → events. Knows neither HTTP nor gRPC.
+validate → is it let in → which model → encode → does it fit → resolve what the client left open →
+is it still let in → relay (its turn, attempts on prefill and decode, tokens to text) → events.
+Knows neither HTTP nor gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
 from baton.core.errors import (
     BatonError,
+    Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidArgument,
     ModelNotFound,
-    Overloaded,
     Unavailable,
 )
 from baton.core.journey import Journey
 from baton.core.model import ModelDescription
+from baton.core.refusal import Refusal
 from baton.core.request import Accepted, Request, StopParams
 from baton.core.validation import validate
 from baton.router.choice_text import PROMPT_TAIL, TextOptions
 from baton.router.config import RouterConfig
 from baton.router.event_stream import EventStream
 from baton.router.fleet import Fleet
+from baton.router.gate import Gate, Pass
 from baton.router.metrics import RouterMetrics
+from baton.router.placement import Standing
 from baton.router.relay import Relay, RelayLimits
 from baton.router.tokenize import encode
 
@@ -37,12 +41,22 @@ SEED_BITS = 53
 
 
 class Pipeline:
-    """Runs requests on a fleet. The fleet is started and closed by whoever made it."""
+    """Runs requests on a fleet. The fleet is started and closed by whoever made it.
 
-    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
+    live_replicas: routers that share tenants' limits, this one among them.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        live_replicas: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
+        self.gate = Gate(fleet, config, metrics, live_replicas)
         self._limits = RelayLimits(
             local_prefill_tokens=config.local_prefill_tokens,
             max_attempts=config.max_attempts,
@@ -74,27 +88,28 @@ class Pipeline:
         return not self._leaving and self._fleet.ready
 
     async def open(self, request: Request) -> EventStream:
-        """Starts a request. Raises BatonError when it is refused; nothing then remains of it.
+        """Starts a request; returns when its first attempt has workers. Raises BatonError when it
+        is refused or fails before; nothing then remains of it.
 
         The caller closes the stream, also when the client is gone.
         """
         loop = asyncio.get_running_loop()
         arrival = loop.time()
         deadline = arrival + (validate(request).deadline_s or self._config.request_timeout_s)
-        self._admit()
+        held = self._admit(request, deadline)
         try:
             async with asyncio.timeout_at(deadline) as preparing:
                 self._preparing.add(preparing)
                 try:
-                    relay, accepted = await self._prepare(request, deadline)
+                    relay, accepted = await self._prepare(request, held)
                 finally:
                     self._preparing.discard(preparing)
         except TimeoutError:
             error = _left() if self._cut else DeadlineExceeded("The request ran out of time.")
-            self._end(error)
+            self._end(held, 0, error)
             raise error from None
         except BaseException as failure:
-            self._end(failure)
+            self._end(held, 0, failure)
             raise
 
         def observe_first_token() -> None:
@@ -103,14 +118,27 @@ class Pipeline:
         def ended(task: asyncio.Task[None]) -> None:
             self._relays.discard(relay)
             self._metrics.request_s.observe(loop.time() - arrival)
-            self._end(asyncio.CancelledError() if task.cancelled() else task.exception())
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            self._end(held, sum(len(log) for log in relay.journey.logs), error)
 
         task = self._keep(relay.run())
         self._relays.add(relay)
         task.add_done_callback(ended)
         if self._cut:
             relay.fail(_left())
-        return EventStream(relay, task, accepted, observe_first_token)
+        stream = EventStream(relay, task, accepted, observe_first_token)
+        try:
+            await held.placed.wait()
+            if not held.was_placed and task.cancelled():
+                raise Cancelled("The request was cancelled.")
+            if not held.was_placed:
+                task.result()
+        except BaseException as failure:
+            if isinstance(failure, Refusal):
+                self._metrics.refused(failure.limit)
+            await stream.aclose()
+            raise
+        return stream
 
     def leave(self) -> None:
         """Not ready from now on; requests are still taken, for not everybody knows it yet."""
@@ -136,17 +164,22 @@ class Pipeline:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+        await self.gate.close()
 
-    def _admit(self) -> None:
+    def _admit(self, request: Request, deadline: float) -> Pass:
         if self._draining:
             raise _left()
-        if self._num_requests >= self._config.max_requests:
-            self._metrics.ended(Overloaded("Too many requests are running."))
-            raise Overloaded("Too many requests are running.", retry_after_s=1.0)
+        try:
+            held = self.gate.open(request, deadline)
+        except BatonError as error:
+            self._metrics.ended(error)
+            raise
         self._num_requests += 1
         self._idle.clear()
+        return held
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, held: Pass, output: int, error: BaseException | None) -> None:
+        held.release(output, finished=error is None)
         self._num_requests -= 1
         if self._num_requests == 0:
             self._idle.set()
@@ -161,7 +194,7 @@ class Pipeline:
     def _background(self, coroutine: Coroutine[None, None, None]) -> None:
         self._keep(coroutine)
 
-    async def _prepare(self, request: Request, deadline: float) -> tuple[Relay, Accepted]:
+    async def _prepare(self, request: Request, held: Pass) -> tuple[Relay, Accepted]:
         request_id = secrets.token_hex(12)
         model = await self._model(request.model)
         prompt = await encode(
@@ -175,6 +208,7 @@ class Pipeline:
         )
         stop = _resolve_stop(request, len(prompt), model)
         _check_vocabulary(request, model)
+        held.settle(len(prompt), stop)
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
         journey = Journey(
             request_id,
@@ -185,6 +219,15 @@ class Pipeline:
             max_barren=self._config.max_attempts,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
+        )
+        standing = Standing(
+            tenant=request.tenant,
+            priority=request.priority,
+            cost=held.grant.cost,
+            since=asyncio.get_running_loop().time(),
+            deadline=held.deadline,
+            on_placed=held.on_placed,
         )
         relay = Relay(
             self._fleet,
@@ -199,7 +242,9 @@ class Pipeline:
                 shown_stop_token_ids=frozenset(request.stop_token_ids),
             ),
             self._limits,
-            deadline=deadline,
+            self.gate.turnstile,
+            standing,
+            deadline=held.deadline,
             background=self._background,
             metrics=self._metrics,
         )

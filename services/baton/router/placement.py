@@ -1,22 +1,25 @@
-"""Finds workers for the attempts of one request, and waits while there are none.
+"""Finds workers for the attempts of one request, at the turnstile where they wait for their turn.
 
-Requests wait here, in the router, not in workers' queues. Knows what went wrong for this request on
-which worker, and for how long that worker is passed over.
+Knows what went wrong for this request on which worker, and for how long that worker is passed over.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
-from baton.core.errors import BatonError, Overloaded, Reason, Unavailable
+from baton.core.errors import BatonError, Reason, Unavailable
+from baton.core.fair_queue import Entry
 from baton.core.journey import AttemptRun, Leg
 from baton.core.model import WorkerIdentity
 from baton.core.routing import Decision, Demand, Fate, decide
+from baton.core.tenants import Tenant
 from baton.router.decode_session import DecodeSession
 from baton.router.fleet import Fleet
 from baton.router.prefill_client import PrefillClient
+from baton.router.turnstile import Blocked, Claim, Turnstile, Waiter
 from baton.router.worker_link import Worker
 
 BUSY_S = 0.1
@@ -28,21 +31,54 @@ FAILED_PREFILL_S = 30.0
 FAILED_DECODE_S = 0.25
 """Short, doubled each time: it may be the only one."""
 
-LOOK_AGAIN_S = 0.25
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
-    """Live workers for an attempt, and why these."""
+    """Live workers for an attempt, and why these. claim: what is taken of them until the first
+    token. Whoever has it releases it.
+    """
 
     prefill: Worker[PrefillClient] | None
     decode: Worker[DecodeSession] | None
     decision: Decision
+    claim: Claim | None = None
+    held: ExitStack = field(default_factory=ExitStack)
 
     @property
     def legs(self) -> frozenset[Leg]:
         legs = {Leg.PREFILL: self.prefill, Leg.DECODE: self.decode}
         return frozenset(leg for leg, worker in legs.items() if worker is not None)
+
+    def hold(self, sequences: int, tokens: int) -> None:
+        """The attempt counts as placed on its workers, until `release`."""
+        for worker in (self.prefill, self.decode):
+            if worker is not None:
+                self.held.enter_context(worker.placed(sequences, tokens))
+
+    def answered(self, queue_s: float = 0.0, compute_s: float = 0.0) -> None:
+        """See `Claim`."""
+        if self.claim is not None:
+            self.claim.answered(queue_s, compute_s)
+
+    def release(self) -> None:
+        self.held.close()
+        if self.claim is not None:
+            self.claim.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a request stands in the queue. cost: what it is expected to come to, in tokens. since:
+    when it arrived, deadline: when it must have ended; readings of the loop's clock. on_placed:
+    called whenever an attempt of it got workers.
+    """
+
+    tenant: Tenant
+    priority: int
+    cost: int
+    since: float
+    deadline: float
+    on_placed: Callable[[], None]
 
 
 class Placement:
@@ -51,12 +87,16 @@ class Placement:
     def __init__(
         self,
         fleet: Fleet,
+        turnstile: Turnstile,
+        standing: Standing,
         demand: Callable[[AttemptRun, frozenset[str], frozenset[str]], Demand],
         *,
         local_prefill_tokens: int,
         wait_timeout_s: float,
     ) -> None:
         self._fleet = fleet
+        self._turnstile = turnstile
+        self._standing = standing
         self._demand = demand
         self._local_prefill_tokens = local_prefill_tokens
         self._wait_timeout_s = wait_timeout_s
@@ -65,36 +105,80 @@ class Placement:
         self._decode_failures = 0
 
     async def find(self, run: AttemptRun) -> Place | None:
-        """Workers for the attempt, or None when it was over before there were any.
+        """Workers for the attempt, which the caller releases, or None when it was over before.
 
-        Raises Unavailable or Overloaded when there were none for wait_timeout_s.
+        Raises Refusal when there will be none in time, Unavailable or Overloaded when there were
+        none for wait_timeout_s.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._wait_timeout_s
         while not run.over:
+            found = await self._turnstile.wait(self._entry(run, give_up))
+            if not isinstance(found, Blocked):
+                if found is not None:
+                    self._standing.on_placed()
+                return found
             now = loop.time()
-            decision = decide(
-                self._demand(run, _current(self._failed, now), _current(self._busy, now)),
-                self._fleet.prefills.snapshots(),
-                self._fleet.decodes.snapshots(),
-                local_prefill_tokens=self._local_prefill_tokens,
-            )
-            self._fleet.misfits.note(decision)
-            if not decision.wait:
-                return self._place(decision)
             if now >= give_up:
-                raise _nowhere(decision)
-            ends = [*self._failed.values(), *self._busy.values(), give_up, now + LOOK_AGAIN_S]
+                raise Unavailable("No worker is ready for this model.", retry_after_s=1.0)
+            ends = [*self._failed.values(), *self._busy.values(), give_up]
             await self._fleet.changed.wait(max(0.001, min(ends) - now))
         return None
 
-    def at(self, collector: WorkerIdentity) -> Place | None:
-        """The decode worker that a sequence moves to, or None when it is gone."""
+    def _entry(self, run: AttemptRun, give_up: float) -> Entry[Waiter]:
+        """Only a request's first attempt waits its turn; later ones have had it."""
+        loop, standing = asyncio.get_running_loop(), self._standing
+        demand = self._demand(run, frozenset(), frozenset())
+        resumed = run.attempt.attempt > 0
+        again = demand.input_tokens if run.attempt.position else 0
+        waiter = Waiter(
+            find=lambda full: self._find(run, full),
+            over=lambda: run.over,
+            kind=(demand.model, demand.input_tokens > self._local_prefill_tokens),
+            input_tokens=demand.input_tokens,
+            choices=demand.choices,
+            give_up=give_up,
+            future=loop.create_future(),
+        )
+        return Entry(
+            waiter,
+            standing.tenant.name,
+            standing.tenant.weight,
+            standing.priority,
+            again if resumed else standing.cost,
+            arrived=standing.since,
+            deadline=standing.deadline,
+            resumed=resumed,
+        )
+
+    def _find(self, run: AttemptRun, full: frozenset[str]) -> Place | Blocked:
+        now = asyncio.get_running_loop().time()
+        failed, busy = _current(self._failed, now), _current(self._busy, now)
+        decision = decide(
+            self._demand(run, failed, busy | full),
+            self._fleet.prefills.snapshots(),
+            self._fleet.decodes.snapshots(),
+            local_prefill_tokens=self._local_prefill_tokens,
+        )
+        self._fleet.misfits.note(decision)
+        if not decision.wait:
+            return self._place(decision)
+        avoided = (failed | busy) - full
+        if any(candidate.identity.incarnation in avoided for candidate in decision.candidates):
+            return Blocked.ITSELF
+        full_ones = any(candidate.fate is Fate.BUSY for candidate in decision.candidates)
+        return Blocked.BUSY if full_ones else Blocked.ABSENT
+
+    def at(self, collector: WorkerIdentity, tokens: int) -> Place | None:
+        """The decode worker that a sequence of so many tokens moves to, which the caller releases,
+        or None when it is gone."""
         decode = self._fleet.decodes.get(collector.incarnation)
         if decode is None:
             return None
         decision = Decision(None, collector, "its KV moves here from another decode worker", ())
-        return Place(None, decode, decision)
+        place = Place(None, decode, decision)
+        place.hold(1, tokens)
+        return place
 
     def blame_prefill(self, worker: WorkerIdentity, error: BatonError) -> None:
         if not self._is_busy(worker, error):
@@ -108,6 +192,7 @@ class Placement:
     def _is_busy(self, worker: WorkerIdentity, error: BatonError) -> bool:
         if error.reason is not Reason.OVERLOADED:
             return False
+        self._turnstile.refused()
         self._pass_over(self._busy, worker, max(BUSY_S, error.retry_after_s or 0.0))
         return True
 
@@ -128,9 +213,3 @@ def _current(until: dict[str, float], now: float) -> frozenset[str]:
     for incarnation in [i for i, end in until.items() if end <= now]:
         del until[incarnation]
     return frozenset(until)
-
-
-def _nowhere(decision: Decision) -> BatonError:
-    if any(candidate.fate is Fate.BUSY for candidate in decision.candidates):
-        return Overloaded("All workers are busy.", retry_after_s=1.0)
-    return Unavailable("No worker is ready for this model.", retry_after_s=1.0)

@@ -21,8 +21,9 @@ from baton.router.legs import AttemptRunner
 from baton.router.metrics import RouterMetrics
 from baton.router.move import Move
 from baton.router.notice import Notice
-from baton.router.placement import Placement
+from baton.router.placement import Placement, Standing
 from baton.router.texts import Texts
+from baton.router.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Relay:
         model: ModelDescription,
         text_options: TextOptions,
         limits: RelayLimits,
+        turnstile: Turnstile,
+        standing: Standing,
         *,
         deadline: float,
         background: Callable[[Coroutine[None, None, None]], None],
@@ -67,6 +70,8 @@ class Relay:
         """Prompt tokens that the first attempt found in a prefix cache."""
         self.placement = Placement(
             fleet,
+            turnstile,
+            standing,
             self._demand,
             local_prefill_tokens=limits.local_prefill_tokens,
             wait_timeout_s=limits.wait_timeout_s,

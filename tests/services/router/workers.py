@@ -80,6 +80,8 @@ class FakeWorker:
         self.layout = layout if layout is not None else type(self).layout
         self.state = WorkerState.SERVING
         self.waiting_tokens = 0
+        self.max_sequences = 0
+        self.step_tokens = 0
         self.refusals: list[BatonError] = []
         self.identity = WorkerIdentity(self.role, new_incarnation(), "")
         self._server: ProcessServer | None = None
@@ -110,7 +112,13 @@ class FakeWorker:
 
     def describe(self) -> WorkerDescription:
         return WorkerDescription(
-            self.identity, self.model, self.layout, num_blocks=1000, block_size=16
+            self.identity,
+            self.model,
+            self.layout,
+            num_blocks=1000,
+            block_size=16,
+            max_sequences=self.max_sequences,
+            step_tokens=self.step_tokens,
         )
 
     def load(self) -> WorkerLoad:

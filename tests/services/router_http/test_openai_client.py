@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from baton.core.errors import Internal, InvalidArgument, Overloaded
+from baton.core.refusal import Limit, Refusal
 from baton.core.request import ChatPrompt
 from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
 
@@ -290,7 +291,7 @@ async def test_the_field_has_the_clients_name(
 
 
 async def test_overload_says_when_to_come_back(client: Client, frontend: Scripted) -> None:
-    frontend.refusal = Overloaded("the queue is full", retry_after_s=1.25)
+    frontend.refusal = Refusal("the queue is full", retry_after_s=1.25, limit=Limit.QUEUE)
     with pytest.raises(openai.RateLimitError) as caught:
         await client.chat.completions.create(model=MODEL.name, messages=HELLO)
     headers = caught.value.response.headers

@@ -1,0 +1,246 @@
+"""Admission, whether a request is let in: budgets, queue, KV room and time; knows no worker.
+
+A request is asked about twice. Before its prompt is encoded only what is certain counts against it:
+one request, its longest output, and the least tokens that the prompt can have; what the prompt may
+have at most is held while it is encoded, so that what is being encoded is bounded. After that its
+numbers are exact. Either way it gets a Grant, which somebody must release.
+
+Whoever could only wait in vain is refused at once: the queue's drain is measured, so the wait of a
+new entry can be foretold. A refusal says when to come back: later the longer the queue is, and for
+each one at another time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.core.drain_rate import DrainRate
+from baton.core.errors import InvalidArgument
+from baton.core.fair_queue import FairQueue
+from baton.core.refusal import Limit, Refusal
+from baton.core.shares import NO_USE, Use
+from baton.core.tenant_budgets import TenantBudgets
+from baton.core.tenants import Tenant
+
+MAX_ENCODING = 1 << 23
+"""Tokens that all prompts being encoded may come to."""
+
+SHORTEST_RETRY_S = 0.5
+LONGEST_RETRY_S = 60.0
+FIRST_GUESS = 256.0
+"""Output tokens of a choice, before any was seen to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """max_requests: at a time. max_tokens: of all of them, prompts and longest outputs; 0: no
+    limit. max_queue_s: longest foretold wait that a request is let in for.
+    """
+
+    max_requests: int
+    max_tokens: int
+    max_queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The fleet at one moment. kv_tokens: positions that decode workers have free blocks for, None
+    when not known. first_token_s: from a place to the first token, usually. others: what the
+    tenant uses through other routers, of which there are replicas - 1.
+    """
+
+    kv_tokens: int | None = None
+    first_token_s: float = 0.0
+    replicas: int = 1
+    others: Use = NO_USE
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is known of a request before its prompt is encoded. least_tokens and most_tokens: bounds
+    of its prompt. longest_output: of all its choices, at least so much is asked for.
+    """
+
+    tenant: Tenant
+    priority: int
+    choices: int
+    least_tokens: int
+    most_tokens: int
+    longest_output: int
+
+
+def check_priority(tenant: Tenant, priority: int) -> None:
+    """Raises InvalidArgument when a tenant asks for more urgency than it may."""
+    if tenant.most_urgent is not None and priority < tenant.most_urgent:
+        raise InvalidArgument(
+            f"priority must be at least {tenant.most_urgent} with this key (smaller is more "
+            "urgent).",
+            field="priority",
+        )
+
+
+class Admission:
+    """jitter: a random number from 0 to 1, each time another one. All times are readings of one
+    clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        queue: FairQueue[Any],
+        drain: DrainRate,
+        jitter: Callable[[], float],
+    ) -> None:
+        self.budgets = TenantBudgets()
+        self.num_requests = 0
+        self.tokens = 0
+        """Charged: prompts and longest outputs."""
+        self.unplaced = 0
+        """Prompt tokens of those who are let in and have no place yet."""
+        self.encoding = 0
+        self._limits = limits
+        self._queue = queue
+        self._drain = drain
+        self._jitter = jitter
+        self._output = FIRST_GUESS
+
+    def open(self, ask: Ask, outlook: Outlook, remaining_s: float, now: float) -> Grant:
+        """Raises Refusal, or InvalidArgument for a priority the tenant may not have."""
+        check_priority(ask.tenant, ask.priority)
+        if self.num_requests >= self._limits.max_requests:
+            raise self._refused(Limit.REQUESTS, "Too many requests are running.")
+        if self.encoding and self.encoding + ask.most_tokens > MAX_ENCODING:
+            raise self._refused(Limit.QUEUE, "Too many prompts are being encoded.")
+        charged = ask.least_tokens + ask.longest_output
+        self._check_tokens(ask.tenant, 1, charged, outlook, now)
+        cost = self.cost(ask.least_tokens, ask.longest_output, ask.choices)
+        self._check_wait(ask, ask.least_tokens, cost, outlook, remaining_s)
+        return Grant(self, ask, charged, now)
+
+    def cost(self, prompt: int, longest_output: int, choices: int) -> int:
+        """What a request is expected to come to, in tokens: outputs rarely are the longest."""
+        return prompt + min(longest_output, round(choices * self._output))
+
+    def retry_after_s(self, base_s: float) -> float:
+        """No two clients come back at once, and none before the time it was told."""
+        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, base_s) * (1 + self._jitter()))
+
+    def ended(self, output: int, choices: int) -> None:
+        """So much was generated by a request that ran to its end."""
+        self._output += (output / choices - self._output) / 16
+
+    def _check_tokens(
+        self, tenant: Tenant, requests: int, tokens: int, outlook: Outlook, now: float
+    ) -> None:
+        most = self._limits.max_tokens
+        if most and self.tokens and self.tokens + tokens > most:
+            raise self._refused(Limit.TOKENS, "The running requests take all tokens there are.")
+        try:
+            self.budgets.check(tenant, requests, tokens, outlook.others, outlook.replicas, now)
+        except Refusal as refusal:
+            assert refusal.retry_after_s is not None
+            refusal.retry_after_s = self.retry_after_s(refusal.retry_after_s)
+            raise
+
+    def _check_wait(
+        self, ask: Ask, prompt: int, cost: int, outlook: Outlook, remaining_s: float
+    ) -> None:
+        """Whether it would get a place in time. With an empty queue it is about to be seen."""
+        if not len(self._queue):
+            return
+        if not self._queue.has_room(ask.tenant.name, cost):
+            raise self._refused(Limit.QUEUE, "The queue is full.")
+        ahead = self._queue.ahead(ask.tenant.name, ask.tenant.weight, ask.priority)
+        wait_s, most_s = self._drain.wait_s(ahead), self._limits.max_queue_s
+        if wait_s + outlook.first_token_s > remaining_s:
+            raise self._refused(Limit.DEADLINE, "It could not begin before its deadline.")
+        if wait_s > most_s:
+            raise self._refused(Limit.WAIT, "It would have to wait for too long.")
+        if outlook.kv_tokens is not None:
+            moving = (self._drain.tokens_per_s or 0.0) * most_s
+            room = outlook.kv_tokens / outlook.replicas + moving
+            if self.unplaced and self.unplaced + prompt > room:
+                raise self._refused(Limit.KV, "There is no memory for more prompts.")
+
+    def _refused(self, limit: Limit, message: str) -> Refusal:
+        wait_s = self._drain.wait_s(self._queue.tokens)
+        return Refusal(message, retry_after_s=self.retry_after_s(wait_s), limit=limit)
+
+
+class Grant:
+    """Leave to run one request, and all that is held for it. `release` it, once or more."""
+
+    def __init__(self, admission: Admission, ask: Ask, charged: int, now: float) -> None:
+        self.cost = 0
+        """In the queue's tokens; known once settled."""
+        self._admission = admission
+        self._ask = ask
+        self._charged = charged
+        self._prompt = 0
+        self._encoding = ask.most_tokens
+        self._unplaced = 0
+        self._was_placed = False
+        self._released = False
+        admission.num_requests += 1
+        admission.tokens += charged
+        admission.encoding += self._encoding
+        admission.budgets.take(ask.tenant.name, 1, charged, now)
+
+    def settle(
+        self, prompt: int, longest_output: int, outlook: Outlook, remaining_s: float, now: float
+    ) -> None:
+        """The prompt is encoded, and how long its output can be is known. Raises Refusal; then it
+        is still to be released."""
+        admission, ask = self._admission, self._ask
+        self._encoded()
+        self._prompt = prompt
+        # What is charged already must not stand in its own way.
+        charged = self._charged
+        self._charge(-charged, now)
+        try:
+            admission._check_tokens(ask.tenant, 0, prompt + longest_output, outlook, now)
+            self.cost = admission.cost(prompt, longest_output, ask.choices)
+            admission._check_wait(ask, prompt, self.cost, outlook, remaining_s)
+            charged = prompt + longest_output
+        finally:
+            self._charge(charged, now)
+        self._unplaced = prompt
+        admission.unplaced += prompt
+
+    def placed(self) -> None:
+        """Its first attempt has workers."""
+        self._was_placed = True
+        self._admission.unplaced -= self._unplaced
+        self._unplaced = 0
+
+    def release(self, output: int, now: float, *, finished: bool = False) -> None:
+        """It is over, with so many output tokens; finished: of its own accord."""
+        if self._released:
+            return
+        self._released = True
+        was_placed = self._was_placed
+        self.placed()
+        self._encoded()
+        admission, ask = self._admission, self._ask
+        used = self._prompt + output if was_placed else 0
+        unused = max(0, self._charged - used)
+        admission.num_requests -= 1
+        admission.tokens -= self._charged
+        admission.budgets.release(ask.tenant.name, 1, self._charged, unused, now)
+        if not was_placed:
+            admission.budgets.refund_request(ask.tenant.name, now)
+            return
+        admission._queue.settle(ask.tenant.name, ask.priority, self.cost - used)
+        if finished:
+            admission.ended(output, ask.choices)
+
+    def _charge(self, tokens: int, now: float) -> None:
+        self._charged += tokens
+        self._admission.tokens += tokens
+        self._admission.budgets.take(self._ask.tenant.name, 0, tokens, now)
+
+    def _encoded(self) -> None:
+        self._admission.encoding -= self._encoding
+        self._encoding = 0

@@ -1,0 +1,171 @@
+"""Gate, where a request is let in: core's admission with this router's clock and fleet.
+
+Knows no attempts and no streams. What it lets in gets a Pass, which holds everything that the
+request was granted until it is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Outlook
+from baton.core.drain_rate import DrainRate
+from baton.core.fair_queue import FairQueue
+from baton.core.flight_window import FlightWindow
+from baton.core.load import TenantUse
+from baton.core.refusal import Refusal
+from baton.core.request import ChatPrompt, Prompt, Request, StopParams, TextPrompt, TokenPrompt
+from baton.core.shares import OthersUse
+from baton.router.config import RouterConfig
+from baton.router.fleet import Fleet
+from baton.router.metrics import RouterMetrics
+from baton.router.turnstile import Turnstile, Waiter
+
+FIRST_WINDOW = 32768
+"""Tokens; what it should be is soon learnt."""
+
+LARGEST_WINDOW = 1 << 24
+WINDOW_STEP = 512
+LOOK_S = 0.5
+"""Between two looks at what workers report of other routers: they tell it as often."""
+
+SPECIAL_TOKENS = 16
+"""That a tokenizer may add to a text; and to each message of a conversation, for its role."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """What a request was granted. placed: set when it has its first workers, or never will."""
+
+    gate: Gate
+    request: Request
+    grant: Grant
+    deadline: float
+    placed: asyncio.Event
+    was_placed: bool = False
+
+    def settle(self, prompt: int, stop: StopParams) -> None:
+        """The prompt is encoded. Raises Refusal."""
+        self.gate.settle(self, prompt, stop)
+
+    def on_placed(self) -> None:
+        self.was_placed = True
+        self.grant.placed()
+        self.placed.set()
+
+    def release(self, output: int, *, finished: bool = False) -> None:
+        """The request is over, with so many output tokens. Once or more."""
+        self.grant.release(output, self.gate.turnstile.now(), finished=finished)
+        self.placed.set()
+
+
+class Gate:
+    """One per router. live_replicas: routers that share tenants' limits, this one among them."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        live_replicas: Callable[[], int],
+    ) -> None:
+        self._live_replicas = live_replicas
+        self.queue: FairQueue[Waiter] = FairQueue(
+            max_tokens=config.max_queued_tokens, max_entries=config.max_queued
+        )
+        self._drain = DrainRate()
+        self._admission = Admission(
+            AdmissionLimits(config.max_requests, config.max_tokens, config.max_queue_s),
+            self.queue,
+            self._drain,
+            random.random,
+        )
+        self.turnstile = Turnstile(
+            fleet,
+            self.queue,
+            self._drain,
+            FlightWindow(FIRST_WINDOW, WINDOW_STEP, LARGEST_WINDOW),
+            max_queue_s=config.max_queue_s,
+            retry_after_s=self._admission.retry_after_s,
+        )
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._others = OthersUse()
+        self._kv_tokens: int | None = None
+        self._looked_at = float("-inf")
+
+    def open(self, request: Request, deadline: float) -> Pass:
+        """Before the prompt is encoded. Raises Refusal, or InvalidArgument for a priority that the
+        tenant may not have."""
+        now = self.turnstile.now()
+        least, most = prompt_bounds(request.prompt)
+        ask = Ask(
+            request.tenant,
+            request.priority,
+            choices=request.n,
+            least_tokens=least,
+            most_tokens=most,
+            longest_output=request.n * (request.max_tokens or 1),
+        )
+        try:
+            grant = self._admission.open(ask, self._outlook(request, now), deadline - now, now)
+        except Refusal as refusal:
+            self._metrics.refused(refusal.limit)
+            raise
+        return Pass(self, request, grant, deadline, asyncio.Event())
+
+    def settle(self, held: Pass, prompt: int, stop: StopParams) -> None:
+        """See `Pass`."""
+        now = self.turnstile.now()
+        longest = held.request.n * stop.max_tokens
+        outlook = self._outlook(held.request, now)
+        try:
+            held.grant.settle(prompt, longest, outlook, held.deadline - now, now)
+        except Refusal as refusal:
+            self._metrics.refused(refusal.limit)
+            raise
+
+    async def close(self) -> None:
+        await self.turnstile.close()
+
+    def _outlook(self, request: Request, now: float) -> Outlook:
+        self._look(now)
+        return Outlook(
+            self._kv_tokens,
+            self.turnstile.window.round_trip_s,
+            self._live_replicas(),
+            self._others.of(request.tenant.name),
+        )
+
+    def _look(self, now: float) -> None:
+        """At what the workers report."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        reports: dict[str, tuple[TenantUse, ...]] = {}
+        decodes = self._fleet.decodes.workers()
+        for pool in (self._fleet.decodes, self._fleet.prefills):
+            for worker in pool.workers():
+                if worker.load is not None:
+                    reports[worker.identity.incarnation] = worker.load.tenants
+        self._others.see(reports, now)
+        told = [(w.load.free_blocks, w.description) for w in decodes if w.load is not None]
+        known = bool(told) and all(description.num_blocks for _, description in told)
+        free = sum(blocks * max(1, description.block_size) for blocks, description in told)
+        self._kv_tokens = free if known else None
+
+
+def prompt_bounds(prompt: Prompt) -> tuple[int, int]:
+    """The fewest and the most tokens it can have: no token stands for less than a byte, but for
+    those that are added."""
+    match prompt:
+        case TokenPrompt(token_ids=ids):
+            return len(ids), len(ids)
+        case TextPrompt(text=text):
+            return 1, len(text.encode()) + SPECIAL_TOKENS
+        case ChatPrompt(messages=messages):
+            size = sum(len(message.content.encode()) for message in messages)
+            return 1, size + SPECIAL_TOKENS * (len(messages) + 2)

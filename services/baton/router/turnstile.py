@@ -1,0 +1,270 @@
+"""Turnstile, where attempts wait for workers with room, in fair order; knows nothing of requests.
+
+An attempt gets workers when it is its turn in the FairQueue, the router's FlightWindow has room,
+and there are workers that fit it and are not full. What it takes of them until its first token is
+a Claim, so that the next one sees it before any worker has reported it.
+
+Who waits here for too long, or would have to, is refused as soon as that can be foreseen; but not
+while workers are missing that may come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from baton.core.drain_rate import DrainRate
+from baton.core.errors import BatonError, Overloaded, Unavailable
+from baton.core.fair_queue import Entry, FairQueue
+from baton.core.flight_window import FlightWindow
+from baton.core.refusal import Limit, Refusal
+from baton.router.fleet import Fleet
+from baton.router.occupancy import Occupancy
+
+if TYPE_CHECKING:
+    from baton.router.placement import Place
+
+LOOK_AGAIN_S = 0.05
+SWEEP_S = 0.1
+PATIENCE = 1.25
+"""A queue that drains more slowly than it was foretold costs nobody more than this times the wait
+that is allowed for."""
+
+
+class Blocked(Enum):
+    """Why an attempt has no place now."""
+
+    BUSY = "the workers are busy"
+    ABSENT = "there is no such worker"
+    ITSELF = "it passes over the workers there are"
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """An attempt that wants a place. find: workers for it outside of those that are full, without
+    waiting. over: whether it ended meanwhile. kind: those who want the same workers. give_up: when
+    it does not wait any longer, whatever the reason; a reading of the loop's clock.
+    """
+
+    find: Callable[[frozenset[str]], Place | Blocked]
+    over: Callable[[], bool]
+    kind: tuple[str, bool]
+    input_tokens: int
+    choices: int
+    give_up: float
+    future: asyncio.Future[Place | Blocked | None]
+    blocked: Blocked | None = field(default=None)
+
+
+class Claim:
+    """What an attempt takes of its workers until its first token. Release it, once or more; the
+    last time when its sequences are gone from there."""
+
+    __slots__ = ("_began", "_tokens", "_turnstile", "_undo", "_workers")
+
+    def __init__(self, turnstile: Turnstile, place: Place, waiter: Waiter) -> None:
+        self._turnstile = turnstile
+        self._tokens = waiter.input_tokens
+        self._workers = [w for w in (place.prefill, place.decode) if w is not None]
+        taken = turnstile.occupancy.take(place, waiter.input_tokens, waiter.choices)
+        self._undo: Callable[[], None] | None = taken
+        self._began = turnstile.now()
+        turnstile.window.take(self._tokens)
+        self._update()
+
+    def answered(self, queue_s: float = 0.0, compute_s: float = 0.0) -> None:
+        """The first token is there, or all KV. queue_s: how long the input waited at its worker;
+        compute_s: how long it then took."""
+        if self._undo is not None:
+            now, window = self._turnstile.now(), self._turnstile.window
+            window.answered(self._tokens, now - self._began)
+            window.queued(queue_s, compute_s, now)
+            self.release()
+
+    def release(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+            self._turnstile.window.give_back(self._tokens)
+        self._update()
+        self._turnstile.turn_soon()
+
+    def _update(self) -> None:
+        for worker in self._workers:
+            self._turnstile.occupancy.update(worker)
+
+
+class Turnstile:
+    """One per router. max_queue_s: see RouterConfig. retry_after_s: when one that is refused should
+    come back, from the seconds that the queue takes.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        queue: FairQueue[Waiter],
+        drain: DrainRate,
+        window: FlightWindow,
+        *,
+        max_queue_s: float,
+        retry_after_s: Callable[[float], float],
+    ) -> None:
+        self.window = window
+        self._fleet = fleet
+        self._queue = queue
+        self._drain = drain
+        self._max_queue_s = max_queue_s
+        self._retry_after_s = retry_after_s
+        self.occupancy = Occupancy(fleet)
+        self._present_since = float("-inf")
+        self._swept_at = float("-inf")
+        self._turning: asyncio.Task[None] | None = None
+        self._soon: asyncio.Handle | None = None
+
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def wait(self, entry: Entry[Waiter]) -> Place | Blocked | None:
+        """A place, which the caller releases; None when the attempt was over before; ITSELF when it
+        is its turn and it wants none of the workers there are: it must not hold up others. Raises
+        Refusal when there will be none in time, Overloaded or Unavailable at give_up."""
+        waiter = entry.item
+        self._queue.add(entry)
+        self._turn()
+        if not waiter.future.done() and self._turning is None:
+            self._turning = asyncio.create_task(self._keep_turning())
+        try:
+            return await waiter.future
+        except BaseException:
+            if not waiter.future.done() or waiter.future.cancelled():
+                self._take_out(entry)
+            elif waiter.future.exception() is None:
+                # Served, and cancelled before it could know.
+                place = waiter.future.result()
+                if place is not None and not isinstance(place, Blocked):
+                    place.release()
+            raise
+
+    def refused(self) -> None:
+        """A worker refused what it was given here."""
+        self.window.congested(self.now())
+
+    def turn_soon(self) -> None:
+        """There may be more room."""
+        if self._soon is None and len(self._queue):
+            self._soon = asyncio.get_running_loop().call_soon(self._turn)
+
+    async def close(self) -> None:
+        """Whoever waits is ended by its own request."""
+        if self._soon is not None:
+            self._soon.cancel()
+        if self._turning is not None:
+            self._turning.cancel()
+            await asyncio.wait([self._turning])
+
+    async def _keep_turning(self) -> None:
+        try:
+            while len(self._queue):
+                await self._fleet.changed.wait(LOOK_AGAIN_S)
+                self._turn()
+        finally:
+            self._turning = None
+
+    def _turn(self) -> None:
+        """Gives places to as many as there is room for, in order."""
+        self._soon = None
+        now = self.now()
+        self._sweep(now)
+        self.occupancy.refresh(now)
+        blocked: set[tuple[str, bool]] = set()
+        while (found := self._next(blocked)) is not None:
+            entry, place = found
+            self._leave(entry, served=not isinstance(place, Blocked), now=now)
+            entry.item.future.set_result(place)
+        self._note_waiting(now)
+
+    def _next(self, blocked: set[tuple[str, bool]]) -> tuple[Entry[Waiter], Place | Blocked] | None:
+        """The first one that need not wait here any longer. Nobody passes another one who wants the
+        same workers and comes before."""
+        for entry in self._queue.heads():
+            waiter = entry.item
+            if waiter.kind in blocked:
+                continue
+            found: Place | Blocked = Blocked.BUSY
+            if self.window.has_room(waiter.input_tokens):
+                found = waiter.find(frozenset(self.occupancy.full))
+            if not isinstance(found, Blocked) and not self._has_kv(waiter, found):
+                found = Blocked.BUSY
+            if found is Blocked.ITSELF:
+                return entry, found
+            if isinstance(found, Blocked):
+                blocked.add(waiter.kind)
+                waiter.blocked = found
+                continue
+            found.hold(waiter.choices, waiter.input_tokens)
+            found.claim = Claim(self, found, waiter)
+            return entry, found
+        return None
+
+    def _has_kv(self, waiter: Waiter, place: Place) -> bool:
+        return place.decode is None or self.occupancy.has_kv(
+            place.decode, waiter.input_tokens + waiter.choices
+        )
+
+    def _sweep(self, now: float) -> None:
+        """Ends the waiting of those who are over, or for whom it is in vain."""
+        if now - self._swept_at < SWEEP_S:
+            return
+        self._swept_at = now
+        heads = self._queue.heads()
+        if any(head.item.blocked is Blocked.ABSENT for head in heads):
+            self._present_since = now
+        for entry in list(self._queue):
+            if entry.item.over():
+                self._leave(entry, served=False, now=now)
+                entry.item.future.set_result(None)
+            elif now >= entry.item.give_up:
+                self._fail(entry, self._nowhere(entry.item, heads), now)
+        late = self._queue.hopeless(self._drain.wait_s, self._latest, now)
+        for entry in late:
+            self._fail(entry, self._too_late(), now)
+
+    def _latest(self, entry: Entry[Waiter]) -> float:
+        """When it must have its place."""
+        patience = max(entry.arrived, self._present_since) + PATIENCE * self._max_queue_s
+        return min(entry.deadline, patience)
+
+    def _too_late(self) -> Refusal:
+        retry_s = self._retry_after_s(self._drain.wait_s(self._queue.tokens))
+        text = "It would have to wait for too long."
+        return Refusal(text, retry_after_s=retry_s, limit=Limit.WAIT)
+
+    def _nowhere(self, waiter: Waiter, heads: list[Entry[Waiter]]) -> BatonError:
+        busy = waiter.blocked or next(
+            (head.item.blocked for head in heads if head.item.kind == waiter.kind), None
+        )
+        if busy is Blocked.ABSENT:
+            return Unavailable("No worker is ready for this model.", retry_after_s=1.0)
+        return Overloaded("All workers are busy.", retry_after_s=self._retry_after_s(1.0))
+
+    def _note_waiting(self, now: float) -> None:
+        queue = self._queue
+        self._drain.waiting(now, queue.tokens / max(1, queue.num_bounded) if len(queue) else None)
+
+    def _fail(self, entry: Entry[Waiter], error: BatonError, now: float) -> None:
+        self._leave(entry, served=False, now=now)
+        entry.item.future.set_exception(error)
+
+    def _take_out(self, entry: Entry[Waiter]) -> None:
+        self._leave(entry, served=False, now=self.now())
+
+    def _leave(self, entry: Entry[Waiter], *, served: bool, now: float) -> None:
+        self._queue.remove(entry, served=served)
+        if served and entry.item.blocked is not None:
+            self._drain.left(entry.tokens, now)
+        if not len(self._queue):
+            self._note_waiting(now)

@@ -1,0 +1,220 @@
+"""Admission under any order of calls: nothing leaks, no limit is passed, refusals say when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Outlook
+from baton.core.drain_rate import DrainRate
+from baton.core.errors import InvalidArgument
+from baton.core.fair_queue import Entry, FairQueue
+from baton.core.refusal import Limit, Refusal
+from baton.core.shares import Use
+from baton.core.tenants import Tenant
+
+TENANTS = {
+    "free": Tenant("free"),
+    "few": Tenant("few", max_requests=2, requests_per_minute=120),
+    "small": Tenant("small", max_tokens=400, tokens_per_minute=6000),
+}
+MAX_REQUESTS, MAX_TOKENS = 6, 2000
+NOWHERE = Outlook()
+
+
+@dataclass
+class Held:
+    grant: Grant
+    tenant: str
+    charged: int
+    settled: bool = False
+
+
+def admission(queue: FairQueue[Any] | None = None, drain: DrainRate | None = None) -> Admission:
+    return Admission(
+        AdmissionLimits(MAX_REQUESTS, MAX_TOKENS, max_queue_s=2.0),
+        queue or FairQueue(max_tokens=10**6, max_entries=1000),
+        drain or DrainRate(),
+        jitter=lambda: 0.5,
+    )
+
+
+def ask(tenant: Tenant = TENANTS["free"], **more: Any) -> Ask:
+    fields = {"priority": 0, "choices": 1, "least_tokens": 1, "most_tokens": 50}
+    return Ask(tenant, **{**fields, "longest_output": 20, **more})
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = admission()
+        self.held: list[Held] = []
+        self.now = 0.0
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(tenant=st.sampled_from(sorted(TENANTS)), output=st.integers(1, 300))
+    def open(self, tenant: str, output: int) -> None:
+        wanted = ask(TENANTS[tenant], longest_output=output)
+        try:
+            grant = self.admission.open(wanted, NOWHERE, 100.0, self.now)
+        except Refusal as refusal:
+            self.told_when(refusal)
+            return
+        self.held.append(Held(grant, tenant, 1 + output))
+
+    @precondition(lambda self: any(not held.settled for held in self.held))
+    @rule(data=st.data(), prompt=st.integers(1, 200), output=st.integers(0, 300))
+    def settle(self, data: st.DataObject, prompt: int, output: int) -> None:
+        held = data.draw(st.sampled_from([h for h in self.held if not h.settled]))
+        longest = held.charged - 1 + output
+        try:
+            held.grant.settle(prompt, longest, NOWHERE, 100.0, self.now)
+        except Refusal as refusal:
+            self.told_when(refusal)
+            self.held.remove(held)
+            held.grant.release(0, self.now)
+            return
+        held.settled = True
+        held.charged = prompt + longest
+
+    @precondition(lambda self: any(held.settled for held in self.held))
+    @rule(data=st.data())
+    def place(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from([h for h in self.held if h.settled])).grant.placed()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), output=st.integers(0, 300), twice=st.booleans())
+    def release(self, data: st.DataObject, output: int, twice: bool) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        self.held.remove(held)
+        held.grant.release(output, self.now, finished=True)
+        if twice:
+            held.grant.release(output, self.now)
+
+    @invariant()
+    def books_agree(self) -> None:
+        assert self.admission.num_requests == len(self.held) <= MAX_REQUESTS
+        assert self.admission.tokens == sum(held.charged for held in self.held)
+        assert self.admission.tokens <= MAX_TOKENS or len(self.held) == 1
+        for name, tenant in TENANTS.items():
+            own = [held for held in self.held if held.tenant == name]
+            assert self.admission.budgets.held(name) == (len(own), sum(h.charged for h in own))
+            assert tenant.max_requests is None or len(own) <= tenant.max_requests
+        if not self.held:
+            assert self.admission.encoding == self.admission.unplaced == 0
+
+    def told_when(self, refusal: Refusal) -> None:
+        assert refusal.retry_after_s is not None
+        assert 0 < refusal.retry_after_s <= 60.0
+
+
+AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestAdmission = AdmissionMachine.TestCase
+
+
+def refused(
+    by: Admission, wanted: Ask, outlook: Outlook = NOWHERE, left_s: float = 100.0
+) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        by.open(wanted, outlook, left_s, 0.0)
+    return caught.value
+
+
+def waiting(tokens: int, tenant: str = "free", rate: float = 100.0) -> Admission:
+    """With so many tokens of a tenant in a queue that drains at a rate."""
+    queue: FairQueue[Any] = FairQueue(max_tokens=10**6, max_entries=1000)
+    drain = DrainRate()
+    drain.waiting(0.0, 1)
+    for step in range(1, 21):
+        drain.left(rate / 10, step / 10)
+    queue.add(Entry(None, tenant, 1.0, 0, tokens, 0.0))
+    return admission(queue, drain)
+
+
+def test_more_urgency_than_a_tenant_may_have_is_an_error_that_names_the_field() -> None:
+    modest = Tenant("modest", most_urgent=3)
+    with pytest.raises(InvalidArgument) as caught:
+        admission().open(ask(modest, priority=2), NOWHERE, 100.0, 0.0)
+    assert caught.value.field == "priority"
+    assert "at least 3" in caught.value.message
+    admission().open(ask(modest, priority=3), NOWHERE, 100.0, 0.0)
+
+
+def test_who_would_wait_for_too_long_is_refused_and_told_to_come_later_the_longer_it_is() -> None:
+    waiting(150).open(ask(), NOWHERE, 100.0, 0.0)
+    refusals = [refused(waiting(tokens), ask()) for tokens in (250, 1000)]
+    assert [refusal.limit for refusal in refusals] == [Limit.WAIT, Limit.WAIT]
+    first, second = (refusal.retry_after_s or 0.0 for refusal in refusals)
+    assert second > 3 * first
+
+
+def test_another_tenants_flood_is_not_waited_for() -> None:
+    waiting(5000).open(ask(TENANTS["few"]), NOWHERE, 100.0, 0.0)
+
+
+def test_who_cannot_begin_before_its_deadline_is_refused() -> None:
+    assert refused(waiting(150), ask(), left_s=1.0).limit is Limit.DEADLINE
+    slow = Outlook(first_token_s=5.0)
+    assert refused(waiting(50), ask(), slow, left_s=4.0).limit is Limit.DEADLINE
+
+
+def test_prompts_that_wait_may_take_what_kv_memory_is_free_and_comes_free() -> None:
+    tight = Outlook(kv_tokens=100)
+    busy = waiting(50)
+    for size, fits in ((250, True), (100, False)):
+        grant = busy.open(ask(), tight, 100.0, 0.0)
+        if fits:
+            grant.settle(size, 20, tight, 100.0, 0.0)
+        else:
+            with pytest.raises(Refusal) as caught:
+                grant.settle(size, 20, tight, 100.0, 0.0)
+            assert caught.value.limit is Limit.KV
+
+
+def test_tokens_that_were_not_used_are_given_back_to_the_rate() -> None:
+    tenant = Tenant("paid", tokens_per_minute=6000)
+    let_in = admission()
+    grant = let_in.open(ask(tenant, longest_output=900), NOWHERE, 100.0, 0.0)
+    grant.settle(50, 900, NOWHERE, 100.0, 0.0)
+    grant.placed()
+    assert refused(let_in, ask(tenant, longest_output=500)).limit is Limit.TOKEN_RATE
+    grant.release(10, 0.0)
+    let_in.open(ask(tenant, longest_output=900), NOWHERE, 100.0, 0.0)
+
+
+def test_a_refused_request_is_not_charged() -> None:
+    tenant = Tenant("rated", requests_per_minute=6)
+    let_in = admission()
+    for _ in range(5):
+        let_in.open(ask(tenant), NOWHERE, 100.0, 0.0).release(0, 0.0)
+    grant = let_in.open(ask(tenant), NOWHERE, 100.0, 0.0)
+    grant.settle(5, 5, NOWHERE, 100.0, 0.0)
+    grant.placed()
+    grant.release(5, 0.0)
+    assert refused(let_in, ask(tenant)).limit is Limit.REQUEST_RATE
+
+
+def test_what_a_tenant_holds_at_other_routers_counts() -> None:
+    two = Tenant("two", max_requests=2)
+    let_in = admission()
+    let_in.open(ask(two), Outlook(replicas=2), 100.0, 0.0)
+    elsewhere = Outlook(replicas=2, others=Use(requests=1))
+    assert refused(let_in, ask(two), elsewhere).limit is Limit.TENANT_REQUESTS
+    let_in.open(ask(two), Outlook(replicas=2), 100.0, 0.0)
+
+
+def test_one_larger_than_its_limit_passes_alone_and_keeps_the_next_one_out() -> None:
+    tenant = Tenant("tiny", max_tokens=40, tokens_per_minute=60)
+    let_in = admission()
+    grant = let_in.open(ask(tenant), NOWHERE, 100.0, 0.0)
+    grant.settle(100, 50, NOWHERE, 100.0, 0.0)
+    assert let_in.budgets.held("tiny") == (1, 150)
+    assert refused(let_in, ask(tenant)).limit is Limit.TOKEN_RATE

@@ -1,0 +1,194 @@
+"""Requests that the router makes wait, in fair order, or refuses; nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
+from baton.core.refusal import Limit, Refusal
+from baton.core.tenants import Tenant
+from baton.router.config import RouterConfig
+from tests.services.router.conftest import Answer, World, until
+from tests.services.router.disturbed import REQUEST, check
+
+A, B = Tenant("a"), Tenant("b")
+
+
+async def one_at_a_time(world: World, **options: object) -> None:
+    """A fleet whose only decode worker runs one sequence at a time, and stands still."""
+    config = RouterConfig(local_prefill_tokens=0, **options)  # type: ignore[arg-type]
+    decode = world.new_decode()
+    decode.max_sequences = 1
+    world.decodes.append(decode)
+    await world.start(config, decodes=0)
+    decode.stepping.clear()
+
+
+def nothing_held(world: World) -> bool:
+    gate = world.pipeline.gate
+    admission, turnstile = gate._admission, gate.turnstile
+    return (
+        world.nothing_left()
+        and admission.num_requests == admission.tokens == admission.unplaced == 0
+        and admission.encoding == 0
+        and len(gate.queue) == gate.queue.tokens == 0
+        and turnstile.window.tokens == 0
+        and all(books.is_empty for books in turnstile.occupancy._books.values())
+    )
+
+
+def ask(world: World, *tenants: Tenant, **more: object) -> list[asyncio.Task[Answer]]:
+    return [
+        asyncio.create_task(world.ask(replace(REQUEST, tenant=tenant, **more)))  # type: ignore[arg-type]
+        for tenant in tenants
+    ]
+
+
+async def test_a_flood_waits_here_and_another_tenant_is_next(world: World) -> None:
+    await one_at_a_time(world)
+    decode = world.decodes[0]
+    flood = ask(world, *[A] * 6)
+    await until(lambda: len(world.pipeline.gate.queue) == 5)
+    (other,) = ask(world, B)
+    await until(lambda: len(world.pipeline.gate.queue) == 6)
+    assert len(decode.starts) == 1, "the worker has as many as it can run"
+    decode.stepping.set()
+    await asyncio.gather(*flood, other)
+    assert [attempt.tenant for attempt in decode.starts[:3]] in (["a", "b", "a"], ["a", "a", "b"])
+    await until(lambda: nothing_held(world))
+
+
+async def test_priority_comes_before_turns(world: World) -> None:
+    await one_at_a_time(world)
+    waiting = ask(world, A, A)
+    await until(lambda: len(world.pipeline.gate.queue) == 1)
+    urgent = ask(world, A, priority=-1)
+    await until(lambda: len(world.pipeline.gate.queue) == 2)
+    world.decodes[0].stepping.set()
+    await asyncio.gather(*waiting, *urgent)
+    assert [attempt.priority for attempt in world.decodes[0].starts] == [0, -1, 0]
+
+
+async def test_a_full_queue_refuses_at_once_and_keeps_room_for_others(world: World) -> None:
+    await one_at_a_time(world, max_queued=4)
+    waiting = ask(world, A, A, A)
+    await until(lambda: len(world.pipeline.gate.queue) == 2)
+    with pytest.raises(Refusal) as caught:
+        await world.pipeline.open(replace(REQUEST, tenant=A))
+    assert caught.value.limit is Limit.QUEUE
+    assert caught.value.retry_after_s is not None
+    assert world.counted("baton_refusals_total", reason="queue") == 1
+    waiting += ask(world, B)
+    await until(lambda: len(world.pipeline.gate.queue) == 3)
+    world.decodes[0].stepping.set()
+    await asyncio.gather(*waiting)
+    await until(lambda: nothing_held(world))
+
+
+async def test_who_waits_for_longer_than_is_allowed_is_refused(world: World) -> None:
+    await one_at_a_time(world, max_queue_s=0.3)
+    (running,) = ask(world, A)
+    await until(lambda: len(world.decodes[0].starts) == 1)
+    with pytest.raises(Refusal) as caught:
+        await world.pipeline.open(REQUEST)
+    assert caught.value.limit is Limit.WAIT
+    assert world.counted("baton_refusals_total", reason="wait") == 1
+    world.decodes[0].stepping.set()
+    await running
+    await until(lambda: nothing_held(world))
+
+
+async def test_what_goes_on_is_not_refused_however_long_it_waits(world: World) -> None:
+    """Its decode worker dies; the other one is full for longer than new requests may wait."""
+    for _ in range(2):
+        decode = world.new_decode()
+        decode.max_sequences = 1
+        world.decodes.append(decode)
+    await world.start(RouterConfig(local_prefill_tokens=0, max_queue_s=0.2), decodes=0)
+    for decode in world.decodes:
+        decode.step_s = 0.02
+    asked = ask(world, A, A)
+    await until(lambda: all(len(d.starts) == 1 and d.holds() for d in world.decodes))
+    await until(lambda: sum(len(r.outputs[0]) for r in world.decodes[0].running.values()) > 3)
+    world.decodes[1].stepping.clear()
+    await world.decodes[0].kill()
+    queue = world.pipeline.gate.queue
+    await until(lambda: len(queue) == 1)
+    await asyncio.sleep(0.5)
+    assert len(queue) == 1, "it still waits"
+    assert queue.num_bounded == 0
+    world.decodes[1].stepping.set()
+    for answer in await asyncio.gather(*asked):
+        check(answer)
+    await until(lambda: nothing_held(world))
+
+
+@pytest.mark.parametrize("way", ["cancelled", "deadline"])
+async def test_who_leaves_while_waiting_leaves_nothing(world: World, way: str) -> None:
+    await one_at_a_time(world)
+    (running,) = ask(world, A)
+    await until(lambda: len(world.decodes[0].starts) == 1)
+    request = replace(REQUEST, deadline_s=0.2) if way == "deadline" else REQUEST
+    opening = asyncio.create_task(world.pipeline.open(request))
+    await until(lambda: len(world.pipeline.gate.queue) == 1)
+    if way == "cancelled":
+        opening.cancel()
+    with pytest.raises((asyncio.CancelledError, DeadlineExceeded)):
+        await opening
+    assert len(world.pipeline.gate.queue) == 0
+    assert len(world.decodes[0].starts) == 1
+    world.decodes[0].stepping.set()
+    await running
+    await until(lambda: nothing_held(world))
+
+
+async def test_prompts_wait_here_and_not_at_the_prefill_worker(world: World) -> None:
+    prefill = world.new_prefill()
+    prefill.step_tokens = 16
+    world.prefills.append(prefill)
+    await world.start(RouterConfig(local_prefill_tokens=0), prefills=0)
+    prefill.computing.clear()
+    asked = ask(world, *[A] * 6)
+    await until(lambda: len(world.pipeline.gate.queue) > 0 and prefill.running > 0)
+    await asyncio.sleep(0.1)
+    tokens = [len(attempt.token_ids) for attempt in prefill.runs]
+    assert sum(tokens[:-1]) < 2 * 16, "two steps' worth, and whom the last of it was given to"
+    prefill.computing.set()
+    await asyncio.gather(*asked)
+    await until(lambda: nothing_held(world))
+
+
+LIMITS = [
+    (Tenant("a", requests_per_minute=6), Limit.REQUEST_RATE),
+    (Tenant("a", tokens_per_minute=60), Limit.TOKEN_RATE),
+    (Tenant("a", max_requests=1), Limit.TENANT_REQUESTS),
+    (Tenant("a", max_tokens=40), Limit.TENANT_TOKENS),
+]
+
+
+@pytest.mark.parametrize(("tenant", "limit"), LIMITS, ids=[limit.value for _, limit in LIMITS])
+async def test_a_tenant_gets_no_more_than_its_limits(
+    world: World, tenant: Tenant, limit: Limit
+) -> None:
+    await world.start()
+    world.decodes[0].stepping.clear()
+    stream = await world.pipeline.open(replace(REQUEST, tenant=tenant))
+    with pytest.raises(Overloaded) as caught:
+        await world.pipeline.open(replace(REQUEST, tenant=tenant))
+    assert isinstance(caught.value, Refusal) and caught.value.limit is limit
+    assert world.counted("baton_refusals_total", reason=limit.value) == 1
+    world.decodes[0].stepping.set()
+    check(await world.ask(replace(REQUEST, tenant=B)))
+    await stream.aclose()
+    await until(lambda: nothing_held(world))
+
+
+async def test_more_urgency_than_a_tenant_may_have_names_the_field(world: World) -> None:
+    await world.start()
+    with pytest.raises(InvalidArgument) as caught:
+        await world.pipeline.open(replace(REQUEST, tenant=Tenant("a", most_urgent=0), priority=-1))
+    assert caught.value.field == "priority"
+    assert world.pipeline.num_requests == 0
