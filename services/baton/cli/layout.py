@@ -27,6 +27,8 @@ class UpOptions:
     tokenizer: int = 1
     detokenizer: int = 1
     routers: int = 1
+    router_flags: tuple[str, ...] = ()
+    """More of them for every router."""
     http_port: int = 8000
     grpc_port: int = 50051
     transport: str = "nixl"
@@ -165,8 +167,9 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         http = f"{HOST}:{options.http_port + index}"
         grpc = f"{HOST}:{options.grpc_port + index}"
         listen = ("--http-listen", http, "--grpc-listen", grpc)
+        more = ("--replicas", str(options.routers), *options.router_flags)
         tls = ca.flags("router") if ca else ()
-        command = _command("router", options.other_cpus, *listen, *lists, *tls)
+        command = _command("router", options.other_cpus, *listen, *lists, *tls, *more)
         processes.append(ProcessSpec("router", index, command, grpc, http))
     return Layout(
         tuple(processes),

@@ -30,6 +30,14 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def free_row(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on now."""
+    while True:
+        (first,) = free_ports(1)
+        if all(_free(port) for port in range(first, first + count)):
+            return first
+
+
 def _handed_out() -> tuple[int, int]:
     try:
         first, last = map(int, _RANGE.read_text().split())
@@ -39,6 +47,8 @@ def _handed_out() -> tuple[int, int]:
 
 
 def _free(port: int) -> bool:
+    if port > 65535:
+        return False
     try:
         socket.create_server((HOST, port)).close()
     except OSError:

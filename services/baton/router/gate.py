@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Outlook

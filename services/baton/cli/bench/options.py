@@ -27,6 +27,8 @@ def add(kinds: Any) -> None:
     _kv(kinds)
     _drain(kinds)
     _readers(kinds)
+    _overload(kinds)
+    _fairness(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -189,6 +191,58 @@ def _readers(kinds: Any) -> None:
     readers.add_argument("--rounds", type=int, default=5, metavar="N", help="pairs, in turns")
 
 
+def _overload(kinds: Any) -> None:
+    overload = _kind(
+        kinds,
+        "overload",
+        "what becomes of goodput, refusals and memory at up to ten times capacity",
+        "About 5 minutes.",
+        plot=False,
+    )
+    _served(overload)
+    overload.add_argument(
+        "--factors",
+        type=_factors,
+        default=(0.5, 1.0, 2.0, 5.0, 10.0),
+        metavar="F,F",
+        help="of capacity",
+    )
+
+
+def _fairness(kinds: Any) -> None:
+    fairness = _kind(
+        kinds,
+        "fairness",
+        "what one tenant's flood does to another, with two routers",
+        "About 3 minutes.",
+        plot=False,
+    )
+    _served(fairness)
+    fairness.set_defaults(seconds=40.0)
+
+
+def _served(parser: argparse.ArgumentParser) -> None:
+    """What the benchmarks with arriving requests have in common."""
+    parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    parser.add_argument("--transport", choices=("nixl", "loopback"), default="nixl")
+    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--output-tokens", type=int, default=32, metavar="N")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each load")
+    parser.add_argument(
+        "--queue-s", type=float, default=0.5, metavar="S", help="the routers' max_queue_s"
+    )
+    parser.add_argument(
+        "--first-s", type=float, default=2.0, metavar="S", help="objective: to the first token"
+    )
+    parser.add_argument(
+        "--between-s",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="objective: between tokens, on average of a request",
+    )
+
+
 def _kind(
     kinds: Any, name: str, what: str, takes: str = "", *, plot: bool = True
 ) -> argparse.ArgumentParser:
@@ -221,6 +275,10 @@ def _model(parser: argparse.ArgumentParser, threads: int) -> None:
 
 def _device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split(","))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,0 +1,148 @@
+"""Runs open-loop phases against a fleet, the load in a process of its own, and follows its memory.
+
+What `overload` and `fairness` have in common; knows neither's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.cli.bench.open_loop import END_S, Asked
+from baton.cli.bench.process import call
+from baton.cli.bench.stalls import percentile
+from baton.cli.layout import Layout
+from baton.cli.supervisor import Supervisor
+
+ENGINE_CORE, OTHER_CORE = "0", "1"
+AT_ONCE = 96
+"""Of the closed load that finds out what the fleet can do: more than run at a time."""
+
+SEARCH_S = 10.0
+SETTLING_S = 3.0
+SAMPLE_S = 0.5
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Phase:
+    """What one phase asked. rss: the most resident memory of each process meanwhile, in bytes."""
+
+    name: str
+    seconds: float
+    asked: list[Asked]
+    rss: dict[str, int] = field(default_factory=dict)
+
+    def goodput(self, args: argparse.Namespace) -> float:
+        """Requests answered within their objectives, a second."""
+        return sum(one.meets(args.first_s, args.between_s) for one in self.asked) / self.seconds
+
+    def first_token(self, share: float) -> float:
+        """Of those that were let in, in seconds."""
+        return _quantile([one.first_s for one in self.asked if one.whole], share)
+
+    def refusal(self, share: float) -> float:
+        return _quantile([s for one in self.asked for s in one.refusals_s], share)
+
+    def retry_after(self, share: float) -> float:
+        return _quantile([s for one in self.asked for s in one.retry_after_s], share)
+
+    def lag(self, share: float) -> float:
+        """By which requests left later than they should have."""
+        return _quantile([one.lag_s for one in self.asked], share)
+
+    def failed(self) -> int:
+        """Neither answered in full nor refused."""
+        return sum(not one.whole and one.status != 429 for one in self.asked)
+
+
+class Arrivals:
+    """One fleet's load. headers: of each tenant, whole lines."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        layout: Layout,
+        supervisor: Supervisor,
+        headers: Sequence[str] = ("",),
+    ) -> None:
+        self._args = args
+        self._supervisor = supervisor
+        routers = [spec for spec in layout.processes if spec.role == "router"]
+        body = {
+            "model": _model(layout),
+            "prompt": "PROMPT",
+            "max_tokens": args.output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        self._job = {
+            "targets": [router.metrics for router in routers],
+            "headers": list(headers),
+            "body": json.dumps(body).replace('"PROMPT"', "PROMPT"),
+            "prompt_tokens": args.prompt_tokens,
+            "seed": args.seed,
+        }
+
+    async def capacity(self) -> float:
+        """Requests a second that end when there are always more."""
+        phase = {"name": "search", "seconds": SEARCH_S, "closed": AT_ONCE}
+        (found,) = await self.run([phase])
+        window = [one for one in found.asked if one.whole]
+        ends = sorted(one.at + one.took_s for one in window)
+        counted = [end for end in ends if SETTLING_S < end <= SEARCH_S]
+        return len(counted) / (SEARCH_S - SETTLING_S)
+
+    async def run(self, phases: Sequence[dict[str, Any]]) -> list[Phase]:
+        """One phase behind the other. Memory is followed over all of them, and told by phase."""
+        found: list[Phase] = []
+        for phase in phases:
+            job = {**self._job, "phases": [phase], "seed": self._job["seed"] + len(found)}
+            deadline_s = phase["seconds"] + END_S + 30
+            working = asyncio.create_task(
+                asyncio.to_thread(call, "open_loop", job, threads=1, deadline_s=deadline_s)
+            )
+            rss: dict[str, int] = defaultdict(int)
+            while not working.done():
+                for name, size in self._rss().items():
+                    rss[name] = max(rss[name], size)
+                await asyncio.wait([working], timeout=SAMPLE_S)
+            asked = [Asked(**one) for one in working.result()["phases"][0]]
+            found.append(Phase(phase["name"], phase["seconds"], asked, dict(rss)))
+        return found
+
+    def _rss(self) -> dict[str, int]:
+        """Resident memory of each process now, in bytes."""
+        found = {}
+        for index, process in enumerate(self._supervisor.description()["processes"]):
+            try:
+                status = Path(f"/proc/{process['pid']}/status").read_text()
+            except OSError:
+                continue
+            for line in status.splitlines():
+                if line.startswith("VmRSS:"):
+                    found[f"{process['role']} {index}"] = int(line.split()[1]) * 1024
+        return found
+
+
+def stream(rate: float, tenant: int = 0, targets: Sequence[int] = (0,)) -> dict[str, Any]:
+    """Poisson arrivals of one tenant."""
+    return {"rate": rate, "tenant": tenant, "targets": list(targets)}
+
+
+def _model(layout: Layout) -> str:
+    """The name that the workers were told."""
+    command = next(spec.command for spec in layout.processes if spec.role == "decode")
+    return command[command.index("--model-name") + 1]
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return percentile(values, share) if values else 0.0
