@@ -72,7 +72,6 @@ class Gate:
         metrics: RouterMetrics,
         live_replicas: Callable[[], int],
     ) -> None:
-        self._live_replicas = live_replicas
         self.queue: FairQueue[Waiter] = FairQueue(
             max_tokens=config.max_queued_tokens, max_entries=config.max_queued
         )
@@ -92,7 +91,7 @@ class Gate:
             retry_after_s=self._admission.retry_after_s,
         )
         self._fleet = fleet
-        self._config = config
+        self._live_replicas = live_replicas
         self._metrics = metrics
         self._others = OthersUse()
         self._kv_tokens: int | None = None

@@ -24,7 +24,8 @@ ENGINE_CORE, OTHER_CORE = "0", "1"
 AT_ONCE = 96
 """Of the closed load that finds out what the fleet can do: more than run at a time."""
 
-SEARCH_S = 10.0
+WARM_S = 6.0
+SEARCH_S = 12.0
 SETTLING_S = 3.0
 SAMPLE_S = 0.5
 MIB = 2**20
@@ -94,8 +95,9 @@ class Arrivals:
 
     async def capacity(self) -> float:
         """Requests a second that end when there are always more."""
-        phase = {"name": "search", "seconds": SEARCH_S, "closed": AT_ONCE}
-        (found,) = await self.run([phase])
+        warm = {"name": "warm up", "seconds": WARM_S, "closed": AT_ONCE}
+        search = {"name": "search", "seconds": SEARCH_S, "closed": AT_ONCE}
+        _, found = await self.run([warm, search])
         window = [one for one in found.asked if one.whole]
         ends = sorted(one.at + one.took_s for one in window)
         counted = [end for end in ends if SETTLING_S < end <= SEARCH_S]
