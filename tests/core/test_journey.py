@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
+from baton.core.attempt_states import OVER, TRANSITIONS, AttemptEvent, AttemptState, Leg
 from baton.core.errors import (
     BatonError,
     HandoverFailed,
@@ -19,16 +20,8 @@ from baton.core.errors import (
     Reason,
     Unavailable,
 )
-from baton.core.journey import (
-    OVER,
-    TRANSITIONS,
-    VERDICTS,
-    AttemptEvent,
-    AttemptRun,
-    AttemptState,
-    Journey,
-    Leg,
-)
+from baton.core.journey import AttemptRun, Journey
+from baton.core.losses import VERDICTS
 from baton.core.request import FinishReason, SamplingParams, StopParams
 
 PROMPT = (1, 2, 3)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from baton.core.attempt import ChoiceTokens, SequenceKey
+from baton.core.attempt_states import AttemptState, Leg
 from baton.core.errors import InvalidArgument
-from baton.core.journey import AttemptRun, AttemptState, Journey, Leg
+from baton.core.journey import AttemptRun, Journey
 from baton.core.request import SamplingParams, StopParams
 
 PROMPT = (1, 2, 3)

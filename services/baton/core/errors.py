@@ -9,10 +9,12 @@
     ├── NotFound                 the thing named is not known (any more)
     ├── Overloaded               queue or memory is full             retryable
     ├── Unavailable              leaving, or a peer is gone          retryable
+    │   └── WorkerLost               it died, hangs or cannot be reached
     ├── HandoverFailed           prefill again elsewhere             retryable
     ├── Incompatible             two workers whose KV does not fit
     ├── DeadlineExceeded         out of time
     ├── Cancelled                cancelled by whoever asked
+    ├── Quarantined              the request ended the workers it ran on
     └── Internal                 a fault of Baton's own
 
 `message` is written for the client and never carries internals (no addresses of memory, no paths,
@@ -41,6 +43,7 @@ class Reason(Enum):
     NOT_FOUND = 11
     UNAUTHENTICATED = 12
     UNIMPLEMENTED = 13
+    QUARANTINED = 14
 
 
 class BatonError(Exception):
@@ -94,6 +97,10 @@ class Unavailable(BatonError):
     retryable = True
 
 
+class WorkerLost(Unavailable):
+    """Nobody told: the worker's silence or its broken connection did. It travels as its base."""
+
+
 class HandoverFailed(BatonError):
     reason = Reason.HANDOVER_FAILED
     retryable = True
@@ -109,6 +116,10 @@ class DeadlineExceeded(BatonError):
 
 class Cancelled(BatonError):
     reason = Reason.CANCELLED
+
+
+class Quarantined(BatonError):
+    reason = Reason.QUARANTINED
 
 
 class Internal(BatonError):
@@ -137,6 +148,7 @@ _CLASSES: dict[Reason, type[BatonError]] = {
         Incompatible,
         DeadlineExceeded,
         Cancelled,
+        Quarantined,
         Internal,
     )
 }

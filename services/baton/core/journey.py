@@ -4,154 +4,52 @@ Pure: told what happened, it says what to run next. It knows neither which worke
 nor how; the router's relay carries its decisions out.
 
 An attempt runs choices that share all accepted tokens; its input is prompt + those tokens, so an
-accepted position is never sampled again. It has one or two legs:
-
-    PLACING ──► PREFILLING                      every choice ends at token 0: no decode worker
-        │
-        ├─────► PAIRED ──► HANDING_OVER ──► DECODING     prefill answers first (the usual order)
-        │          └──────────────────────────▲         or decode has all KV first
-        ├─────────────────────────────────────┘         decode prefills by itself
-        └─────► MOVING ──► DECODING                     a decode worker gives it to another one
+accepted position is never sampled again. `baton.core.attempt_states` is where it may stand.
 
 A choice that decodes may be given away by its worker, with its KV. It leaves its attempt, which
 has not failed, and goes on in another one of its own, MOVING until its KV is complete. The input
 ends before the newest accepted token there, which the giver tells again; losing such an attempt is
-no fault of the request.
-
-Any of them ends as ENDED (no choice is left to run in it) or FAILED (its unfinished choices wait
-for another attempt). Prefill lost after decode has all KV is no loss; prefill lost while its KV is
-being collected is decode's to report. Events about an attempt that is over are dropped.
+no fault of the request. Events about an attempt that is over are dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from baton.core.attempt import Attempt, ChoiceTokens
-from baton.core.errors import BatonError, Internal, Reason
+from baton.core.attempt_states import (
+    HOLDERS,
+    LOST,
+    OVER,
+    TRANSITIONS,
+    AttemptEvent,
+    AttemptState,
+    Leg,
+)
+from baton.core.errors import BatonError, Internal, Quarantined, WorkerLost
+from baton.core.losses import VERDICTS, Verdict
+from baton.core.quarantine import Suspicion
 from baton.core.request import SamplingParams, StopParams
 from baton.core.tenants import ANYONE, Tenant
 from baton.core.token_log import PositionGap, TokenLog
-
-
-class Leg(Enum):
-    """A part of an attempt that runs on one worker."""
-
-    PREFILL = auto()
-    DECODE = auto()
-
-
-class AttemptState(Enum):
-    """Where an attempt stands."""
-
-    PLACING = auto()
-    PREFILLING = auto()
-    PAIRED = auto()
-    HANDING_OVER = auto()
-    MOVING = auto()
-    DECODING = auto()
-    ENDED = auto()
-    FAILED = auto()
-
-
-class AttemptEvent(Enum):
-    """What may happen to an attempt."""
-
-    PLACED_ON_PREFILL = auto()
-    PLACED_ON_BOTH = auto()
-    PLACED_ON_DECODE = auto()
-    PLACED_TO_MOVE = auto()
-    PREFILL_ANSWERED = auto()
-    PREFILL_LOST = auto()
-    KV_COMPLETE = auto()
-    DECODE_LOST = auto()
-    NOTHING_LEFT = auto()
-
-
-_S, _E = AttemptState, AttemptEvent
-
-TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
-    (_S.PLACING, _E.PLACED_ON_PREFILL): _S.PREFILLING,
-    (_S.PLACING, _E.PLACED_ON_BOTH): _S.PAIRED,
-    (_S.PLACING, _E.PLACED_ON_DECODE): _S.DECODING,
-    (_S.PLACING, _E.PLACED_TO_MOVE): _S.MOVING,
-    (_S.PLACING, _E.NOTHING_LEFT): _S.ENDED,
-    # An answer that leaves a choice unfinished breaks the deal: nobody has its KV.
-    (_S.PREFILLING, _E.PREFILL_ANSWERED): _S.FAILED,
-    (_S.PREFILLING, _E.PREFILL_LOST): _S.FAILED,
-    (_S.PREFILLING, _E.NOTHING_LEFT): _S.ENDED,
-    (_S.PAIRED, _E.PREFILL_ANSWERED): _S.HANDING_OVER,
-    (_S.PAIRED, _E.PREFILL_LOST): _S.FAILED,
-    (_S.PAIRED, _E.KV_COMPLETE): _S.DECODING,
-    (_S.PAIRED, _E.DECODE_LOST): _S.FAILED,
-    (_S.PAIRED, _E.NOTHING_LEFT): _S.ENDED,
-    (_S.HANDING_OVER, _E.KV_COMPLETE): _S.DECODING,
-    (_S.HANDING_OVER, _E.DECODE_LOST): _S.FAILED,
-    (_S.HANDING_OVER, _E.NOTHING_LEFT): _S.ENDED,
-    (_S.MOVING, _E.KV_COMPLETE): _S.DECODING,
-    (_S.MOVING, _E.DECODE_LOST): _S.FAILED,
-    (_S.MOVING, _E.NOTHING_LEFT): _S.ENDED,
-    (_S.DECODING, _E.PREFILL_ANSWERED): _S.DECODING,
-    (_S.DECODING, _E.PREFILL_LOST): _S.DECODING,
-    (_S.DECODING, _E.KV_COMPLETE): _S.DECODING,
-    (_S.DECODING, _E.DECODE_LOST): _S.FAILED,
-    (_S.DECODING, _E.NOTHING_LEFT): _S.ENDED,
-}
-
-OVER = frozenset({_S.ENDED, _S.FAILED})
-
-_HOLDERS: dict[AttemptState, frozenset[Leg]] = {
-    _S.PLACING: frozenset(),
-    _S.PREFILLING: frozenset({Leg.PREFILL}),
-    _S.PAIRED: frozenset({Leg.PREFILL, Leg.DECODE}),
-    _S.HANDING_OVER: frozenset({Leg.PREFILL, Leg.DECODE}),
-    _S.MOVING: frozenset({Leg.DECODE}),
-    _S.DECODING: frozenset({Leg.DECODE}),
-}
-"""Who may hold blocks for an attempt in each state, and has to be told when it is over."""
-
-_LOST = {Leg.PREFILL: _E.PREFILL_LOST, Leg.DECODE: _E.DECODE_LOST}
-
-
-class Verdict(Enum):
-    """What a leg's failure means for the request."""
-
-    FATAL = auto()
-    ELSEWHERE = auto()
-    """Another attempt; counts against the retry budget."""
-    LATER = auto()
-    """Another attempt after a pause; does not count, the deadline bounds it."""
-
-
-VERDICTS: dict[Reason, Verdict] = {
-    Reason.INVALID_ARGUMENT: Verdict.FATAL,
-    Reason.CONTEXT_LENGTH_EXCEEDED: Verdict.FATAL,
-    Reason.DEADLINE_EXCEEDED: Verdict.FATAL,
-    Reason.UNIMPLEMENTED: Verdict.FATAL,
-    Reason.OVERLOADED: Verdict.LATER,
-    Reason.UNAVAILABLE: Verdict.ELSEWHERE,
-    Reason.HANDOVER_FAILED: Verdict.ELSEWHERE,
-    Reason.INCOMPATIBLE: Verdict.ELSEWHERE,
-    Reason.CANCELLED: Verdict.ELSEWHERE,
-    Reason.INTERNAL: Verdict.ELSEWHERE,
-    Reason.NOT_FOUND: Verdict.ELSEWHERE,
-    Reason.MODEL_NOT_FOUND: Verdict.ELSEWHERE,
-    Reason.UNAUTHENTICATED: Verdict.ELSEWHERE,
-}
 
 
 @dataclass(slots=True)
 class AttemptRun:
     """The progress of one attempt. `running`: its choices that have neither ended nor left it.
 
-    moved: it goes on with KV that another decode worker gives.
+    moved: it goes on with KV that another decode worker gives. suspect: it is to be alone with
+    others of its kind (`baton.core.quarantine`). retry: nothing of the request was accepted, and a
+    worker lost it. legs: once placed.
     """
 
     attempt: Attempt
     running: set[int]
     moved: bool = False
+    suspect: bool = False
+    retry: bool = False
+    legs: frozenset[Leg] = frozenset()
     state: AttemptState = AttemptState.PLACING
     to_cancel: frozenset[Leg] = frozenset()
     """Once over: the legs that may still hold something for it."""
@@ -169,6 +67,7 @@ class Journey:
 
     max_barren: how many attempts in a row a choice may lose without having gained a second token
     in one of them (the first may be prefill's doing; only the second shows that decode lives).
+    suspicion: of being what its workers died of.
     """
 
     def __init__(
@@ -200,6 +99,14 @@ class Journey:
         self._runs: dict[int, AttemptRun] = {}
         self._barren = [0] * n
         self._given_away: set[int] = set()
+        self._lost: set[int] = set()
+        """Choices that a worker lost and no attempt runs again yet."""
+        self.suspicion = Suspicion()
+
+    @property
+    def started(self) -> bool:
+        """Whether the client may have seen a token."""
+        return any(len(log) for log in self.logs)
 
     @property
     def done(self) -> bool:
@@ -242,7 +149,14 @@ class Journey:
             tenant=self._tenant.name,
             weight=self._tenant.weight,
         )
-        run = self._runs[number] = AttemptRun(attempt, set(choices), moved)
+        run = self._runs[number] = AttemptRun(
+            attempt,
+            set(choices),
+            moved,
+            suspect=self.suspicion.suspect and not moved,
+            retry=not self.started and not self._lost.isdisjoint(choices),
+        )
+        self._lost.difference_update(choices)
         for choice in choices:
             self.logs[choice].attempt = number
         return run
@@ -254,6 +168,8 @@ class Journey:
     def placed(self, number: int, legs: Collection[Leg]) -> None:
         """The attempt's workers are chosen and are about to be told."""
         run = self._runs.get(number)
+        if run is not None:
+            run.legs = frozenset(legs)
         if run is not None and run.moved:
             event = AttemptEvent.PLACED_TO_MOVE
         elif Leg.DECODE not in legs:
@@ -278,9 +194,18 @@ class Journey:
             return False
         if leg is Leg.DECODE and tokens.finish_reason is not None:
             run.freed_by_decode.add(choice)
+        if accepted and self.gained(run, Leg.DECODE):
+            self.suspicion.cleared()
         if log.ended:
             self._left(run, choice)
         return accepted > 0 or log.ended
+
+    def gained(self, run: AttemptRun, leg: Leg) -> bool:
+        """Whether a leg's worker is seen to have computed for the attempt. Where decode gets KV,
+        the first token is the giver's doing."""
+        given = leg is Leg.DECODE and (run.moved or Leg.PREFILL in run.legs)
+        least = run.attempt.position + (2 if given else 1)
+        return any(len(self.logs[choice]) >= least for choice in run.attempt.choices)
 
     def prefill_answered(self, number: int) -> None:
         """Prefill's answer is in, its tokens were given to `tokens` before."""
@@ -314,6 +239,8 @@ class Journey:
         run = self._runs.get(number)
         if run is None:
             return
+        if isinstance(error, WorkerLost):
+            self._suspect(run, leg)
         if leg is Leg.DECODE:
             run.freed_by_decode.update(choices or run.attempt.choices)
         if choices and run.running - set(choices):
@@ -321,9 +248,11 @@ class Journey:
             run.running -= lost
             self._judge(run, lost, error)
             return
-        self._apply(number, _LOST[leg])
+        self._apply(number, LOST[leg])
         if run.over:
-            run.to_cancel -= {leg}
+            # One that was lost may live, and hold what it was asked for.
+            if not isinstance(error, WorkerLost):
+                run.to_cancel -= {leg}
             self._judge(run, run.running, error)
 
     def attempt_failed(self, number: int, error: BatonError) -> None:
@@ -363,7 +292,7 @@ class Journey:
         return run
 
     def _end(self, run: AttemptRun, state: AttemptState) -> None:
-        run.to_cancel = _HOLDERS[run.state]
+        run.to_cancel = HOLDERS[run.state]
         if run.freed_by_decode >= set(run.attempt.choices):
             run.to_cancel -= {Leg.DECODE}
         run.state = state
@@ -374,12 +303,28 @@ class Journey:
         if not run.running:
             self._apply(run.attempt.attempt, AttemptEvent.NOTHING_LEFT)
 
+    def _suspect(self, run: AttemptRun, leg: Leg) -> None:
+        """A worker died with the attempt on it."""
+        harmless = leg is Leg.PREFILL and run.state is AttemptState.DECODING
+        if harmless or run.moved or self.gained(run, leg):
+            return
+        self.suspicion.died(alone=run.suspect)
+        if self.suspicion.guilty:
+            self.fail(
+                Quarantined(
+                    "The workers that ran this request died of it, one after the other; "
+                    "it is not tried again."
+                )
+            )
+
     def _judge(self, run: AttemptRun, choices: Collection[int], error: BatonError) -> None:
         """These choices lost their attempt: let them wait for another one, or end the request."""
         verdict = VERDICTS[error.reason]
         for choice in choices:
             log = self.logs[choice]
             log.attempt = None
+            if verdict is Verdict.ELSEWHERE:
+                self._lost.add(choice)
             if len(log) - run.attempt.position > 1:
                 self._barren[choice] = 0
             elif verdict is Verdict.ELSEWHERE and not run.moved:

@@ -46,7 +46,8 @@ class Demand:
     """What an attempt needs. Empty strings match anything.
 
     input_tokens: prompt and accepted output. failed: incarnations that lost an attempt of this
-    request a moment ago; busy: those that refused one as overloaded.
+    request a moment ago; busy: those that refused one as overloaded; ejected: those whose circuit
+    breaker is open; quarantined: those that a suspect, which this attempt is, must not join.
     """
 
     request_id: str
@@ -58,6 +59,8 @@ class Demand:
     tokenizer_digest: str = ""
     failed: frozenset[str] = frozenset()
     busy: frozenset[str] = frozenset()
+    ejected: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
 
 
 class Fate(Enum):
@@ -70,7 +73,13 @@ class Fate(Enum):
     OTHER_TOKENIZER = "has another tokenizer"
     FAILED_BEFORE = "failed this request a moment ago"
     BUSY = "is full, or refused this request as overloaded a moment ago"
+    EJECTED = "its circuit breaker is open"
+    QUARANTINED = "another suspect runs there"
     OTHER_LAYOUT = "its KV does not fit the decode worker"
+
+
+_PASSING = (Fate.BUSY, Fate.QUARANTINED)
+"""What a prefill worker is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,7 @@ def decide(
     seen += seen_too
     if prefill is not None:
         return Decision(prefill.identity, decode.identity, "prefill and decode apart", seen)
-    if any(candidate.fate is Fate.BUSY for candidate in seen_too):
+    if any(candidate.fate in _PASSING for candidate in seen_too):
         return Decision(None, None, "every prefill worker that fits is busy", seen)
     return Decision(None, decode.identity, "no prefill worker fits: prefill on decode", seen)
 
@@ -180,6 +189,10 @@ def _filter(
         return Fate.FAILED_BEFORE, ""
     if incarnation in demand.busy:
         return Fate.BUSY, ""
+    if incarnation in demand.ejected:
+        return Fate.EJECTED, ""
+    if incarnation in demand.quarantined:
+        return Fate.QUARANTINED, ""
     return None, ""
 
 

@@ -7,6 +7,7 @@ and one writer sends all there is as one response whenever the stream has room.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -94,6 +95,7 @@ class _Session:
         """No operation follows."""
         self._made = counter(TEXT_BYTES)
         self._wake = asyncio.Event()
+        self._clock = asyncio.get_running_loop().time
 
     def drain(self) -> None:
         self._draining = True
@@ -163,7 +165,14 @@ class _Session:
             delivered_bytes=message.delivered_bytes,
             min_tokens=message.min_tokens,
         )
-        self.texts.open(text_id, options, token_ids, with_token_texts=message.token_texts)
+        remaining_s = message.remaining_ms / 1000 if message.remaining_ms else math.inf
+        self.texts.open(
+            text_id,
+            options,
+            token_ids,
+            with_token_texts=message.token_texts,
+            deadline=self._clock() + remaining_s,
+        )
         return 1 + len(token_ids) + len(options.prompt_tail_ids)
 
     def _append(self, text_id: int, message: pb.AppendTokens) -> int:
@@ -176,6 +185,7 @@ class _Session:
             spell=spell,
             last=message.last,
             last_is_stop_token=message.last_is_stop_token,
+            now=self._clock(),
         )
         return 1 + len(token_ids) + len(spell)
 

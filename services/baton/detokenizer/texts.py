@@ -7,10 +7,11 @@ whoever looks at `unsent_bytes`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.errors import BatonError, InvalidArgument, Overloaded
+from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Overloaded
 from baton.detokenizer.text import ChoiceText, News, TextOptions
 from baton.detokenizer.vocabulary import Vocabulary
 
@@ -34,6 +35,7 @@ class TextNews:
 class _Open:
     text: ChoiceText
     with_token_texts: bool
+    deadline: float
     token_texts: list[bytes] = field(default_factory=list)
     spelled_texts: list[bytes] = field(default_factory=list)
     unsent_bytes: int = 0
@@ -70,8 +72,9 @@ class OpenTexts:
         token_ids: Sequence[int],
         *,
         with_token_texts: bool = False,
+        deadline: float = math.inf,
     ) -> None:
-        """Begins a text; token_ids are its tokens so far."""
+        """Begins a text; token_ids are its tokens so far. deadline: of the clock of `append`."""
         if text_id in self._open:
             self.fail(text_id, InvalidArgument("is open already", field="text_id"))
             return
@@ -84,7 +87,7 @@ class OpenTexts:
         except BatonError as error:
             self.fail(text_id, error)
             return
-        self._open[text_id] = _Open(text, with_token_texts)
+        self._open[text_id] = _Open(text, with_token_texts, deadline)
         self._note(text_id, _TOKEN_BYTES * len(token_ids))
 
     def append(
@@ -96,10 +99,14 @@ class OpenTexts:
         spell: Iterable[int] = (),
         last: bool = False,
         last_is_stop_token: bool = False,
+        now: float = 0.0,
     ) -> None:
-        """More tokens of a text, and tokens to spell one by one."""
+        """More tokens of a text, and tokens to spell one by one. Too late, they end the text."""
         entry = self._open.get(text_id)
         if entry is None:
+            return
+        if now >= entry.deadline:
+            self.fail(text_id, DeadlineExceeded("the request ran out of time in the detokenizer"))
             return
         before = entry.text.count
         try:

@@ -55,6 +55,13 @@ class RouterConfig(TlsOptions):
     max_attempts: int = option(
         3, "attempts in a row that may fail without progress", minimum=1, maximum=100
     )
+    retry_share: float = option(
+        0.1,
+        "retries per request started, of requests that have no token yet and were lost by a worker",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    retry_burst: int = option(100, "most of these retries at once", minimum=1)
     request_timeout_s: float = option(
         600.0, "time a request has when it names none", unit="s", minimum=0.1
     )

@@ -7,6 +7,7 @@ text is told and opened again elsewhere by its owner.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,7 +18,7 @@ import grpc
 from baton.core.errors import BatonError, Unavailable
 from baton.router.notice import Notice
 from baton.router.shared_stream import SharedStream
-from baton.rpc.convert import error_from_proto, token_ids_to_bytes
+from baton.rpc.convert import error_from_proto, to_ms, token_ids_to_bytes
 from baton.v1.detokenizer_pb2 import (
     AppendTokens,
     CloseText,
@@ -94,7 +95,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         self._stub = DetokenizerStub(channel)
         self._ids = count(1)
         self._sources: dict[int, TextSource] = {}
-        self._unopened: set[int] = set()
+        self._unopened: dict[int, float] = {}
         self._dirty: dict[int, None] = {}
         self._closing: list[int] = []
 
@@ -102,11 +103,14 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
     def num_texts(self) -> int:
         return len(self._sources)
 
-    def open(self, source: TextSource) -> int:
-        """Begins a text, named by the returned id until it ends, is lost or is closed."""
+    def open(self, source: TextSource, deadline: float) -> int:
+        """Begins a text, named by the returned id until it ends, is lost or is closed.
+
+        deadline: of its request, on the running loop's clock.
+        """
         text_id = next(self._ids)
         self._sources[text_id] = source
-        self._unopened.add(text_id)
+        self._unopened[text_id] = deadline
         self.touch(text_id)
         return text_id
 
@@ -121,9 +125,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         if text_id not in self._sources:
             return
         self._forget(text_id)
-        if text_id in self._unopened:
-            self._unopened.discard(text_id)
-        else:
+        if self._unopened.pop(text_id, None) is None:
             self._closing.append(text_id)
             self.wake()
 
@@ -170,9 +172,10 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
 
     def _operations(self, text_id: int, source: TextSource) -> list[DetokenizeOperation]:
         operations = []
-        if text_id in self._unopened:
-            self._unopened.discard(text_id)
+        deadline = self._unopened.pop(text_id, None)
+        if deadline is not None:
             opening = source.opening()
+            remaining_s = deadline - asyncio.get_running_loop().time()
             operations.append(
                 DetokenizeOperation(
                     text_id=text_id,
@@ -184,6 +187,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
                         skip_special_tokens=opening.skip_special_tokens,
                         prompt_tail_ids=token_ids_to_bytes(opening.prompt_tail_ids),
                         min_tokens=opening.min_tokens,
+                        remaining_ms=to_ms(remaining_s),
                     ),
                 )
             )

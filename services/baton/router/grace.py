@@ -7,7 +7,6 @@ worker's address refused several tries in a row: then nobody listens there and w
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 
 SILENCE_S = 2.0
@@ -21,7 +20,7 @@ LONGEST_PAUSE_S = 1.0
 class Grace:
     """The patience with one worker's stream. clock: seconds, monotonic."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()
         self._failures = 0

@@ -15,9 +15,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
+from baton.core.attempt_states import AttemptState, Leg
 from baton.core.errors import BatonError, DeadlineExceeded, Reason, Unavailable
 from baton.core.handover_messages import HANDOVER_ID_BYTES
-from baton.core.journey import AttemptRun, AttemptState, Journey, Leg
+from baton.core.journey import AttemptRun, Journey
+from baton.core.quarantine import Quarantine
 from baton.router.decode_session import KvComplete
 from baton.router.metrics import RouterMetrics
 from baton.router.move import Move
@@ -28,11 +30,17 @@ from baton.router.worker_link import Worker
 log = logging.getLogger(__name__)
 
 
+PREFILL_TELLS_S = 0.25
+"""How long decode's word that a hand-over failed waits for prefill's own, which may be its death:
+decode often is the first to see that, and only that tells who may have caused it."""
+
+
 class Owner(Protocol):
     """The request that an attempt belongs to. All calls return at once."""
 
     journey: Journey
     placement: Placement
+    quarantine: Quarantine
     deadline: float
     max_unconfirmed: int
     background: Callable[[Coroutine[None, None, None]], None]
@@ -74,6 +82,12 @@ class AttemptRunner:
         self._taking: Move | None = None
         """How the attempt's KV comes, if it moves here."""
         self._prefilling: asyncio.Task[None] | None = None
+        self._hearing: asyncio.Task[None] | None = None
+        """Waits for prefill's word before decode's counts."""
+        self._quarantined = ExitStack()
+        """Holds the workers that no other suspect may join, until this one is cleared."""
+        self._proved = False
+        """Whether decode was seen to compute."""
 
     async def run(self) -> None:
         """Returns when the attempt is over. Raises BatonError when no worker can be had."""
@@ -117,6 +131,10 @@ class AttemptRunner:
         with ExitStack() as placed:
             placed.callback(place.release)
             attempt = self._final_attempt()
+            if self._run.suspect:
+                placed.enter_context(self._quarantined)
+                self._quarantined.enter_context(self._owner.quarantine.entered(place.incarnations))
+                self._quarantined.callback(self._owner.placement.look_again)
             self._owner.journey.placed(self._number, place.legs)
             self._log(logging.DEBUG, f"attempt {self._number}: {place.decision.reason}")
             try:
@@ -174,6 +192,7 @@ class AttemptRunner:
             self._blame(Leg.PREFILL, error)
             journey.leg_failed(self._number, Leg.PREFILL, error)
         else:
+            worker.gained()
             if self._place is not None:
                 self._place.answered(answer.queue_s, answer.prefill_s)
             self._owner.kv_complete(self._run, answer.cached_tokens)
@@ -203,6 +222,19 @@ class AttemptRunner:
         self._owner.journey.kv_complete(self._number)
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
+        unheard = self._prefilling is not None and not self._prefilling.done()
+        paired = self._run.state is AttemptState.PAIRED
+        if unheard and paired and error.reason is Reason.HANDOVER_FAILED and self._hearing is None:
+            self._hearing = asyncio.create_task(self._hear_prefill(error, choices))
+        else:
+            self._decode_failed(error, choices)
+
+    async def _hear_prefill(self, error: BatonError, choices: Collection[int]) -> None:
+        assert self._prefilling is not None
+        await asyncio.wait([self._prefilling], timeout=PREFILL_TELLS_S)
+        self._decode_failed(error, choices)
+
+    def _decode_failed(self, error: BatonError, choices: Collection[int]) -> None:
         self._blame(Leg.DECODE, error)
         self._owner.journey.leg_failed(self._number, Leg.DECODE, error, choices)
         self._forget_ended()
@@ -259,6 +291,17 @@ class AttemptRunner:
         if self._owner.journey.tokens(leg, tokens):
             self._owner.tokens_came(tokens.key.choice)
             self._forget_ended()
+            self._prove()
+
+    def _prove(self) -> None:
+        """Decode is told once that it computed."""
+        place = self._place
+        if place is None or place.decode is None or self._proved:
+            return
+        if self._owner.journey.gained(self._run, Leg.DECODE):
+            self._proved = True
+            self._quarantined.close()
+            place.decode.gained()
 
     def _forget_ended(self) -> None:
         """Whoever ended here while it was asked for does not leave."""
@@ -266,7 +309,7 @@ class AttemptRunner:
             self._leaving.pop(choice).stayed()
 
     def _blame(self, leg: Leg, error: BatonError) -> None:
-        """Keeps the workers at fault out of this request's next placement, for a while."""
+        """Tells the workers at fault, and keeps them out of this request's next placement."""
         placement, place, state = self._owner.placement, self._place, self._run.state
         if place is None:
             return
@@ -274,15 +317,15 @@ class AttemptRunner:
             logging.INFO, f"attempt {self._number}: {leg.name.lower()} failed: {error.message}"
         )
         if leg is Leg.PREFILL and place.prefill is not None:
-            placement.blame_prefill(place.prefill.identity, error)
+            placement.blame_prefill(place.prefill, error)
         if leg is Leg.DECODE and place.decode is not None:
             # While KV is on its way, decode may only be reporting what became of the giver.
             handing_over = state in (AttemptState.PAIRED, AttemptState.HANDING_OVER)
             if place.prefill is not None and handing_over and error.reason is not Reason.OVERLOADED:
-                placement.blame_prefill(place.prefill.identity, error)
+                placement.blame_prefill(place.prefill, error)
             # Two that do not fit are parted by keeping prefill out; decode can prefill by itself.
             if error.reason not in (Reason.HANDOVER_FAILED, Reason.INCOMPATIBLE):
-                placement.blame_decode(place.decode.identity, error)
+                placement.blame_decode(place.decode, error)
 
     def _log(self, level: int, text: str) -> None:
         log.log(level, text, extra={"request_id": self._owner.journey.request_id})
@@ -296,6 +339,7 @@ class AttemptRunner:
             place.decode.client.release(attempt.key, cancel=Leg.DECODE in holders)
         if place.prefill is not None and Leg.PREFILL in holders:
             self._owner.background(place.prefill.client.cancel(attempt.key))
-        if self._prefilling is not None:
-            self._prefilling.cancel()
-            await asyncio.gather(self._prefilling, return_exceptions=True)
+        for task in (self._hearing, self._prefilling):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)

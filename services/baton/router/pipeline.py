@@ -31,6 +31,7 @@ from baton.router.config import RouterConfig
 from baton.router.event_stream import EventStream
 from baton.router.fleet import Fleet
 from baton.router.gate import Gate, Pass
+from baton.router.guards import Guards
 from baton.router.metrics import RouterMetrics
 from baton.router.placement import Standing
 from baton.router.relay import Relay, RelayLimits
@@ -63,6 +64,7 @@ class Pipeline:
             wait_timeout_s=config.wait_timeout_s,
             max_unconfirmed=config.max_unconfirmed,
         )
+        self._guards = Guards.of(config)
         self._num_requests = 0
         self._leaving = False
         self._draining = False
@@ -196,6 +198,7 @@ class Pipeline:
 
     async def _prepare(self, request: Request, held: Pass) -> tuple[Relay, Accepted]:
         request_id = secrets.token_hex(12)
+        self._guards.budget.started()
         model = await self._model(request.model)
         prompt = await encode(
             self._fleet.tokenizers,
@@ -203,6 +206,8 @@ class Pipeline:
             request,
             request_id,
             model,
+            self._guards.budget,
+            held.deadline=deadline,
             max_attempts=self._config.max_attempts,
             wait_timeout_s=self._config.wait_timeout_s,
         )
@@ -244,6 +249,7 @@ class Pipeline:
             self._limits,
             self.gate.turnstile,
             standing,
+            self._guards,
             deadline=held.deadline,
             background=self._background,
             metrics=self._metrics,

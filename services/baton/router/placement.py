@@ -1,35 +1,39 @@
 """Finds workers for the attempts of one request, at the turnstile where they wait for their turn.
 
-Knows what went wrong for this request on which worker, and for how long that worker is passed over.
+Knows what went wrong for this request on which worker, and for how long that worker is passed over
+by it; what goes wrong for all is the breakers' business.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from baton.core.attempt_states import Leg
 from baton.core.errors import BatonError, Reason, Unavailable
 from baton.core.fair_queue import Entry
-from baton.core.journey import AttemptRun, Leg
+from baton.core.journey import AttemptRun
 from baton.core.model import WorkerIdentity
+from baton.core.quarantine import Quarantine
 from baton.core.routing import Decision, Demand, Fate, decide
 from baton.core.tenants import Tenant
 from baton.router.decode_session import DecodeSession
 from baton.router.fleet import Fleet
 from baton.router.prefill_client import PrefillClient
-from baton.router.turnstile import Blocked, Claim, Turnstile, Waiter
+from baton.router.turnstile import LOOK_AGAIN_S, Blocked, Claim, Turnstile, Waiter
 from baton.router.worker_link import Worker
 
 BUSY_S = 0.1
 """A worker that refused as overloaded is passed over for this long, or for as long as it says."""
 
-FAILED_PREFILL_S = 30.0
-"""Long: there is always decode to prefill instead."""
+RETRY_S = 0.25
+"""Pause before a request is run again on a decode worker that lost it, which may be the only one;
+doubled each time. A prefill worker that lost it is not asked again: decode can prefill instead."""
 
-FAILED_DECODE_S = 0.25
-"""Short, doubled each time: it may be the only one."""
+MAX_DOUBLINGS = 4
 
 
 @dataclass(slots=True)
@@ -43,6 +47,12 @@ class Place:
     decision: Decision
     claim: Claim | None = None
     held: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def incarnations(self) -> frozenset[str]:
+        return frozenset(
+            worker.identity.incarnation for worker in (self.prefill, self.decode) if worker
+        )
 
     @property
     def legs(self) -> frozenset[Leg]:
@@ -89,7 +99,8 @@ class Placement:
         fleet: Fleet,
         turnstile: Turnstile,
         standing: Standing,
-        demand: Callable[[AttemptRun, frozenset[str], frozenset[str]], Demand],
+        quarantine: Quarantine,
+        demand: Callable[[AttemptRun], Demand],
         *,
         local_prefill_tokens: int,
         wait_timeout_s: float,
@@ -97,6 +108,7 @@ class Placement:
         self._fleet = fleet
         self._turnstile = turnstile
         self._standing = standing
+        self._quarantine = quarantine
         self._demand = demand
         self._local_prefill_tokens = local_prefill_tokens
         self._wait_timeout_s = wait_timeout_s
@@ -121,14 +133,15 @@ class Placement:
             now = loop.time()
             if now >= give_up:
                 raise Unavailable("No worker is ready for this model.", retry_after_s=1.0)
-            ends = [*self._failed.values(), *self._busy.values(), give_up]
+            # Breakers and quarantine say nothing of when they end.
+            ends = [*self._failed.values(), *self._busy.values(), give_up, now + LOOK_AGAIN_S]
             await self._fleet.changed.wait(max(0.001, min(ends) - now))
         return None
 
     def _entry(self, run: AttemptRun, give_up: float) -> Entry[Waiter]:
         """Only a request's first attempt waits its turn; later ones have had it."""
         loop, standing = asyncio.get_running_loop(), self._standing
-        demand = self._demand(run, frozenset(), frozenset())
+        demand = self._demand(run)
         resumed = run.attempt.attempt > 0
         again = demand.input_tokens if run.attempt.position else 0
         waiter = Waiter(
@@ -152,10 +165,9 @@ class Placement:
         )
 
     def _find(self, run: AttemptRun, full: frozenset[str]) -> Place | Blocked:
-        now = asyncio.get_running_loop().time()
-        failed, busy = _current(self._failed, now), _current(self._busy, now)
+        demand = self._now_demanded(run)
         decision = decide(
-            self._demand(run, failed, busy | full),
+            replace(demand, busy=demand.busy | full),
             self._fleet.prefills.snapshots(),
             self._fleet.decodes.snapshots(),
             local_prefill_tokens=self._local_prefill_tokens,
@@ -163,11 +175,25 @@ class Placement:
         self._fleet.misfits.note(decision)
         if not decision.wait:
             return self._place(decision)
-        avoided = (failed | busy) - full
+        avoided = (demand.failed | demand.busy | demand.ejected | demand.quarantined) - full
         if any(candidate.identity.incarnation in avoided for candidate in decision.candidates):
             return Blocked.ITSELF
         full_ones = any(candidate.fate is Fate.BUSY for candidate in decision.candidates)
         return Blocked.BUSY if full_ones else Blocked.ABSENT
+
+    def _now_demanded(self, run: AttemptRun) -> Demand:
+        now = asyncio.get_running_loop().time()
+        return replace(
+            self._demand(run),
+            failed=_current(self._failed, now),
+            busy=_current(self._busy, now),
+            ejected=self._fleet.prefills.ejected(now) | self._fleet.decodes.ejected(now),
+            quarantined=self._quarantine.taken if run.suspect else frozenset(),
+        )
+
+    def look_again(self) -> None:
+        """Workers that were taken are free: whoever waits looks at them now."""
+        self._fleet.changed.set()
 
     def at(self, collector: WorkerIdentity, tokens: int) -> Place | None:
         """The decode worker that a sequence of so many tokens moves to, which the caller releases,
@@ -180,14 +206,16 @@ class Placement:
         place.hold(1, tokens)
         return place
 
-    def blame_prefill(self, worker: WorkerIdentity, error: BatonError) -> None:
-        if not self._is_busy(worker, error):
-            self._pass_over(self._failed, worker, FAILED_PREFILL_S)
+    def blame_prefill(self, worker: Worker[PrefillClient], error: BatonError) -> None:
+        worker.blamed(error)
+        if not self._is_busy(worker.identity, error):
+            self._pass_over(self._failed, worker.identity, math.inf)
 
-    def blame_decode(self, worker: WorkerIdentity, error: BatonError) -> None:
-        if not self._is_busy(worker, error):
-            self._pass_over(self._failed, worker, FAILED_DECODE_S * 2**self._decode_failures)
-            self._decode_failures = min(self._decode_failures + 1, 4)
+    def blame_decode(self, worker: Worker[DecodeSession], error: BatonError) -> None:
+        worker.blamed(error)
+        if not self._is_busy(worker.identity, error):
+            self._pass_over(self._failed, worker.identity, RETRY_S * 2**self._decode_failures)
+            self._decode_failures = min(self._decode_failures + 1, MAX_DOUBLINGS)
 
     def _is_busy(self, worker: WorkerIdentity, error: BatonError) -> bool:
         if error.reason is not Reason.OVERLOADED:

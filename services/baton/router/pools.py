@@ -19,6 +19,7 @@ import logging
 from collections import Counter
 from typing import Generic
 
+from baton.core.breaker import Breakers
 from baton.core.load import WorkerState
 from baton.core.model import WorkerIdentity
 from baton.core.routing import WorkerSnapshot
@@ -48,6 +49,7 @@ class Pool(Generic[C]):
         self._router = router
         self._make_client = make_client
         self._changed = changed
+        self._breakers = Breakers()
         self._links: dict[str, tuple[WorkerLink[C], asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
@@ -56,7 +58,7 @@ class Pool(Generic[C]):
             async for addresses in self._discovery.watch(self.role):
                 for address, (link, _) in self._links.items():
                     link.listed = address in addresses
-                for address in addresses - self._links.keys():
+                for address in sorted(addresses - self._links.keys()):
                     self._follow(address)
         finally:
             tasks = [task for _, task in self._links.values()]
@@ -86,6 +88,15 @@ class Pool(Generic[C]):
         found.update(link.state for link, _ in self._links.values() if not link.elsewhere)
         return found
 
+    def ejected(self, now: float) -> frozenset[str]:
+        """Incarnations that get no new attempts now, because they lose too many."""
+        return self._breakers.ejected([w.identity.incarnation for w in self.workers()], now)
+
+    def usable(self, now: float) -> list[Worker[C]]:
+        """Those that take new work and are not ejected."""
+        ejected = self.ejected(now)
+        return [w for w in self.serving() if w.identity.incarnation not in ejected]
+
     def get(self, incarnation: str) -> Worker[C] | None:
         return next((w for w in self.workers() if w.identity.incarnation == incarnation), None)
 
@@ -99,6 +110,7 @@ class Pool(Generic[C]):
             self._router,
             self._make_client,
             self._changed,
+            self._breakers,
             doubted=lambda: self._discovery.look_again(self.role),
             known=lambda incarnation: self._is_known(incarnation, link),
         )

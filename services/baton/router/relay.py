@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
-from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Internal
+from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Internal, Unavailable
 from baton.core.journey import AttemptRun, Journey
 from baton.core.model import ModelDescription
 from baton.core.routing import Demand
 from baton.router.choice_text import TextOptions
 from baton.router.fleet import Fleet
+from baton.router.guards import Guards
 from baton.router.legs import AttemptRunner
 from baton.router.metrics import RouterMetrics
 from baton.router.move import Move
@@ -54,12 +55,14 @@ class Relay:
         limits: RelayLimits,
         turnstile: Turnstile,
         standing: Standing,
+        guards: Guards,
         *,
         deadline: float,
         background: Callable[[Coroutine[None, None, None]], None],
         metrics: RouterMetrics,
     ) -> None:
         self.journey = journey
+        self.quarantine = guards.quarantine
         self.deadline = deadline
         self.background = background
         self.metrics = metrics
@@ -72,6 +75,7 @@ class Relay:
             fleet,
             turnstile,
             standing,
+            guards.quarantine,
             self._demand,
             local_prefill_tokens=limits.local_prefill_tokens,
             wait_timeout_s=limits.wait_timeout_s,
@@ -81,6 +85,7 @@ class Relay:
             fleet.changed,
             journey.logs,
             text_options,
+            deadline=deadline,
             tokenizer_digest=model.tokenizer_digest,
             max_barren=limits.max_attempts,
             wait_timeout_s=limits.wait_timeout_s,
@@ -88,6 +93,7 @@ class Relay:
             on_progress=self._text_progressed,
         )
         self._model = model
+        self._budget = guards.budget
         self._runners: dict[int | None, AttemptRunner] = {}
         self._moves: dict[int, Move] = {}
         """Choices on offer that no attempt has taken over yet."""
@@ -115,8 +121,11 @@ class Relay:
 
     async def _attempts(self, group: asyncio.TaskGroup) -> None:
         """Starts attempts as the journey wants them."""
+        loop = asyncio.get_running_loop()
         while not self.journey.done:
             for run in self.journey.next_attempts():
+                if run.retry and not self._budget.take(loop.time()):
+                    raise Unavailable("Workers fail too many requests.", retry_after_s=1.0)
                 if run.attempt.attempt and not run.moved:
                     self.metrics.retried(run.attempt.position)
                 runner = self._runners[run.attempt.attempt] = AttemptRunner(self, run)
@@ -168,7 +177,7 @@ class Relay:
         if runner is not None and self.max_unconfirmed:
             runner.confirm(choice, self.texts.choices[choice].searched_tokens)
 
-    def _demand(self, run: AttemptRun, failed: frozenset[str], busy: frozenset[str]) -> Demand:
+    def _demand(self, run: AttemptRun) -> Demand:
         return Demand(
             request_id=self.journey.request_id,
             input_tokens=len(run.attempt.token_ids),
@@ -177,8 +186,6 @@ class Relay:
             model=self._model.name,
             model_digest=self._model.digest,
             tokenizer_digest=self._model.tokenizer_digest,
-            failed=failed,
-            busy=busy,
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from baton.core.errors import BatonError, Unavailable
+from baton.core.errors import BatonError, WorkerLost
 from baton.router.cancellation import cancelled_here
 from baton.router.grace import SILENCE_S, Grace
 from baton.router.notice import Notice
@@ -53,7 +53,7 @@ class SharedStream(ABC, Generic[Up, Down]):
 
     async def run(self) -> None:
         """Keeps the stream open. On the way out everyone who uses it is told that it is lost."""
-        grace = Grace()
+        grace = Grace(asyncio.get_running_loop().time)
         try:
             while True:
                 try:
@@ -72,10 +72,10 @@ class SharedStream(ABC, Generic[Up, Down]):
                     grace.give_up()
                 grace.failed()
                 if grace.spent or not self.resumable:
-                    self.lose(Unavailable("A worker of this request was lost."))
+                    self.lose(WorkerLost("A worker of this request was lost."))
                 await asyncio.sleep(grace.pause_s)
         finally:
-            self.lose(Unavailable("A worker of this request was lost."))
+            self.lose(WorkerLost("A worker of this request was lost."))
 
     def wake(self) -> None:
         """There is something in the outbox."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.journey import VERDICTS, Verdict
+from baton.core.losses import VERDICTS, Verdict
 from baton.core.token_log import TokenLog
 from baton.router.choice_text import ChoiceText, TextOptions
 from baton.router.detokenizer_session import DetokenizerSession
@@ -31,6 +31,7 @@ class Texts:
         logs: Sequence[TokenLog],
         options: TextOptions,
         *,
+        deadline: float,
         tokenizer_digest: str,
         max_barren: int,
         wait_timeout_s: float,
@@ -47,6 +48,7 @@ class Texts:
         """How often the texts went to another detokenizer."""
         self._pool = pool
         self._changed = changed
+        self._deadline = deadline
         self._tokenizer_digest = tokenizer_digest
         self._max_barren = max_barren
         self._wait_timeout_s = wait_timeout_s
@@ -54,35 +56,47 @@ class Texts:
         self._barren = 0
         self._lost: BatonError | None = None
         self._woken = asyncio.Event()
-        self._session: DetokenizerSession | None = None
+        self._worker: Worker[DetokenizerSession] | None = None
+        """Where the texts are; None when it has to be told nothing."""
+        self._proved = False
+        """Whether it has said anything of them."""
         self._ids: dict[int, int] = {}
 
     def touch(self, choice: int) -> None:
         """The choice's log has more tokens, or ended."""
-        if self._session is not None and choice in self._ids:
-            self._session.touch(self._ids[choice])
+        if self._worker is not None and choice in self._ids:
+            self._worker.client.touch(self._ids[choice])
 
     async def keep(self) -> None:
         """Returns when all texts have ended. Raises BatonError when they cannot be had."""
         while not self._ended:
             worker = await self._pick()
-            self._woken.clear()
-            self._lost = None
-            session = self._session = worker.client
-            try:
-                for text in self.choices:
-                    if not text.ended:
-                        self._ids[text.log.choice] = session.open(text)
-                while not self._ended and self._lost is None:
-                    self._woken.clear()
-                    await self._woken.wait()
-            finally:
-                self._session = None
-                for text_id in self._ids.values():
-                    session.close(text_id)
-                self._ids.clear()
+            open_texts = [text for text in self.choices if not text.ended]
+            with worker.placed(len(open_texts), 0):
+                await self._keep_at(worker, open_texts)
             if not self._ended:
-                await self._judge()
+                await self._judge(worker)
+
+    async def _keep_at(
+        self, worker: Worker[DetokenizerSession], open_texts: Sequence[ChoiceText]
+    ) -> None:
+        """Returns when these texts have ended or are lost."""
+        self._woken.clear()
+        self._lost = None
+        self._proved = False
+        self._worker = worker
+        session = worker.client
+        try:
+            for text in open_texts:
+                self._ids[text.log.choice] = session.open(text, self._deadline)
+            while not self._ended and self._lost is None:
+                self._woken.clear()
+                await self._woken.wait()
+        finally:
+            self._worker = None
+            for text_id in self._ids.values():
+                session.close(text_id)
+            self._ids.clear()
 
     @property
     def _ended(self) -> bool:
@@ -90,24 +104,26 @@ class Texts:
 
     async def _pick(self) -> Worker[DetokenizerSession]:
         """The detokenizer with the fewest texts of this router; waits until there is one."""
-        deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._wait_timeout_s
         while True:
             usable = [
                 worker
-                for worker in self._pool.serving()
+                for worker in self._pool.usable(loop.time())
                 if self._tokenizer_digest in ("", worker.model.tokenizer_digest)
                 or not worker.model.tokenizer_digest
             ]
             if usable:
                 return min(usable, key=lambda worker: worker.client.num_texts)
-            left = deadline - asyncio.get_running_loop().time()
+            left = give_up - loop.time()
             if left <= 0:
                 raise Unavailable("No detokenizer is ready.", retry_after_s=1.0)
             await self._changed.wait(left)
 
-    async def _judge(self) -> None:
+    async def _judge(self, worker: Worker[DetokenizerSession]) -> None:
         """Whether to try once more after a loss."""
         assert self._lost is not None
+        worker.blamed(self._lost)
         self.moves += 1
         verdict = VERDICTS[self._lost.reason]
         self._barren += verdict is Verdict.ELSEWHERE
@@ -117,6 +133,9 @@ class Texts:
 
     def _progress(self, choice: int) -> None:
         self._barren = 0
+        if self._worker is not None and not self._proved:
+            self._proved = True
+            self._worker.gained()
         if self.choices[choice].ended:
             self._woken.set()
         self._on_progress(choice)

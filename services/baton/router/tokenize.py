@@ -6,9 +6,10 @@ import asyncio
 from hashlib import blake2b
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.journey import VERDICTS, Verdict
+from baton.core.losses import VERDICTS, Verdict
 from baton.core.model import ModelDescription
 from baton.core.request import Request
+from baton.core.retry_budget import RetryBudget
 from baton.router.notice import Notice
 from baton.router.pools import Pool
 from baton.router.tokenizer_client import TokenizerClient
@@ -23,22 +24,35 @@ async def encode(
     request: Request,
     request_id: str,
     model: ModelDescription,
+    budget: RetryBudget,
     *,
+    deadline: float,
     max_attempts: int,
     wait_timeout_s: float,
 ) -> tuple[int, ...]:
-    """The prompt's token ids. Raises BatonError; a fault of the prompt is not tried again."""
+    """The prompt's token ids. deadline: on the running loop's clock.
+
+    Raises BatonError; a fault of the prompt is not tried again.
+    """
+    loop = asyncio.get_running_loop()
     passed_over: set[str] = set()
     failures = 0
     while True:
         worker = await _pick(pool, changed, request_id, model, passed_over, wait_timeout_s)
         try:
             with worker.placed(1, 1):
-                return await worker.client.encode(request.prompt, request.cache_salt, request_id)
+                token_ids = await worker.client.encode(
+                    request.prompt, request.cache_salt, request_id, deadline - loop.time()
+                )
+            worker.gained()
+            return token_ids
         except BatonError as error:
+            worker.blamed(error)
             verdict = VERDICTS[error.reason]
             failures += verdict is Verdict.ELSEWHERE
             if verdict is Verdict.FATAL or failures >= max_attempts:
+                raise
+            if verdict is Verdict.ELSEWHERE and not budget.take(loop.time()):
                 raise
             passed_over.add(worker.identity.incarnation)
             if verdict is Verdict.LATER:
@@ -59,7 +73,7 @@ async def _pick(
     while True:
         fitting = [
             worker
-            for worker in pool.serving()
+            for worker in pool.usable(loop.time())
             if not worker.model.tokenizer_digest
             or model.tokenizer_digest in ("", worker.model.tokenizer_digest)
         ]

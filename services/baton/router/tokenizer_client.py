@@ -12,7 +12,7 @@ from baton.v1.tokenizer_pb2 import Chat, ChatMessage, EncodeInput, EncodeRequest
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 
 ENCODE_TIMEOUT_S = 30.0
-"""Above what the largest prompt takes; the request's own deadline ends the call before."""
+"""Above what the largest prompt takes."""
 
 
 class TokenizerClient(UnaryClient):
@@ -22,11 +22,16 @@ class TokenizerClient(UnaryClient):
         super().__init__()
         self._stub = TokenizerStub(channel)
 
-    async def encode(self, prompt: Prompt, cache_salt: bytes, request_id: str) -> tuple[int, ...]:
+    async def encode(
+        self, prompt: Prompt, cache_salt: bytes, request_id: str, remaining_s: float
+    ) -> tuple[int, ...]:
         """The prompt's token ids. Raises BatonError, naming the field if the prompt is at fault."""
         request = EncodeRequest(inputs=[_input(prompt, cache_salt)])
         answer = await self.call(
-            self._stub.Encode, request, request_id=request_id, timeout_s=ENCODE_TIMEOUT_S
+            self._stub.Encode,
+            request,
+            request_id=request_id,
+            timeout_s=max(0.0, min(remaining_s, ENCODE_TIMEOUT_S)),
         )
         if len(answer.outputs) != 1:
             raise Internal("The tokenizer answered something else.")

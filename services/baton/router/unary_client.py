@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from baton.core.errors import Unavailable
+from baton.core.errors import WorkerLost
 from baton.router.cancellation import cancelled_here
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.interceptors import REQUEST_ID_KEY
@@ -27,7 +27,7 @@ class UnaryClient:
         self._running: set[Any] = set()
 
     async def run(self) -> None:
-        """Returns never; on the way out all running calls end with Unavailable."""
+        """Returns never; on the way out all running calls end with WorkerLost."""
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -52,7 +52,7 @@ class UnaryClient:
         except asyncio.CancelledError:
             if cancelled_here():
                 raise
-            raise Unavailable("A worker of this request was lost.") from None
+            raise WorkerLost("A worker of this request was lost.") from None
         finally:
             self._running.discard(call)
             call.cancel()

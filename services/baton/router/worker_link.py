@@ -15,8 +15,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
+from baton.core.breaker import Breaker, Breakers
 from baton.core.errors import BatonError
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.losses import is_fault
 from baton.core.model import ModelDescription, WorkerIdentity
 from baton.core.routing import WorkerSnapshot, is_stalled
 from baton.router.cancellation import cancelled_here
@@ -63,11 +65,15 @@ MakeClient = Callable[[grpc.aio.Channel, WorkerIdentity], C]
 
 @dataclass(slots=True)
 class Worker(Generic[C]):
-    """One incarnation. placed_*: what this router gave it and has not taken back."""
+    """One incarnation. placed_*: what this router gave it and has not taken back.
+
+    breaker: the incarnation's own, also when it was out of sight for a while.
+    """
 
     description: WorkerDescription
     client: C
     running: asyncio.Task[None]
+    breaker: Breaker
     load: WorkerLoad | None = None
     placed_sequences: int = 0
     placed_tokens: int = 0
@@ -83,6 +89,8 @@ class Worker(Generic[C]):
     @contextmanager
     def placed(self, sequences: int, tokens: int) -> Iterator[None]:
         """Work that is on the worker while the context is open."""
+        now = asyncio.get_running_loop().time
+        probes = self.breaker.placed(now())
         self.placed_sequences += sequences
         self.placed_tokens += tokens
         try:
@@ -90,6 +98,17 @@ class Worker(Generic[C]):
         finally:
             self.placed_sequences -= sequences
             self.placed_tokens -= tokens
+            if probes:
+                self.breaker.left(now())
+
+    def gained(self) -> None:
+        """An attempt got somewhere here; told once per attempt."""
+        self.breaker.gained(asyncio.get_running_loop().time())
+
+    def blamed(self, error: BatonError) -> None:
+        """An attempt was lost here."""
+        if is_fault(error):
+            self.breaker.lost(asyncio.get_running_loop().time())
 
     def snapshot(self, load: WorkerLoad) -> WorkerSnapshot:
         return WorkerSnapshot(
@@ -120,6 +139,7 @@ class WorkerLink(Generic[C]):
         router: WorkerIdentity,
         make_client: MakeClient[C],
         changed: Notice,
+        breakers: Breakers,
         *,
         doubted: Callable[[], None],
         known: Callable[[str], bool],
@@ -136,6 +156,7 @@ class WorkerLink(Generic[C]):
         self._router = router
         self._make_client = make_client
         self._changed = changed
+        self._breakers = breakers
 
     @property
     def state(self) -> str:
@@ -149,7 +170,7 @@ class WorkerLink(Generic[C]):
 
     async def run(self) -> None:
         """Until cancelled, or until nobody lives here and nobody is expected to."""
-        grace = Grace()
+        grace = Grace(asyncio.get_running_loop().time)
         try:
             while self.listed or self.worker is not None:
                 try:
@@ -208,7 +229,12 @@ class WorkerLink(Generic[C]):
         if self.elsewhere or not self.listed:
             raise NotFollowed
         client = self._make_client(self._channel, identity)
-        self.worker = Worker(description, client, asyncio.create_task(client.run()))
+        self.worker = Worker(
+            description,
+            client,
+            asyncio.create_task(client.run()),
+            self._breakers.of(identity.incarnation),
+        )
         self._met = True
         log.info("met %s %s at %s", identity.role, identity.incarnation[:8], identity.address)
 

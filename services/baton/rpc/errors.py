@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.core.errors import BatonError, Reason, from_reason
+from baton.core.errors import BatonError, Reason, WorkerLost, from_reason
 
 DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -60,6 +60,10 @@ TABLE: dict[Reason, Outcome] = {
     ),
     # 499: what proxies log for a client that left.
     Reason.CANCELLED: Outcome(_Code.CANCELLED, 499, "server_error", "cancelled"),
+    # The client's to look into, and nobody's to send again.
+    Reason.QUARANTINED: Outcome(
+        _Code.FAILED_PRECONDITION, 422, "invalid_request_error", "quarantined"
+    ),
     Reason.INTERNAL: Outcome(_Code.INTERNAL, 500, "server_error", "internal_error"),
 }
 
@@ -67,7 +71,6 @@ TABLE: dict[Reason, Outcome] = {
 _FOREIGN: dict[grpc.StatusCode, tuple[Reason, str]] = {
     _Code.CANCELLED: (Reason.CANCELLED, "the call was cancelled"),
     _Code.DEADLINE_EXCEEDED: (Reason.DEADLINE_EXCEEDED, "the peer did not answer in time"),
-    _Code.UNAVAILABLE: (Reason.UNAVAILABLE, "the peer is not reachable"),
     _Code.UNIMPLEMENTED: (Reason.UNIMPLEMENTED, "the peer does not offer this call"),
     _Code.UNAUTHENTICATED: (Reason.UNAUTHENTICATED, "the peer does not accept these credentials"),
     _Code.PERMISSION_DENIED: (Reason.UNAUTHENTICATED, "the peer does not permit this call"),
@@ -158,5 +161,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
             rich = None
         if rich is not None:
             return rich
+    if error.code() is _Code.UNAVAILABLE:
+        return WorkerLost("the peer is not reachable")
     reason, message = _FOREIGN.get(error.code(), (Reason.INTERNAL, "the call failed"))
     return from_reason(reason, message)

@@ -99,6 +99,7 @@ class OpenText(_message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     PROMPT_TAIL_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Output tokens so far (after a move from another detokenizer), little-endian int32."""
     delivered_bytes: _builtins.int
@@ -113,6 +114,8 @@ class OpenText(_message.Message):
     """Last prompt tokens, for tokenizers whose text depends on what came before, little-endian int32."""
     min_tokens: _builtins.int
     """A stop string completed by one of the first min_tokens output tokens does not count."""
+    remaining_ms: _builtins.int
+    """Time left for the request, in milliseconds; later tokens are not looked at. 0 means no deadline."""
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the choice."""
@@ -128,10 +131,11 @@ class OpenText(_message.Message):
         token_texts: _builtins.bool = ...,
         prompt_tail_ids: _builtins.bytes = ...,
         min_tokens: _builtins.int = ...,
+        remaining_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_bytes", b"delivered_bytes", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "prompt_tail_ids", b"prompt_tail_ids", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_bytes", b"delivered_bytes", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "prompt_tail_ids", b"prompt_tail_ids", "remaining_ms", b"remaining_ms", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,6 +81,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The key is missing or wrong."""
     ERROR_REASON_UNIMPLEMENTED: _ErrorReason.ValueType  # 13
     """Not offered by this server."""
+    ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 14
+    """Workers that ran the request died of it; it is not to be sent again."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why something failed. Travels in messages of shared streams, and in status details elsewhere."""
@@ -113,6 +115,8 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 12
 """The key is missing or wrong."""
 ERROR_REASON_UNIMPLEMENTED: ErrorReason.ValueType  # 13
 """Not offered by this server."""
+ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 14
+"""Workers that ran the request died of it; it is not to be sent again."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

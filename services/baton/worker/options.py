@@ -93,6 +93,12 @@ class WorkerOptions(ServingOptions):
     )
     kv_faults: str = option("", "what goes wrong with hand-overs; see 'baton chaos kv points'")
     allow_kv_faults: bool = option(False, "let kv_faults break hand-overs on purpose")
+    poison_token: int = option(
+        -1,
+        "prompts that begin with this token end this process, to test quarantine; -1: none",
+        minimum=-1,
+    )
+    allow_poison: bool = option(False, "let poison_token end this process on purpose")
     handover_timeout_s: float = option(
         300.0,
         "longest hand-over, the prompt's waiting and computing included",
@@ -107,6 +113,11 @@ class WorkerOptions(ServingOptions):
     def __post_init__(self) -> None:
         """Raises InvalidArgument for faults that are not understood or not allowed."""
         ServingOptions.__post_init__(self)
+        if self.poison_token >= 0 and not self.allow_poison:
+            raise InvalidArgument(
+                "ends this process on purpose; say --allow-poison true if that is meant",
+                field="poison_token",
+            )
         if parse(self.kv_faults).rules and not self.allow_kv_faults:
             raise InvalidArgument(
                 "breaks hand-overs on purpose; say --allow-kv-faults true if that is meant",

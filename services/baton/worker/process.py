@@ -49,6 +49,7 @@ from baton.worker.engine import open_runner
 from baton.worker.fitness import Fitness
 from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
+from baton.worker.poison import PoisonedLoop
 from baton.worker.ranks import end_with_ranks, share_ring
 from baton.worker.report import Report, describe
 
@@ -120,7 +121,12 @@ async def run_worker(
     def make_loop() -> EngineLoop[Scheduler]:
         runner = open_runner(options)
         pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
-        made.append(EngineLoop(runner, make_scheduler(runner, pool)))
+        scheduler = make_scheduler(runner, pool)
+        if options.poison_token < 0:
+            made.append(EngineLoop(runner, scheduler))
+        else:
+            log.warning("THIS WORKER DIES OF TOKEN %d ON PURPOSE", options.poison_token)
+            made.append(PoisonedLoop(runner, scheduler, options.poison_token))
         return made[0]
 
     def deliver(events: list[Event]) -> None:

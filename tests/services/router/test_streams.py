@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 
@@ -226,7 +227,7 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
 ) -> None:
     """It may still be marked as having more tokens: that must not end the stream for all others."""
     session, source = DetokenizerSession(channel, Notice()), Source()
-    text_id = session.open(source)
+    text_id = session.open(source, time.monotonic() + 60)
     assert operations(session) == [(text_id, "open"), (text_id, "append")]
     session.touch(text_id)
     delta = detokenizer_pb2.TextDelta(text_id=text_id)
@@ -245,7 +246,7 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
 async def test_many_texts_share_messages_of_bounded_size(channel: grpc.aio.Channel) -> None:
     session = DetokenizerSession(channel, Notice())
     for _ in range(200):
-        session.open(Source())
+        session.open(Source(), time.monotonic() + 60)
     messages = session.outgoing()
     assert [len(message.operations) for message in messages] == [256, 144]
 

@@ -130,9 +130,13 @@ class FakeWorker:
 
 
 class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
-    """One token a byte."""
+    """One token a byte. remaining_s: what each call was told it has."""
 
     role = "tokenizer"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.remaining_s: list[float | None] = []
 
     def service(self) -> Service:
         return Service(
@@ -143,6 +147,7 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: Context
     ) -> tokenizer_pb2.EncodeResponse:
+        self.remaining_s.append(context.time_remaining())
         self.refuse()
         return tokenizer_pb2.EncodeResponse(outputs=[self._encode(i) for i in request.inputs])
 

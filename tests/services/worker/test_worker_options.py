@@ -120,3 +120,11 @@ def test_ranks_without_ray_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InvalidArgument, match=r"baton\[ranks\]") as refused:
         open_runner(replace(OPTIONS, tensor_parallel=2))
     assert refused.value.field == "tensor_parallel"
+
+
+@pytest.mark.parametrize("cls", [PrefillConfig, DecodeConfig])
+def test_poison_is_refused_without_the_second_switch(cls: type[WorkerOptions]) -> None:
+    with pytest.raises(InvalidArgument, match="--allow-poison") as caught:
+        cls(model="m", poison_token=7)
+    assert caught.value.field == "poison_token"
+    assert cls(model="m", poison_token=7, allow_poison=True).poison_token == 7

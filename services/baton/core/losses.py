@@ -1,0 +1,51 @@
+"""What a failed attempt means for its request, and for the worker that lost it; knows neither."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from baton.core.errors import BatonError, Reason, WorkerLost
+
+
+class Verdict(Enum):
+    """What a leg's failure means for the request."""
+
+    FATAL = auto()
+    ELSEWHERE = auto()
+    """Another attempt; counts, and against the retry budget if nothing was accepted yet."""
+    LATER = auto()
+    """Another attempt after a pause; does not count, the deadline bounds it."""
+
+
+VERDICTS: dict[Reason, Verdict] = {
+    Reason.INVALID_ARGUMENT: Verdict.FATAL,
+    Reason.CONTEXT_LENGTH_EXCEEDED: Verdict.FATAL,
+    Reason.DEADLINE_EXCEEDED: Verdict.FATAL,
+    Reason.UNIMPLEMENTED: Verdict.FATAL,
+    Reason.QUARANTINED: Verdict.FATAL,
+    Reason.OVERLOADED: Verdict.LATER,
+    Reason.UNAVAILABLE: Verdict.ELSEWHERE,
+    Reason.HANDOVER_FAILED: Verdict.ELSEWHERE,
+    Reason.INCOMPATIBLE: Verdict.ELSEWHERE,
+    Reason.CANCELLED: Verdict.ELSEWHERE,
+    Reason.INTERNAL: Verdict.ELSEWHERE,
+    Reason.NOT_FOUND: Verdict.ELSEWHERE,
+    Reason.MODEL_NOT_FOUND: Verdict.ELSEWHERE,
+    Reason.UNAUTHENTICATED: Verdict.ELSEWHERE,
+}
+
+_FAULTS = frozenset(
+    {
+        Reason.HANDOVER_FAILED,
+        Reason.INTERNAL,
+        Reason.NOT_FOUND,
+        Reason.MODEL_NOT_FOUND,
+        Reason.UNAUTHENTICATED,
+    }
+)
+
+
+def is_fault(error: BatonError) -> bool:
+    """Whether a failure speaks against the worker, rather than of the request, of others' load, or
+    of a worker that leaves."""
+    return isinstance(error, WorkerLost) or error.reason in _FAULTS

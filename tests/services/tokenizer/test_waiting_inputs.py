@@ -1,0 +1,103 @@
+"""What waits to be encoded is dropped, uncomputed, when its caller leaves or runs out of time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.request import Prompt, TextPrompt
+from baton.rpc.server import ProcessServer, Service
+from baton.tokenizer.encoder import Encoded
+from baton.tokenizer.servicer import TokenizerServicer
+from baton.v1 import tokenizer_pb2 as pb
+from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
+
+PATIENCE_S = 20
+
+
+class SlowEncoder:
+    """Encodes one text after the other, each as soon as `go` is set."""
+
+    vocab_size = 9
+    has_chat_template = False
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.began: list[str] = []
+
+    def encode(self, prompt: Prompt, cache_salt: bytes) -> Encoded:
+        assert isinstance(prompt, TextPrompt)
+        self.began.append(prompt.text)
+        assert self.go.wait(PATIENCE_S)
+        return Encoded([1], b"")
+
+
+@pytest.fixture
+async def busy() -> AsyncIterator[tuple[TokenizerStub, TokenizerServicer, SlowEncoder]]:
+    encoder: Any = SlowEncoder()
+    with ThreadPoolExecutor(1) as one_thread:
+        servicer = TokenizerServicer(
+            encoder,
+            ModelDescription("m", "", 0, 0, ()),
+            lambda: WorkerIdentity("tokenizer", "i" * 32, ""),
+            one_thread,
+            max_waiting_bytes=1 << 20,
+        )
+        server = ProcessServer(
+            listen="127.0.0.1:0",
+            services=[
+                Service(
+                    "baton.v1.Tokenizer",
+                    lambda server: add_TokenizerServicer_to_server(servicer, server),
+                )
+            ],
+            reflection=False,
+        )
+        address = await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                yield TokenizerStub(channel), servicer, encoder
+        finally:
+            encoder.go.set()
+            await server.stop(0)
+
+
+def ask(text: str) -> pb.EncodeRequest:
+    return pb.EncodeRequest(inputs=[pb.EncodeInput(text=text)])
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 (it changes elsewhere)
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("how", ["leaves", "runs out of time"])
+async def test_it_is_never_encoded(busy: Any, how: str) -> None:
+    stub, servicer, encoder = busy
+    first = stub.Encode(ask("first"))
+    await until(lambda: encoder.began == ["first"])
+    dropped = stub.Encode(ask("dropped"), timeout=None if how == "leaves" else 0.2)
+    await until(lambda: servicer.num_inputs == 2)
+    if how == "leaves":
+        dropped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dropped
+    else:
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await dropped
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(lambda: servicer.num_inputs == 1)
+    last = stub.Encode(ask("last"))
+    await until(lambda: servicer.num_inputs == 2)
+    encoder.go.set()
+    assert (await first).outputs[0].token_ids and (await last).outputs[0].token_ids
+    assert encoder.began == ["first", "last"]
+    await until(lambda: servicer.num_inputs == 0)
