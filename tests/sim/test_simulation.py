@@ -1,0 +1,151 @@
+"""A thousand disturbed schedules of the real router over simulated processes; slowly, ten thousand.
+
+The bugs planted here are found, so that what is not found is not for want of looking.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from baton.core import journey, token_log
+from baton.core.attempt import ChoiceTokens
+from baton.core.quarantine import Quarantine
+from baton.router.choice_text import ChoiceText
+from baton.router.decode_session import DecodeSession
+from baton.router.prefill_client import PrefillClient
+from baton.router.worker_link import Worker
+from tests.sim import schedule
+
+FIRST = int(os.environ.get("BATON_SIM_SEED", "0"))
+PATIENCE = 400
+"""Schedules within which a planted bug must be found."""
+
+
+def run_all(seeds: range) -> tuple[int, int]:
+    """Answers read in full and losses met. A process a core: each schedule has its own world."""
+    answers = losses = 0
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
+        for report in processes.map(schedule.run, seeds, chunksize=25):
+            assert not report.violations, f"BATON_SIM_SEED={report.seed}: {report.violations}"
+            answers, losses = answers + report.answers, losses + report.losses
+    return answers, losses
+
+
+def test_a_thousand_schedules() -> None:
+    answers, losses = run_all(range(FIRST, FIRST + 1000))
+    assert answers > 2000
+    assert losses > 1000, "nothing was disturbed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_schedules() -> None:
+    run_all(range(FIRST + 1000, FIRST + 11000))
+
+
+def test_a_seed_is_a_schedule() -> None:
+    for seed in range(FIRST, FIRST + 20):
+        first, again = schedule.run(seed), schedule.run(seed)
+        assert first.fingerprint == again.fingerprint, f"BATON_SIM_SEED={seed}"
+
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def accept_at_a_gap() -> AbstractContextManager[Any]:
+    """Tokens above the next position are taken as if they followed."""
+    accept = token_log.TokenLog.accept
+
+    def careless(log: token_log.TokenLog, tokens: ChoiceTokens) -> int:
+        return accept(log, tokens._replace(position=min(tokens.position, len(log))))
+
+    return mock.patch.object(token_log.TokenLog, "accept", careless)
+
+
+def accept_twice() -> AbstractContextManager[Any]:
+    """Duplicates are taken for what follows."""
+    accept = token_log.TokenLog.accept
+
+    def careless(log: token_log.TokenLog, tokens: ChoiceTokens) -> int:
+        return accept(log, tokens._replace(position=max(tokens.position, len(log))))
+
+    return mock.patch.object(token_log.TokenLog, "accept", careless)
+
+
+def number_no_attempts() -> AbstractContextManager[Any]:
+    """What an older attempt says counts for the present one."""
+    never = property(lambda self: 0, lambda self, value: None)
+    return mock.patch.object(journey.Journey, "num_attempts", never, create=True)
+
+
+def forget_to_cancel_decode() -> AbstractContextManager[Any]:
+    release = DecodeSession.release
+
+    def forgetful(session: DecodeSession, key: Any, *, cancel: bool) -> None:
+        release(session, key, cancel=False)
+
+    return mock.patch.object(DecodeSession, "release", forgetful)
+
+
+def forget_to_cancel_prefill() -> AbstractContextManager[Any]:
+    async def forgetful(client: PrefillClient, key: Any) -> None:
+        pass
+
+    return mock.patch.object(PrefillClient, "cancel", forgetful)
+
+
+def resume_from_the_start() -> AbstractContextManager[Any]:
+    """A detokenizer is not told what the client has."""
+    opening = ChoiceText.opening
+
+    def forgetful(text: ChoiceText) -> Any:
+        text._delivered_bytes = 0
+        return opening(text)
+
+    return mock.patch.object(ChoiceText, "opening", forgetful)
+
+
+def keep_in_quarantine() -> AbstractContextManager[Any]:
+    def for_ever(quarantine: Quarantine, incarnations: Any) -> AbstractContextManager[None]:
+        quarantine._taken.update(incarnations)
+        return nullcontext()
+
+    return mock.patch.object(Quarantine, "entered", for_ever)
+
+
+def never_give_places_back() -> AbstractContextManager[Any]:
+    def placed(worker: Worker[Any], sequences: int, tokens: int) -> AbstractContextManager[None]:
+        worker.placed_sequences += sequences
+        return nullcontext()
+
+    return mock.patch.object(Worker, "placed", placed)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        accept_at_a_gap,
+        accept_twice,
+        number_no_attempts,
+        forget_to_cancel_decode,
+        forget_to_cancel_prefill,
+        resume_from_the_start,
+        keep_in_quarantine,
+        never_give_places_back,
+    ],
+)
+def test_a_planted_bug_is_found(plant: Plant) -> None:
+    with plant():
+        assert any(schedule.run(seed).violations for seed in _seeds())
+
+
+def _seeds() -> Iterator[int]:
+    yield from range(PATIENCE)

@@ -1,0 +1,205 @@
+"""The four kinds of worker process, made of the real services and servicers; knows no router.
+
+Only engines (`engine`), hand-overs (`kv`) and encoding are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from baton.core.decode_scheduler import DecodePolicy
+from baton.core.events import Event
+from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.request import Prompt, TokenPrompt
+from baton.decode.begin import Beginner
+from baton.decode.departures import Departures
+from baton.decode.service import DecodeService
+from baton.decode.servicer import DecodeServicer
+from baton.detokenizer.servicer import DetokenizerServicer
+from baton.detokenizer.vocabulary import Vocabulary
+from baton.prefill.service import PrefillService
+from baton.prefill.servicer import PrefillServicer
+from baton.rpc.lifecycle import new_incarnation
+from baton.rpc.worker import WorkerServicer
+from baton.tokenizer.encoder import Encoded
+from baton.tokenizer.servicer import TokenizerServicer
+from baton.v1 import decode_pb2_grpc, detokenizer_pb2_grpc, prefill_pb2_grpc, tokenizer_pb2_grpc
+from baton.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from baton.worker.report import describe
+from tests.core.attempts import VOCAB_SIZE, decode_loop, prefill_loop
+from tests.sim.engine import SimEngine
+from tests.sim.hosts import Host
+from tests.sim.kv import KvNetwork, SimCollector, SimGiver
+
+NUM_BLOCKS = 64
+HANDOVER_S = 20.0
+RESUME_S = 1.2
+
+
+@dataclass
+class Worker:
+    """What runs on a host. held: what it holds for requests, by kind; all 0 when none is here."""
+
+    held: Callable[[], dict[str, int]]
+    drain: Callable[[], Any]
+    check: Callable[[], None] = lambda: None
+    extra: list[Any] = field(default_factory=list)
+
+
+Start = Callable[[Host, KvNetwork, float], Worker]
+
+
+def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
+    identity = WorkerIdentity("tokenizer", new_incarnation(), host.address)
+    model = ModelDescription("fake", "", 0, 0, ())
+    servicer = TokenizerServicer(
+        _Encoder(),  # type: ignore[arg-type]
+        model,
+        lambda: identity,
+        _AtOnce(),
+        max_waiting_bytes=1 << 20,
+    )
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(servicer, host.handlers)
+    _watched(
+        host,
+        WorkerDescription(identity, model),
+        lambda: WorkerLoad(_state(servicer.draining), running_sequences=servicer.num_inputs),
+    )
+    return Worker(lambda: {"inputs": servicer.num_inputs}, servicer.drain)
+
+
+def start_detokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
+    identity = WorkerIdentity("detokenizer", new_incarnation(), host.address)
+    model = ModelDescription("fake", "", 0, 0, ())
+    servicer = DetokenizerServicer(vocabulary(), max_texts=64, max_unsent_bytes=1 << 20)
+    detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, host.handlers)
+    _watched(
+        host,
+        WorkerDescription(identity, model),
+        lambda: WorkerLoad(_state(servicer.draining), running_sequences=servicer.num_texts),
+    )
+    return Worker(lambda: {"texts": servicer.num_texts}, servicer.drain)
+
+
+def start_prefill(host: Host, kv: KvNetwork, step_s: float) -> Worker:
+    loop = prefill_loop(NUM_BLOCKS)
+    made: list[PrefillService] = []
+    engine: Any = SimEngine(host, loop, lambda events: made[0].deliver(events), step_s)
+    giver: Any = SimGiver(host, kv)
+    service = PrefillService(engine, giver, handover_timeout_s=HANDOVER_S)
+    made.append(service)
+    identity = WorkerIdentity("prefill", new_incarnation(), host.address)
+    servicer = PrefillServicer(service, identity.incarnation)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, host.handlers)
+    _watch_engine(host, identity, engine, lambda: service.state)
+    return Worker(lambda: _held(engine, service), service.drain, loop.idle_check)
+
+
+def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
+    loop = decode_loop(NUM_BLOCKS, DecodePolicy(max_sequences=16, headroom=8))
+    made: list[DecodeService] = []
+
+    def deliver(events: list[Event]) -> None:
+        made[0].deliver(events)
+
+    engine: Any = SimEngine(host, loop, deliver, step_s)
+    collector: Any = SimCollector(host, kv)
+    giver: Any = SimGiver(host, kv)
+    service = DecodeService(
+        engine,
+        Beginner(engine, collector, handover_timeout_s=HANDOVER_S),
+        Departures(engine, giver, handover_timeout_s=HANDOVER_S),
+        resume_window_s=RESUME_S,
+    )
+    made.append(service)
+    identity = WorkerIdentity("decode", new_incarnation(), host.address)
+    servicer = DecodeServicer(service, engine, identity)
+    decode_pb2_grpc.add_DecodeServicer_to_server(servicer, host.handlers)
+    _watch_engine(host, identity, engine, lambda: service.state)
+
+    def held() -> dict[str, int]:
+        logs = sum(len(session.keys) for session in service._sessions.values())
+        return {**_held(engine, service), "logs": logs}
+
+    return Worker(held, service.drain, loop.idle_check)
+
+
+START: dict[str, Start] = {
+    "tokenizer": start_tokenizer,
+    "prefill": start_prefill,
+    "decode": start_decode,
+    "detokenizer": start_detokenizer,
+}
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    """The bundled model's."""
+    return Vocabulary.load(Path(str(files("baton"))) / "models" / "baton-tiny")
+
+
+def _watch_engine(
+    host: Host, identity: WorkerIdentity, engine: Any, state: Callable[[], WorkerState]
+) -> None:
+    def load() -> WorkerLoad:
+        now = engine.load
+        return WorkerLoad(
+            state(),
+            now.waiting_sequences,
+            now.waiting_tokens,
+            now.running_sequences,
+            now.free_blocks,
+            round(engine.step_age_s * 1e6),
+            round(engine.step_predicted_s * 1e6),
+        )
+
+    _watched(host, describe(engine.loop.runner, identity, ("sim",), 16), load)
+
+
+def _watched(host: Host, description: WorkerDescription, load: Callable[[], WorkerLoad]) -> None:
+    servicer = WorkerServicer(lambda: description, load, None)
+    add_WorkerServicer_to_server(servicer, host.handlers)
+
+
+def _held(engine: Any, service: PrefillService | DecodeService) -> dict[str, int]:
+    load = engine.load
+    return {
+        "blocks": NUM_BLOCKS - load.free_blocks,
+        "sequences": load.waiting_sequences + load.running_sequences,
+        "attempts": service.num_attempts,
+        **service.holdings,
+    }
+
+
+def _state(draining: bool) -> WorkerState:
+    return WorkerState.DRAINING if draining else WorkerState.SERVING
+
+
+class _Encoder:
+    """Ids as they are."""
+
+    vocab_size = VOCAB_SIZE
+    has_chat_template = False
+
+    def encode(self, prompt: Prompt, cache_salt: bytes) -> Encoded:
+        assert isinstance(prompt, TokenPrompt)
+        return Encoded(prompt.token_ids, b"")
+
+
+class _AtOnce(Executor):
+    """No threads."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
