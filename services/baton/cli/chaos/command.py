@@ -18,6 +18,7 @@ def add_parser(subparsers: Any) -> None:
     chaos = subparsers.add_parser("chaos", help="break things on purpose, and count")
     what = chaos.add_subparsers(dest="chaos", metavar="WHAT", required=True)
     kv = what.add_parser("kv", help="the hand-over of KV")
+    options.add_hang(what)
     options.add(kv.add_subparsers(dest="experiment", metavar="EXPERIMENT", required=True))
 
 

@@ -33,6 +33,15 @@ def add(kinds: Any) -> None:
     head.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of a round")
 
 
+def add_hang(kinds: Any) -> None:
+    """Adds the parser of `baton chaos hang`."""
+    hang = _kind(kinds, "hang", "a worker of each role that stops and goes on")
+    hang.add_argument(
+        "--seconds", type=float, nargs="+", default=[1.0, 5.0, 60.0], metavar="S", help="of a stop"
+    )
+    hang.set_defaults(experiment="hang")
+
+
 def _kind(
     kinds: Any, name: str, what: str, *, count: int = 0, tls: str = ""
 ) -> argparse.ArgumentParser:
