@@ -160,7 +160,7 @@ def _watch_engine(
             round(engine.step_predicted_s * 1e6),
         )
 
-    _watched(host, describe(engine.loop.runner, identity, ("sim",), 16), load)
+    _watched(host, describe(engine.loop.runner, identity, ("sim",), 16, 64), load)
 
 
 def _watched(host: Host, description: WorkerDescription, load: Callable[[], WorkerLoad]) -> None:

@@ -207,7 +207,7 @@ class Pipeline:
             request_id,
             model,
             self._guards.budget,
-            held.deadline=deadline,
+            deadline=held.deadline,
             max_attempts=self._config.max_attempts,
             wait_timeout_s=self._config.wait_timeout_s,
         )
