@@ -38,6 +38,17 @@ def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
 
 
 @pytest.mark.slow
+def test_routing(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    few = ["--workers", "60", "--decisions", "50", "--tokens", "4000", "--json", str(file)]
+    assert main(["bench", "routing", *few]) == 0
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    assert found["units of a prompt, hashes given"]["value"] == 63
+    assert found["memory of an entry"]["met"] is True
+    assert found["routing decision, p99"]["goal"] == 1
+
+
+@pytest.mark.slow
 def test_batching(bench: Bench) -> None:
     found = bench("batching", "--requests", "6", "--batch", "2")
     assert found["requests with equal tokens"]["value"] == 100

@@ -35,6 +35,18 @@ def test_every_process_has_its_own_ports_and_the_router_knows_all() -> None:
             assert known[f"--{role}s"].split(",") == wanted
 
 
+def test_who_prefills_is_the_routers_own_choice_unless_it_is_told() -> None:
+    told = {}
+    for given in (-1, 0, 64):
+        (router,) = (
+            spec
+            for spec in plan(UpOptions(local_prefill_tokens=given)).processes
+            if spec.role == "router"
+        )
+        told[given] = flags(router.command).get("--local-prefill-tokens")
+    assert told == {-1: None, 0: "0", 64: "64"}
+
+
 def test_without_prefill_workers_the_router_is_told_of_none() -> None:
     layout = plan(UpOptions(prefill=0))
     assert "prefill" not in [spec.role for spec in layout.processes]

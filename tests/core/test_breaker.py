@@ -70,14 +70,14 @@ def test_one_probe_at_a_time() -> None:
     assert breaker.refuses(now + OPEN_S - 0.01)
     now += OPEN_S
     assert not breaker.refuses(now)
-    assert breaker.placed(now)
-    assert breaker.refuses(now) and not breaker.placed(now)
-    breaker.left(now)
+    assert breaker.placed()
+    assert breaker.refuses(now) and not breaker.placed()
+    breaker.left()
     assert not breaker.refuses(now), "a probe that told nothing is followed by another one"
-    assert breaker.placed(now)
+    assert breaker.placed()
     breaker.gained(now)
     assert breaker.state is BreakerState.CLOSED
-    breaker.left(now)
+    breaker.left()
     assert breaker.state is BreakerState.CLOSED
 
 
@@ -88,7 +88,7 @@ def test_each_failed_probe_doubles_the_time_up_to_a_bound() -> None:
         times.append(breaker.open_until - now)
         now = breaker.open_until
         assert not breaker.refuses(now)
-        assert breaker.placed(now)
+        assert breaker.placed()
         breaker.lost(now)
     doubled = [OPEN_S * 2**number for number in range(8)]
     assert times == pytest.approx([min(time, LONGEST_OPEN_S) for time in doubled])
@@ -146,13 +146,13 @@ class Pools(RuleBasedStateMachine):
     def placed(self, data: st.DataObject) -> None:
         ejected = self.breakers.ejected(self.live, self.now)
         incarnation = data.draw(st.sampled_from([w for w in self.live if w not in ejected]))
-        if self.breakers.of(incarnation).placed(self.now):
+        if self.breakers.of(incarnation).placed():
             self.probes.append(incarnation)
 
     @precondition(lambda self: self.probes)
     @rule()
     def probe_over(self) -> None:
-        self.breakers.of(self.probes.pop()).left(self.now)
+        self.breakers.of(self.probes.pop()).left()
 
     @rule(seconds=st.floats(0.0, 2 * LONGEST_OPEN_S))
     def time_passes(self, seconds: float) -> None:

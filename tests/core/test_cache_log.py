@@ -90,6 +90,15 @@ def test_a_snapshot_says_even_that_there_is_nothing() -> None:
     assert CacheReader(Cache().log).read() == [CacheBatch(0, snapshot=True)]
 
 
+def test_a_snapshot_tells_units_in_the_order_of_their_coming() -> None:
+    """So that whoever keeps only some of it keeps beginnings."""
+    cache = Cache()
+    for unit in (UNITS[3], UNITS[5], UNITS[0], UNITS[5], UNITS[1], UNITS[5]):
+        cache.toggle(unit)
+    (snapshot,) = CacheReader(cache.log).read()
+    assert hashes(snapshot.added) == [UNITS[3], UNITS[0], UNITS[1], UNITS[5]]
+
+
 def test_nothing_new_is_nothing_to_read() -> None:
     cache = Cache()
     reader = CacheReader(cache.log)

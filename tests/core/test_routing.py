@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.load import WorkerLoad, WorkerState
@@ -15,9 +15,10 @@ from baton.core.routing import (
     Decision,
     Demand,
     Fate,
+    PoolView,
+    RoutingPolicy,
     WorkerSnapshot,
     collector_for,
-    cost,
     decide,
     is_stalled,
     models_of,
@@ -45,7 +46,9 @@ def route(
     decodes: list[WorkerSnapshot],
     local_prefill_tokens: int = 32,
 ) -> Decision:
-    return decide(demand, prefills, decodes, local_prefill_tokens=local_prefill_tokens)
+    return decide(
+        demand, PoolView(prefills), PoolView(decodes), RoutingPolicy(local_prefill_tokens)
+    )
 
 
 def pool(of_role: str) -> st.SearchStrategy[list[WorkerSnapshot]]:
@@ -90,6 +93,7 @@ demands = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(demands, prefill_pools, decode_pools)
 def test_only_workers_that_can_run_it_are_picked(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
@@ -111,6 +115,7 @@ def test_only_workers_that_can_run_it_are_picked(
         assert decision.decode is not None or decision.prefill is None
 
 
+@settings(deadline=None)
 @given(demands, prefill_pools, decode_pools)
 def test_the_cheapest_wins_whatever_the_order(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
@@ -121,11 +126,12 @@ def test_the_cheapest_wins_whatever_the_order(
         again.decode,
     )
     if decision.decode is not None:
-        costs = {c.identity: c.cost for c in decision.candidates if c.cost is not None}
+        costs = {c.identity: c.cost.total for c in decision.candidates if c.cost is not None}
         of_decodes = [costs[d.identity] for d in decodes if d.identity in costs]
         assert costs[decision.decode] == min(of_decodes)
 
 
+@settings(deadline=None)
 @given(demands, prefill_pools, decode_pools)
 def test_every_candidate_has_a_fate(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
@@ -163,8 +169,14 @@ def test_less_load_wins(lighter: dict[str, Any]) -> None:
 
 
 def test_what_was_just_placed_counts_before_it_is_reported() -> None:
-    decodes = [replace(worker("placed"), placed_sequences=3), worker("idle")]
-    assert cost(DEMAND, decodes[0]) > cost(DEMAND, decodes[1])
+    kinds: list[dict[str, Any]] = [
+        {"placed_sequences": 3},
+        {"fresh_sequences": 1},
+        {"fresh_tokens": 5},
+    ]
+    for placed in kinds:
+        decodes = [replace(worker("placed"), **placed), worker("idle")]
+        assert route(DEMAND, [], decodes).decode == decodes[1].identity
 
 
 def test_equal_workers_share_the_requests() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from baton.cli.layout import APART
 from baton.cli.ports import free_ports
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests import leaks
@@ -72,6 +73,8 @@ class Relay:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.environment = {**os.environ, "XDG_STATE_HOME": str(folder), "NO_COLOR": "1"}
+        # By the workers' own measurements it would depend on the machine who prefills.
+        self.environment["BATON_LOCAL_PREFILL_TOKENS"] = str(APART)
         self.log = folder / "baton" / "up.log"
         self.http_port, self.grpc_port = free_ports(2)
         ports = ("--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port))

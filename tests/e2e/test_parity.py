@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.relay import Relay, options
+from baton.core.prefix import UNIT_TOKENS
+from tests.e2e.relay import Relay, eventually, options
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 
 # The workers need the cores; torch here would spin on all of them.
@@ -112,3 +113,26 @@ def test_a_prefix_hit_is_reported(running: tuple[Relay, Path, str]) -> None:
     finished = relay.generate(prompt, wanted).finished
     assert finished is not None
     assert finished.cached_tokens >= 512
+
+
+def test_what_decode_has_of_a_prompt_is_not_prefilled_elsewhere(
+    running: tuple[Relay, Path, str],
+) -> None:
+    """The router knows it by decode's own events, under the hashes that the tokenizer made."""
+    relay, _, _ = running
+    router = relay.processes("router")[0]
+    prompt = prompts(400)[-1]
+    relay.generate(prompt, options(max_tokens=2))
+    units = len(prompt) // UNIT_TOKENS
+
+    def known() -> bool:
+        return relay.metric(router, "baton_prefix_index_units", role="decode") >= units
+
+    eventually(known, 30, "the router hears of what decode has cached")
+    local = relay.metric(router, "baton_local_prefill_total")
+    finished = relay.generate(
+        [*prompt[: units * UNIT_TOKENS], *range(5, 15)], options(max_tokens=2)
+    ).finished
+    assert finished is not None
+    assert finished.cached_tokens >= units * UNIT_TOKENS
+    assert relay.metric(router, "baton_local_prefill_total") == local + 1

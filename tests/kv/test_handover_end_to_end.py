@@ -40,6 +40,8 @@ async def test_kv_and_token_arrive(transport: str, num_positions: int) -> None:
         assert (await offer.wait()).outcome is Outcome.COMPLETED
         assert offer.granted is True
         assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"completed": 1}
+        link = world.collector.stats.link
+        assert link.bytes_per_s > 0 and link.handover_s > 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

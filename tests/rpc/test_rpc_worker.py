@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -11,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.cache_log import CacheLog
+from baton.core.cache_log import CacheBatch, CacheLog
 from baton.core.cached_units import Change
 from baton.core.errors import InvalidArgument
 from baton.core.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.prefix import HASH_BYTES
+from baton.core.speed import UNMEASURED, WorkerSpeed
 from baton.rpc import worker
 from baton.rpc.channels import Channels
 from baton.rpc.server import ProcessServer
@@ -37,11 +39,14 @@ DESCRIPTION = WorkerDescription(
 )
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
+seconds = st.floats(0, 1e6)
+speeds = st.builds(WorkerSpeed, *[seconds] * 6, uint32, seconds, seconds)
 uses = st.builds(TenantUse, st.text(max_size=9), uint64, uint64, uint32, uint64)
 loads = st.builds(
     WorkerLoad,
     *(st.sampled_from(WorkerState), uint32, uint64, uint32, uint32, uint64, uint64),
     st.lists(uses, max_size=3).map(tuple),
+    speeds,
 )
 
 Watching = grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]
@@ -206,6 +211,33 @@ async def test_the_cache_is_told_at_once_and_then_its_changes(
 @given(loads)
 def test_load_comes_back(load: WorkerLoad) -> None:
     assert worker.load_from_proto(worker.load_to_proto(load)) == load
+
+
+def test_an_older_workers_speed_is_not_known() -> None:
+    message = pb.WorkerLoad(state=pb.WORKER_STATE_SERVING)
+    assert worker.load_from_proto(message).speed is UNMEASURED
+
+
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_a_speed_that_cannot_be_is_refused(value: float) -> None:
+    message = pb.WorkerLoad(state=pb.WORKER_STATE_SERVING, speed=pb.WorkerSpeed(row_s=value))
+    with pytest.raises(InvalidArgument) as refused:
+        worker.load_from_proto(message)
+    assert refused.value.field == "load.speed.row_s"
+
+
+def test_cache_events_come_back() -> None:
+    batch = CacheBatch(7, b"a" * HASH_BYTES, b"b" * 2 * HASH_BYTES, snapshot=False)
+    assert worker.cache_from_proto(worker.cache_to_proto(batch)) == batch
+
+
+@pytest.mark.parametrize("field", ["added", "removed"])
+def test_half_a_hash_is_refused(field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        message = pb.CacheEvents()
+        setattr(message, field, b"x" * (HASH_BYTES + 8))
+        worker.cache_from_proto(message)
+    assert refused.value.field == f"cache.{field}"
 
 
 def test_an_unknown_state_is_refused() -> None:

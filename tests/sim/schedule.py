@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.errors import BatonError, Reason
 from baton.core.model import WorkerIdentity
+from baton.core.refusal import Limit, Refusal
 from baton.core.request import Delta
 from baton.router.config import RouterConfig
 from baton.router.discovery import StaticDiscovery
@@ -160,7 +161,8 @@ class _Schedule:
                 await stream.aclose()
         except BatonError as error:
             honest = error.reason in HONEST and self.disturbances.losses > SURE_LOSSES
-            late = hurried and error.reason is Reason.DEADLINE_EXCEEDED
+            foreseen = isinstance(error, Refusal) and error.limit is Limit.DEADLINE
+            late = hurried and (foreseen or error.reason is Reason.DEADLINE_EXCEEDED)
             if not (honest or late):
                 self._violated(f"a request failed: {error.reason.name} {error.message}")
         self._check_beginning(wanted, got)

@@ -21,7 +21,7 @@ from baton.core.quarantine import Quarantine
 from baton.router.choice_text import ChoiceText
 from baton.router.decode_session import DecodeSession
 from baton.router.prefill_client import PrefillClient
-from baton.router.worker_link import Worker
+from baton.router.worker import Worker
 from tests.sim import schedule
 
 FIRST = int(os.environ.get("BATON_SIM_SEED", "0"))
@@ -122,11 +122,7 @@ def keep_in_quarantine() -> AbstractContextManager[Any]:
 
 
 def never_give_places_back() -> AbstractContextManager[Any]:
-    def placed(worker: Worker[Any], sequences: int, tokens: int) -> AbstractContextManager[None]:
-        worker.placed_sequences += sequences
-        return nullcontext()
-
-    return mock.patch.object(Worker, "placed", placed)
+    return mock.patch.object(Worker, "take_back")
 
 
 @pytest.mark.parametrize(

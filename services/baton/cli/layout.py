@@ -14,6 +14,10 @@ from baton.cli.throwaway_ca import ThrowawayCa
 from baton.core.errors import InvalidArgument
 
 BUNDLED = "baton-tiny"
+APART = 32
+"""For `local_prefill_tokens` where hand-overs are what is tried: all but tiny prompts have one,
+though on one machine it may well take less time to do without."""
+
 ENGINE_ROLES = ("prefill", "decode")
 
 
@@ -45,6 +49,8 @@ class UpOptions:
     """Cores for router, tokenizer and detokenizer."""
     keys: str = ""
     """File of API keys that routers ask for; empty: they ask for none."""
+    local_prefill_tokens: int = -1
+    """As the router has it; below 0: what the router is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,8 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     if options.keys:
         keys = str(Path(options.keys).expanduser().resolve())
         lists += ["--keys", keys, "--metrics-open", "true"]
+    if options.local_prefill_tokens >= 0:
+        lists += ["--local-prefill-tokens", str(options.local_prefill_tokens)]
     for index in range(options.routers):
         http = f"{HOST}:{options.http_port + index}"
         grpc = f"{HOST}:{options.grpc_port + index}"

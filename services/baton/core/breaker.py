@@ -104,16 +104,16 @@ class Breaker:
         if self._in_a_row >= MAX_IN_A_ROW or often:
             self._apply(_E.TRIPPED, now)
 
-    def placed(self, now: float) -> bool:
+    def placed(self) -> bool:
         """An attempt is placed on the worker. Returns whether it is the probe; `left` must follow
         when that one is over."""
         probes = self.state is _S.HALF_OPEN
-        self._apply(_E.PLACED, now)
+        self._apply(_E.PLACED)
         return probes
 
-    def left(self, now: float) -> None:
+    def left(self) -> None:
         """The probe is over, whatever became of it."""
-        self._apply(_E.LEFT, now)
+        self._apply(_E.LEFT)
 
     def refuses(self, now: float) -> bool:
         """Whether the worker gets no new attempt now."""
@@ -121,7 +121,8 @@ class Breaker:
             self._apply(_E.COOLED, now)
         return self.state in (_S.OPEN, _S.PROBING)
 
-    def _apply(self, event: BreakerEvent, now: float) -> None:
+    def _apply(self, event: BreakerEvent, now: float = 0.0) -> None:
+        """now: of events that may open it."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             return
@@ -148,6 +149,10 @@ class Breakers:
         while len(self._breakers) > MAX_KNOWN:
             self._breakers.popitem(last=False)
         return breaker
+
+    @property
+    def all_closed(self) -> bool:
+        return all(breaker.state is _S.CLOSED for breaker in self._breakers.values())
 
     def ejected(self, live: Collection[str], now: float) -> frozenset[str]:
         """Of these workers, those that get no new attempt: at most half of them. Of too many, those

@@ -52,7 +52,8 @@ class CacheLog:
     def __init__(self, changes: deque[Change], *, max_kept: int = MAX_KEPT) -> None:
         self._changes = changes
         self._kept: deque[Change] = deque(maxlen=max_kept)
-        self._present: set[bytes] = set()
+        self._present: dict[bytes, None] = {}
+        """In order of coming: what a unit goes on from was there before it."""
         self._next_number = 0
 
     def collect(self) -> None:
@@ -60,7 +61,10 @@ class CacheLog:
         while self._changes:
             change = self._changes.popleft()
             unit, came = change
-            (self._present.add if came else self._present.remove)(unit)
+            if came:
+                self._present[unit] = None
+            else:
+                del self._present[unit]
             self._kept.append(change)
             self._next_number += 1
 

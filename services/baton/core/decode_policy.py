@@ -23,3 +23,14 @@ class DecodePolicy:
     headroom: int = 64
     target_step_s: float = 0.0
     limit: QueueLimit = field(default_factory=QueueLimit)
+
+    def prefill_beside(self, block_size: int) -> int:
+        """Positions that a step may prefill beside sequences that run. Raises ValueError when that
+        is less than a block."""
+        beside = min(self.prefill_budget, self.token_budget - self.max_sequences)
+        if beside < block_size:
+            raise ValueError(
+                "prefill_budget, and token_budget - max_sequences, must be at least one block, "
+                "or local prefill can starve"
+            )
+        return beside

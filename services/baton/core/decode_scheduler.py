@@ -35,6 +35,7 @@ from baton.core.events import Event, Failed, Held, Started, Tokens
 from baton.core.intake import Intake
 from baton.core.launched import InputChunk, Launched
 from baton.core.local_prefill import LocalPrefill
+from baton.core.meter import DecodeMeter
 from baton.core.model import ModelDescription
 from baton.core.plan import BlockCopy, Extents, StepPlan, StepResult, StepWork
 from baton.core.room import Room
@@ -42,7 +43,7 @@ from baton.core.roster import Roster
 from baton.core.scheduling import Load, earliest
 from baton.core.sequence import Sequence, SequenceEvent, SequenceState, next_chunks
 from baton.core.shared_input import SharedInput
-from baton.core.step_cost import StepCost
+from baton.core.speed import WorkerSpeed
 from baton.core.swap_space import SwapSpace
 from baton.core.swapping import Swapping
 
@@ -62,12 +63,7 @@ class DecodeScheduler:
         num_swap_blocks: tuple[int, int] = (0, 0),
         pipelined: bool = False,
     ):
-        smallest = min(policy.prefill_budget, policy.token_budget - policy.max_sequences)
-        if smallest < pool.block_size:
-            raise ValueError(
-                "prefill_budget, and token_budget - max_sequences, must be at least one block, "
-                "or local prefill can starve"
-            )
+        beside = policy.prefill_beside(pool.block_size)
         self._pool = pool
         self._policy = policy
         self._pipelined = pipelined
@@ -80,24 +76,24 @@ class DecodeScheduler:
             max_model_len=max_positions,
         )
         space = SwapSpace(*num_swap_blocks)
-        self._cost = StepCost()
-        self._swapping = Swapping(pool, space, self._cost)
+        self._meter = DecodeMeter(beside)
+        self._swapping = Swapping(pool, space, self._meter.cost)
         self._roster = Roster(pool, space)
         self._room = Room(
             pool,
             self._roster,
             self._swapping,
-            self._cost,
+            self._meter.cost,
             max_sequences=policy.max_sequences,
             headroom=policy.headroom,
             target_step_s=policy.target_step_s,
         )
         self._prefill = LocalPrefill(
             self._roster,
-            self._cost,
+            self._meter.cost,
             block_size=pool.block_size,
             alone=policy.token_budget,
-            beside=min(policy.prefill_budget, policy.token_budget - policy.max_sequences),
+            beside=beside,
             target_step_s=policy.target_step_s,
             pipelined=pipelined,
         )
@@ -113,6 +109,10 @@ class DecodeScheduler:
     @property
     def load(self) -> Load:
         return self._roster.load
+
+    @property
+    def speed(self) -> WorkerSpeed:
+        return self._meter.speed
 
     @property
     def preemptions(self) -> dict[str, int]:
@@ -259,9 +259,7 @@ class DecodeScheduler:
         return plan
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        # What moving blocks takes is told apart, in StepResult.swap_s.
-        if not plan.swap_out and not plan.swap_in:
-            self._cost.observe(plan.work, seconds)
+        self._meter.observe(plan, seconds)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         if not self._launched or self._launched[0].step != result.step:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.speed import UNMEASURED, WorkerSpeed
 
 
 class WorkerState(Enum):
@@ -63,6 +64,7 @@ class WorkerLoad:
     waiting_tokens: prompt tokens that wait to be computed. free_blocks: blocks that nobody uses,
     cached ones included. step_age_us and step_predicted_us: of the running step, 0 when idle.
     tenants: what they use through other routers than the one that is told.
+    speed: by the worker's own measurements so far.
     """
 
     state: WorkerState
@@ -73,3 +75,4 @@ class WorkerLoad:
     step_age_us: int = 0
     step_predicted_us: int = 0
     tenants: tuple[TenantUse, ...] = ()
+    speed: WorkerSpeed = UNMEASURED

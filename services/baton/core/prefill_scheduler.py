@@ -23,6 +23,7 @@ from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.intake import Intake
 from baton.core.model import ModelDescription
 from baton.core.plan import Chunk, Extents, SampledToken, StepPlan, StepResult
+from baton.core.prefill_cost import PrefillCost
 from baton.core.scheduling import (
     Load,
     Order,
@@ -32,6 +33,7 @@ from baton.core.scheduling import (
 )
 from baton.core.sequence import SequenceEvent
 from baton.core.shared_input import SharedInput
+from baton.core.speed import WorkerSpeed
 from baton.core.turns import Turns
 
 
@@ -93,6 +95,7 @@ class PrefillScheduler:
         self._launched: deque[_Launched] = deque()
         self._events: list[Event] = []
         self._next_step = 1
+        self._cost = PrefillCost()
 
     @property
     def has_work(self) -> bool:
@@ -110,6 +113,16 @@ class PrefillScheduler:
                 if job.input.started is not None
             ),
             free_blocks=self._pool.num_free,
+        )
+
+    @property
+    def speed(self) -> WorkerSpeed:
+        step_s, position_s, read_s = self._cost.curve
+        return WorkerSpeed(
+            prefill_step_s=step_s,
+            prefill_position_s=position_s,
+            prefill_read_s=read_s,
+            prefill_step_tokens=self._policy.token_budget,
         )
 
     @property
@@ -172,7 +185,7 @@ class PrefillScheduler:
         return StepPlan(step, tuple(chunk for _, chunk in chunks))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Nothing is decided by it here."""
+        self._cost.observe(plan.chunks, seconds)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         if not self._launched or self._launched[0].step != result.step:

@@ -1,138 +1,118 @@
 """Which workers run an attempt: filter, score, pick, as pure functions over worker snapshots.
 
-Conditional disaggregation: a prompt gets a prefill worker of its own only when its input is long
-enough and one is there whose KV fits the decode worker's; else decode prefills by itself. A
-prefill worker that is merely busy is waited for: its load must not spill over into decode's steps.
-Knows nothing of requests beyond the numbers in `Demand`; every candidate's fate is in the Decision.
+Conditional disaggregation: a prompt gets a prefill worker of its own when that takes all who are
+concerned less time, by the speeds that the workers have measured themselves; while they have not, a
+long enough prompt gets one. A prefill worker that is merely busy is waited for: its load must not
+spill over into decode's steps. Knows nothing of requests beyond the numbers in `Demand`; every
+candidate's fate is in the Decision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from hashlib import blake2b
+from typing import NamedTuple
 
-from baton.core.fit import difference
-from baton.core.load import WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.candidates import PASSING, Scored, filtered, ranked, stand_in, told
+from baton.core.candidates import Candidate as Candidate
+from baton.core.candidates import Fate as Fate
+from baton.core.candidates import PoolView as PoolView
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.prefix_index import NO_OVERLAP
+from baton.core.worker_cost import Demand as Demand
+from baton.core.worker_cost import (
+    Moment,
+    decode_costs,
+    handover_tail_s,
+    prefill_cost,
+    shortage,
+)
+from baton.core.worker_cost import WorkerSnapshot as WorkerSnapshot
 
-SEQUENCE_COST = 16
-"""What a waiting or running sequence counts, in queued tokens."""
-
-SHORTAGE_COST = 8
-"""What one position without a free block counts, in queued tokens: room comes before queues."""
+SHORT_INPUT = 32
+"""What counts as short enough to prefill on decode while speeds are unknown: uncached tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """A worker at one moment. placed_*: what this router has given it and that is not done yet,
-    since a report is always a little old. max_sequences: as WorkerDescription has it.
+class RoutingPolicy:
+    """local_prefill_tokens: inputs with at most so many uncached tokens are prefilled on decode;
+    below 0: those for which it takes less time. slow_start_s: for how long a worker counts as new.
     """
 
-    identity: WorkerIdentity
-    model: ModelDescription
-    load: WorkerLoad
-    layout: KvLayout | None = None
-    transports: tuple[str, ...] = ()
-    block_size: int = 1
-    max_sequences: int = 0
-    placed_sequences: int = 0
-    placed_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What an attempt needs. Empty strings match anything.
-
-    input_tokens: prompt and accepted output. failed: incarnations that lost an attempt of this
-    request a moment ago; busy: those that refused one as overloaded; ejected: those whose circuit
-    breaker is open; quarantined: those that a suspect, which this attempt is, must not join.
-    """
-
-    request_id: str
-    input_tokens: int
-    choices: int
-    needs_decode: bool
-    model: str = ""
-    model_digest: str = ""
-    tokenizer_digest: str = ""
-    failed: frozenset[str] = frozenset()
-    busy: frozenset[str] = frozenset()
-    ejected: frozenset[str] = frozenset()
-    quarantined: frozenset[str] = frozenset()
-
-
-class Fate(Enum):
-    """What became of a candidate."""
-
-    PICKED = "picked"
-    OUTSCORED = "outscored"
-    NOT_SERVING = "not serving"
-    OTHER_MODEL = "serves another model"
-    OTHER_TOKENIZER = "has another tokenizer"
-    FAILED_BEFORE = "failed this request a moment ago"
-    BUSY = "is full, or refused this request as overloaded a moment ago"
-    EJECTED = "its circuit breaker is open"
-    QUARANTINED = "another suspect runs there"
-    OTHER_LAYOUT = "its KV does not fit the decode worker"
-
-
-_PASSING = (Fate.BUSY, Fate.QUARANTINED)
-"""What a prefill worker is waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Why a worker was or was not picked. cost: in queued tokens; None when it was filtered."""
-
-    identity: WorkerIdentity
-    fate: Fate
-    cost: float | None = None
-    detail: str = ""
+    local_prefill_tokens: int = -1
+    slow_start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where an attempt runs, and why. At least one of the two is set, or `wait` says to try later.
 
-    reason: one sentence on the shape of the decision.
+    reason: one sentence on the shape of the decision. uncached_tokens: what whoever prefills will
+    compute. first_token_s: predicted, None when that worker has not measured its speed. local_s,
+    remote_s: what was compared, if it was.
     """
 
     prefill: WorkerIdentity | None
     decode: WorkerIdentity | None
     reason: str
     candidates: tuple[Candidate, ...]
+    uncached_tokens: int = 0
+    first_token_s: float | None = None
+    local_s: float | None = None
+    remote_s: float | None = None
 
     @property
     def wait(self) -> bool:
         return self.prefill is None and self.decode is None
 
+    def lines(self) -> list[str]:
+        """The whole choice in words."""
+        said = [self.reason]
+        if self.local_s is not None and self.remote_s is not None:
+            said[0] += f": {self.local_s:.4f} s on decode, {self.remote_s:.4f} s apart"
+        for identity, fate, cost, detail in self.candidates:
+            words = [f"{identity.role} {identity.incarnation[:8]}: {fate.value}", detail]
+            if cost is not None:
+                words += [f"{name} {value:.4g}" for name, value in cost._asdict().items()]
+            said.append(" ".join(filter(None, words)))
+        return said
+
 
 def decide(
-    demand: Demand,
-    prefills: Iterable[WorkerSnapshot],
-    decodes: Iterable[WorkerSnapshot],
-    *,
-    local_prefill_tokens: int,
+    demand: Demand, prefills: PoolView, decodes: PoolView, policy: RoutingPolicy, now: float = 0.0
 ) -> Decision:
-    """Filter, score, pick. Inputs of at most local_prefill_tokens are prefilled on decode."""
+    """Filter, score, pick. now: on the clock by which workers were met."""
     if not demand.needs_decode:
-        prefill, seen = _pick(demand, prefills, None)
-        if prefill is not None:
-            return Decision(prefill.identity, None, "every choice ends at token 0", seen)
-    decode, seen = _pick(demand, decodes, None)
-    if decode is None:
-        return Decision(None, None, "no decode worker can take it", seen)
-    if demand.input_tokens <= local_prefill_tokens:
-        return Decision(None, decode.identity, "short enough to prefill on decode", seen)
-    prefill, seen_too = _pick(demand, prefills, decode)
-    seen += seen_too
-    if prefill is not None:
-        return Decision(prefill.identity, decode.identity, "prefill and decode apart", seen)
-    if any(candidate.fate in _PASSING for candidate in seen_too):
-        return Decision(None, None, "every prefill worker that fits is busy", seen)
-    return Decision(None, decode.identity, "no prefill worker fits: prefill on decode", seen)
+        alone = _prefill(demand, prefills, policy, now)
+        if alone.best is not None:
+            return _on_prefill(alone, None, "every choice ends at token 0")
+    found = filtered(demand, decodes)
+    moment = Moment(decodes.overlap, now, policy.slow_start_s, stand_in(found.fitting))
+    costs = [(decode_costs(demand, worker, moment), worker) for worker in found.fitting]
+    local = ranked(demand, [Scored(cost[0], worker) for cost, worker in costs])
+    here = _Choice(local, found.others)
+    if here.best is None:
+        return Decision(None, None, "no decode worker can take it", here.told())
+    by_speed = policy.local_prefill_tokens < 0
+    limit = SHORT_INPUT if by_speed else policy.local_prefill_tokens
+    short = here.best.cost.uncached_tokens <= limit
+    if short and not by_speed:
+        return _on_decode(here, None, "short enough to prefill on decode")
+    collecting = ranked(demand, [Scored(cost[1], worker) for cost, worker in costs])
+    there = _Choice(collecting, found.others)
+    assert there.best is not None
+    apart = _prefill(demand, prefills, policy, now, there.best.worker)
+    if apart.best is None:
+        if not short and any(candidate.fate in PASSING for candidate in apart.others):
+            seen = (*here.told(picked=False), *apart.told())
+            return Decision(None, None, "every prefill worker that fits is busy", seen)
+        return _on_decode(here, apart, "no prefill worker fits: prefill on decode")
+    times = _compared(demand, here.best, there.best, apart.best) if by_speed else None
+    if times is None and short:
+        return _on_decode(here, apart, "short enough to prefill on decode")
+    if times is not None and times[0] <= times[1]:
+        return _on_decode(here, apart, "prefilling on decode takes less time", times)
+    return _on_prefill(apart, there, "prefill and decode apart", times)
 
 
 def collector_for(
@@ -142,92 +122,11 @@ def collector_for(
     of them now; they are better off where they are."""
     if giver.layout is None:
         return None
-    roomy = [w for w in decodes if not _shortage(demand, w) and _has_places(demand, w)]
-    picked, _ = _pick(demand, roomy, giver)
-    return None if picked is None else picked.identity
-
-
-def _pick(
-    demand: Demand, workers: Iterable[WorkerSnapshot], collector: WorkerSnapshot | None
-) -> tuple[WorkerSnapshot | None, tuple[Candidate, ...]]:
-    costs: list[tuple[float, bytes, WorkerSnapshot]] = []
-    filtered: list[Candidate] = []
-    for worker in workers:
-        fate, detail = _filter(demand, worker, collector)
-        if fate is None:
-            costs.append((cost(demand, worker), _tie_break(demand, worker), worker))
-        else:
-            filtered.append(Candidate(worker.identity, fate, detail=detail))
-    costs.sort(key=lambda entry: entry[:2])
-    scored = [
-        Candidate(worker.identity, Fate.OUTSCORED if rank else Fate.PICKED, worker_cost)
-        for rank, (worker_cost, _, worker) in enumerate(costs)
-    ]
-    return (costs[0][2] if costs else None), (*scored, *filtered)
-
-
-def _filter(
-    demand: Demand, worker: WorkerSnapshot, collector: WorkerSnapshot | None
-) -> tuple[Fate | None, str]:
-    """Why the worker cannot be used at all, or None. collector: who takes its KV, if anybody."""
-    incarnation = worker.identity.incarnation
-    if worker.load.state is not WorkerState.SERVING:
-        return Fate.NOT_SERVING, worker.load.state.name.lower()
-    if not _fits(demand.model, worker.model.name) or not _fits(
-        demand.model_digest, worker.model.digest
-    ):
-        return Fate.OTHER_MODEL, worker.model.name
-    if not _fits(demand.tokenizer_digest, worker.model.tokenizer_digest):
-        return Fate.OTHER_TOKENIZER, worker.model.tokenizer_digest
-    if collector is not None and collector.layout is not None:
-        misfit = difference(
-            worker.layout, worker.transports, collector.layout, collector.transports
-        )
-        if misfit:
-            return Fate.OTHER_LAYOUT, misfit
-    if incarnation in demand.failed:
-        return Fate.FAILED_BEFORE, ""
-    if incarnation in demand.busy:
-        return Fate.BUSY, ""
-    if incarnation in demand.ejected:
-        return Fate.EJECTED, ""
-    if incarnation in demand.quarantined:
-        return Fate.QUARANTINED, ""
-    return None, ""
-
-
-def _fits(wanted: str, offered: str) -> bool:
-    return not wanted or not offered or wanted == offered
-
-
-def cost(demand: Demand, worker: WorkerSnapshot) -> float:
-    """How long the attempt would wait and how crowded it would be, in queued tokens; less wins."""
-    queued = max(worker.load.waiting_tokens, worker.placed_tokens)
-    crowd, shortage = _num_sequences(worker), _shortage(demand, worker)
-    return queued + SEQUENCE_COST * crowd + SHORTAGE_COST * shortage
-
-
-def _num_sequences(worker: WorkerSnapshot) -> int:
-    load = worker.load
-    return max(load.waiting_sequences + load.running_sequences, worker.placed_sequences)
-
-
-def _shortage(demand: Demand, worker: WorkerSnapshot) -> int:
-    """Positions that would have no free block."""
-    free = worker.load.free_blocks * worker.block_size
-    return max(0, demand.input_tokens + demand.choices - free)
-
-
-def _has_places(demand: Demand, worker: WorkerSnapshot) -> bool:
-    most = worker.max_sequences
-    return not most or _num_sequences(worker) + demand.choices <= most
-
-
-def _tie_break(demand: Demand, worker: WorkerSnapshot) -> bytes:
-    """Equal workers are told apart by a hash of both, so that requests spread without a counter."""
-    return blake2b(
-        f"{demand.request_id} {worker.identity.incarnation}".encode(), digest_size=8
-    ).digest()
+    roomy = [w for w in decodes if not shortage(demand, w) and _has_places(demand, w)]
+    fitting = filtered(demand, PoolView(roomy), giver).fitting
+    moment = Moment(NO_OVERLAP, 0.0, 0.0, stand_in(fitting))
+    found = ranked(demand, [Scored(decode_costs(demand, w, moment)[1], w) for w in fitting])
+    return found[0].worker.identity if found else None
 
 
 def is_stalled(step_age_us: int, step_predicted_us: int) -> bool:
@@ -241,3 +140,86 @@ def models_of(workers: Sequence[WorkerSnapshot]) -> list[ModelDescription]:
         model
         for _, model in sorted({worker.model.name: worker.model for worker in workers}.items())
     ]
+
+
+class _Choice(NamedTuple):
+    """One pool's part: workers that can do it, best first, and the fates of others."""
+
+    scored: Sequence[Scored]
+    others: Sequence[Candidate]
+
+    @property
+    def best(self) -> Scored | None:
+        return self.scored[0] if self.scored else None
+
+    def told(self, *, picked: bool = True) -> tuple[Candidate, ...]:
+        return (*told(self.scored, picked=picked), *self.others)
+
+
+def _prefill(
+    demand: Demand,
+    pool: PoolView,
+    policy: RoutingPolicy,
+    now: float,
+    collector: WorkerSnapshot | None = None,
+) -> _Choice:
+    found = filtered(demand, pool, collector)
+    moment = Moment(pool.overlap, now, policy.slow_start_s, stand_in(found.fitting))
+    costs = [Scored(prefill_cost(demand, worker, moment), worker) for worker in found.fitting]
+    return _Choice(ranked(demand, costs), found.others)
+
+
+def _compared(
+    demand: Demand, here: Scored, there: Scored, apart: Scored
+) -> tuple[float, float] | None:
+    """Seconds on decode alone, and with prefill and decode apart; None when somebody's speed is
+    not known."""
+    decode, collector, prefill = (entry.worker.load.speed for entry in (here, there, apart))
+    if not (decode.prefills and prefill.prefills and collector.handover_s):
+        return None
+    tail_s = handover_tail_s(demand, apart.worker, there.worker, apart.cost.uncached_tokens)
+    return here.cost.total, apart.cost.total + tail_s + there.cost.total
+
+
+def _on_decode(
+    here: _Choice, apart: _Choice | None, reason: str, times: tuple[float, float] | None = None
+) -> Decision:
+    """Prefill and decode on one worker. apart: what was looked at for prefill."""
+    seen = here.told() if apart is None else (*here.told(), *apart.told(picked=False))
+    return _decision(None, here.best, here.best, reason, seen, times)
+
+
+def _on_prefill(
+    apart: _Choice, there: _Choice | None, reason: str, times: tuple[float, float] | None = None
+) -> Decision:
+    """there: who decodes what prefill hands over."""
+    decode = None if there is None else there.best
+    seen = apart.told() if there is None else (*there.told(), *apart.told())
+    return _decision(apart.best, decode, apart.best, reason, seen, times)
+
+
+def _decision(
+    prefill: Scored | None,
+    decode: Scored | None,
+    computing: Scored | None,
+    reason: str,
+    seen: tuple[Candidate, ...],
+    times: tuple[float, float] | None,
+) -> Decision:
+    assert computing is not None
+    cost, measured = computing.cost, computing.worker.load.speed.prefills
+    return Decision(
+        prefill=None if prefill is None else prefill.worker.identity,
+        decode=None if decode is None else decode.worker.identity,
+        reason=reason,
+        candidates=seen,
+        uncached_tokens=cost.uncached_tokens,
+        first_token_s=cost.queue_s + cost.compute_s if measured else None,
+        local_s=times[0] if times else None,
+        remote_s=times[1] if times else None,
+    )
+
+
+def _has_places(demand: Demand, worker: WorkerSnapshot) -> bool:
+    most = worker.max_sequences
+    return not most or worker.num_sequences + demand.choices <= most

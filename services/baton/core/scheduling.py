@@ -11,6 +11,7 @@ from baton.core.errors import Overloaded
 from baton.core.events import Event
 from baton.core.plan import StepPlan, StepResult
 from baton.core.shared_input import SharedInput
+from baton.core.speed import WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class Scheduler(Protocol):
 
     @property
     def load(self) -> Load: ...
+
+    @property
+    def speed(self) -> WorkerSpeed:
+        """By the steps so far. May be read by any thread."""
 
     @property
     def preemptions(self) -> dict[str, int]:

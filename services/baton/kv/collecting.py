@@ -88,6 +88,7 @@ class Collecting:
         self._tokens: tuple[ChoiceTokens, ...] = ()
         self._received_bytes = self._cached_positions = 0
         self._opened_at = self._last_told_at = 0.0
+        self._received_when_told = 0
         self.ending: Ending | None = None
 
     async def run(self) -> Collected:
@@ -169,6 +170,8 @@ class Collecting:
                 side.completed()
                 if self._last_told_at:
                     self._around.stats.took("last_chunk", self._last_told_at)
+                    left = self._received_bytes - self._received_when_told
+                    self._around.stats.link.ended(left, now() - self._last_told_at)
                 await self._line.say(Completed())
             elif not side.ended:
                 await self._changed.wait()
@@ -210,6 +213,7 @@ class Collecting:
                 self.side.advanced(num_positions)
                 if num_positions == self.side.num_positions:
                     self._last_told_at = now()
+                    self._received_when_told = self._received_bytes
             case ParcelReady(header, slot):
                 self._arrive(header, slot)
             case Tokens(choices):
@@ -242,10 +246,12 @@ class Collecting:
             await faults.at("collector.reading")
             size = HEADER_BYTES + header.payload_bytes
             try:
+                began = now()
                 with stats.timed("read"):
                     await self._peer.reader.read(
                         self._ticket.giver.incarnation, remote_slot, slot, size, READ_S
                     )
+                stats.link.read(size, now() - began)
             except TransportError:
                 self._peer.suspect = True
                 stats.transfer_errors += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
 
+from baton.core.link_speed import LinkSpeed
 from baton.core.timings import Timings
 
 MISMATCHES = ("announcement", "header", "digest")
@@ -23,7 +24,7 @@ class HandoverStats:
     else. stages: how long each stage took, of those that came to their end; a giver's are
     open_wait, grant_wait, slot_wait, pack, seal and confirm_wait, a collector's meet,
     announce_wait, reserve, slot_wait, read, verify, unpack and last_chunk (from the news that all
-    is computed to the end).
+    is computed to the end). link: of a collector.
     """
 
     parcels: int = 0
@@ -34,6 +35,7 @@ class HandoverStats:
     mismatches: Counter[str] = field(default_factory=Counter)
     probes: Counter[tuple[str, str]] = field(default_factory=Counter)
     stages: defaultdict[str, Timings] = field(default_factory=lambda: defaultdict(Timings))
+    link: LinkSpeed = field(default_factory=LinkSpeed)
 
     def timed(self, stage: str) -> Stopwatch:
         """Times a block, if it is left in order."""

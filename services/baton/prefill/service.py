@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ STAGE_TIME = metrics.histogram(metrics.STAGE_TIME)
 
 DEFAULT_DEADLINE_S = 600.0
 MAX_ATTEMPTS = 4096
+MAX_CALLED_OFF = 1024
 
 
 @dataclass(slots=True)
@@ -82,6 +84,8 @@ class PrefillService:
         self._collectors = LiveCollectors()
         self._meter = UseMeter()
         self._jobs: dict[AttemptKey, Job] = {}
+        self._called_off: OrderedDict[AttemptKey, None] = OrderedDict()
+        """Attempts that were not here when they were cancelled: a cancel may overtake its run."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._draining = False
         self._empty = asyncio.Event()
@@ -122,6 +126,8 @@ class PrefillService:
         """
         if self._draining:
             raise Unavailable("this prefill worker is draining")
+        if attempt.key in self._called_off:
+            raise Cancelled("cancelled before it came")
         if attempt.key in self._jobs:
             raise InvalidArgument("this attempt already runs here", field="attempt")
         if len(self._jobs) >= MAX_ATTEMPTS:
@@ -156,6 +162,10 @@ class PrefillService:
         job = self._jobs.get(key)
         if job is not None:
             self._finish(job, Cancelled("cancelled"))
+            return
+        self._called_off[key] = None
+        if len(self._called_off) > MAX_CALLED_OFF:
+            self._called_off.popitem(last=False)
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Takes what one step made. Called on the event loop by the engine thread."""

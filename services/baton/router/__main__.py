@@ -56,7 +56,7 @@ async def serve(config: RouterConfig) -> int:
     door = KeyedDoor(config.keys) if config.keys else OpenDoor()
     certificates = config.public_certificates()
     channels = Channels(config.certificates())
-    fleet = Fleet(discovery, channels, identity)
+    fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
     metrics = RouterMetrics()
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas)
     servicer = InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s)

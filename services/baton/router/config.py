@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
+from baton.core.prefix_index import MAX_ENTRIES
 from baton.router.exposure import check
 from baton.router.targets import parse
 from baton.rpc.config import option
@@ -50,7 +51,17 @@ class RouterConfig(TlsOptions):
     )
     model: str = option("", "name of the model served; empty: whatever the workers serve")
     local_prefill_tokens: int = option(
-        32, "inputs up to this long are prefilled on decode", unit="tokens", minimum=0
+        -1,
+        "inputs with up to so many uncached tokens are prefilled on decode; -1: where the workers' "
+        "measured speeds say that it takes less time",
+        unit="tokens",
+        minimum=-1,
+    )
+    slow_start_s: float = option(
+        10.0, "time in which a new worker's share grows to a full one", unit="s", minimum=0.0
+    )
+    index_entries: int = option(
+        MAX_ENTRIES, "cached units remembered of prefill, and of decode workers", minimum=1024
     )
     max_attempts: int = option(
         3, "attempts in a row that may fail without progress", minimum=1, maximum=100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.prefix_index import MAX_ENTRIES, PrefixIndex
 from baton.core.routing import models_of
 from baton.router.decode_session import DecodeSession
 from baton.router.detokenizer_session import DetokenizerSession
@@ -20,7 +21,14 @@ from baton.rpc.channels import Channels
 class Fleet:
     """Four pools and one notice that any of them changed."""
 
-    def __init__(self, discovery: Discovery, channels: Channels, router: WorkerIdentity) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        channels: Channels,
+        router: WorkerIdentity,
+        *,
+        index_entries: int = MAX_ENTRIES,
+    ) -> None:
         self.changed = Notice()
         self.misfits = Misfits()
         self.tokenizers = Pool(
@@ -38,6 +46,7 @@ class Fleet:
             router,
             lambda channel, worker: PrefillClient(channel, worker, router),
             self.changed,
+            PrefixIndex(index_entries),
         )
         self.decodes = Pool(
             "decode",
@@ -46,6 +55,7 @@ class Fleet:
             router,
             lambda channel, worker: DecodeSession(channel, worker, router, self.changed),
             self.changed,
+            PrefixIndex(index_entries),
         )
         self.detokenizers = Pool(
             "detokenizer",

@@ -19,13 +19,12 @@ from baton.core.attempt_states import AttemptState, Leg
 from baton.core.errors import BatonError, DeadlineExceeded, Reason, Unavailable
 from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.journey import AttemptRun, Journey
-from baton.core.quarantine import Quarantine
 from baton.router.decode_session import KvComplete
 from baton.router.metrics import RouterMetrics
 from baton.router.move import Move
 from baton.router.placement import Place, Placement
 from baton.router.prefill_client import PrefillClient
-from baton.router.worker_link import Worker
+from baton.router.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ class Owner(Protocol):
 
     journey: Journey
     placement: Placement
-    quarantine: Quarantine
     deadline: float
     max_unconfirmed: int
     background: Callable[[Coroutine[None, None, None]], None]
@@ -84,10 +82,10 @@ class AttemptRunner:
         self._prefilling: asyncio.Task[None] | None = None
         self._hearing: asyncio.Task[None] | None = None
         """Waits for prefill's word before decode's counts."""
-        self._quarantined = ExitStack()
-        """Holds the workers that no other suspect may join, until this one is cleared."""
         self._proved = False
         """Whether decode was seen to compute."""
+        self._began: float | None = None
+        """On the loop's clock, until the first token came."""
 
     async def run(self) -> None:
         """Returns when the attempt is over. Raises BatonError when no worker can be had."""
@@ -131,12 +129,10 @@ class AttemptRunner:
         with ExitStack() as placed:
             placed.callback(place.release)
             attempt = self._final_attempt()
-            if self._run.suspect:
-                placed.enter_context(self._quarantined)
-                self._quarantined.enter_context(self._owner.quarantine.entered(place.incarnations))
-                self._quarantined.callback(self._owner.placement.look_again)
             self._owner.journey.placed(self._number, place.legs)
-            self._log(logging.DEBUG, f"attempt {self._number}: {place.decision.reason}")
+            if log.isEnabledFor(logging.DEBUG):
+                for line in place.decision.lines():
+                    self._log(logging.DEBUG, f"attempt {self._number}: {line}")
             try:
                 self._start(place, attempt)
                 await self._over.wait()
@@ -156,6 +152,7 @@ class AttemptRunner:
 
     def _start(self, place: Place, attempt: Attempt) -> None:
         """Both legs at once. The id binds them and is never used again."""
+        self._began = asyncio.get_running_loop().time()
         prefill, decode = place.prefill, place.decode
         handover_id, giver = b"", prefill.identity if prefill else None
         if self._taking is not None:
@@ -201,6 +198,9 @@ class AttemptRunner:
             journey.prefill_answered(self._number)
             if self._place is not None and self._place.decode is None:
                 self._owner.metrics.prefilled(remotely=True)
+        finally:
+            if self._place is not None:
+                self._place.prefilled()
         self._owner.turn()
 
     def on_tokens(self, tokens: ChoiceTokens) -> None:
@@ -212,6 +212,8 @@ class AttemptRunner:
         if self._place is not None:
             self._place.answered()
         self._owner.metrics.kv_bytes.inc(kv.received_bytes)
+        if self._place is not None:
+            self._place.prefilled()
         if self._taking is not None:
             self._taking.moved()
         else:
@@ -289,6 +291,7 @@ class AttemptRunner:
 
     def _accept(self, leg: Leg, tokens: ChoiceTokens) -> None:
         if self._owner.journey.tokens(leg, tokens):
+            self._note_first_token()
             self._owner.tokens_came(tokens.key.choice)
             self._forget_ended()
             self._prove()
@@ -300,8 +303,18 @@ class AttemptRunner:
             return
         if self._owner.journey.gained(self._run, Leg.DECODE):
             self._proved = True
-            self._quarantined.close()
+            place.apart.close()
             place.decode.gained()
+
+    def _note_first_token(self) -> None:
+        began, self._began = self._began, None
+        if began is None or self._place is None:
+            return
+        predicted_s = self._place.decision.first_token_s
+        if predicted_s is not None:
+            took_s = asyncio.get_running_loop().time() - began
+            remotely = self._place.prefill is not None
+            self._owner.metrics.predicted(predicted_s, took_s, remotely=remotely)
 
     def _forget_ended(self) -> None:
         """Whoever ended here while it was asked for does not leave."""

@@ -49,6 +49,21 @@ MOVES = Spec(
 )
 REPLICAS = Spec("baton_routers", "Live routers, as this one knows: budgets are shared by them.")
 
+PREDICTIONS = Spec(
+    "baton_first_token_prediction_ratio",
+    "Time from an attempt's start to its first token, by the time that was predicted.",
+    ("prefill",),
+    buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
+)
+INDEX_UNITS = Spec(
+    "baton_prefix_index_units",
+    "Cached units of 64 tokens known of the workers of a role.",
+    ("role",),
+)
+CACHE_GAPS = Spec(
+    "baton_cache_event_gaps_total", "How often cache events of a worker were missing.", ("role",)
+)
+
 
 class RouterMetrics:
     """One per router process."""
@@ -66,6 +81,7 @@ class RouterMetrics:
         self._local = counter(LOCAL_PREFILL, registry)
         self._migrations = counter(MIGRATIONS, registry)
         self._retries = counter(RETRIES, registry)
+        self._predictions = histogram(PREDICTIONS, registry)
 
     def watch(
         self, fleet: Fleet, replicas: Replicas, num_requests: Callable[[], int]
@@ -80,7 +96,18 @@ class RouterMetrics:
                 for state, number in pool.states().items()
             }
 
+        indices = [(pool.role, pool.index) for pool in (fleet.prefills, fleet.decodes)]
+        caches = {role: index for role, index in indices if index is not None}
+
+        def units() -> dict[tuple[str, ...], float]:
+            return {(role,): float(len(index)) for role, index in caches.items()}
+
+        def gaps() -> dict[tuple[str, ...], float]:
+            return {(role,): float(index.gaps) for role, index in caches.items()}
+
         return [
+            gauge(INDEX_UNITS, units, self._registry),
+            gauge(CACHE_GAPS, gaps, self._registry),
             gauge(REQUESTS_OPEN, lambda: {(): float(num_requests())}, self._registry),
             gauge(WORKERS, workers, self._registry),
             gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
@@ -96,6 +123,13 @@ class RouterMetrics:
             gauge(QUEUED_TOKENS, lambda: {(): float(gate.queue.tokens)}, self._registry),
             gauge(FLIGHT_WINDOW, lambda: {(): gate.turnstile.window.limit}, self._registry),
         ]
+
+    def predicted(self, first_token_s: float, took_s: float, *, remotely: bool) -> None:
+        """An attempt's first token came so long after its start."""
+        if first_token_s > 0.0:
+            self._predictions.labels("remote" if remotely else "local").observe(
+                took_s / first_token_s
+            )
 
     def prefilled(self, *, remotely: bool) -> None:
         """An attempt's KV is complete: handed over by a prefill worker, or computed on decode."""

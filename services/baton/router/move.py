@@ -14,7 +14,7 @@ from baton.core.attempt import AttemptKey, SequenceKey
 from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.model import WorkerIdentity
 from baton.router.decode_session import DecodeSession
-from baton.router.worker_link import Worker
+from baton.router.worker import Worker
 
 
 class Outcome(Enum):

@@ -20,7 +20,7 @@ from baton.router.decode_session import DecodeSession, SequenceSink
 from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
 from baton.router.move import Move, Outcome
-from baton.router.worker_link import Worker
+from baton.router.worker import Worker
 
 AT_ONCE = 4
 """Sequences of one worker that move at the same time."""
@@ -106,7 +106,8 @@ class Mover:
     def _collector(
         self, giver: Worker[DecodeSession], leaving: _Leaving, positions: int
     ) -> WorkerIdentity | None:
-        if giver.load is None:
+        giver_now = giver.snapshot
+        if giver_now is None:
             return None
         demand = Demand(
             request_id=giver.identity.incarnation,
@@ -119,7 +120,7 @@ class Mover:
             tokenizer_digest=giver.model.tokenizer_digest,
             failed=frozenset(leaving.failed),
         )
-        return collector_for(demand, self._fleet.decodes.snapshots(), giver.snapshot(giver.load))
+        return collector_for(demand, self._fleet.decodes.snapshots(), giver_now)
 
     async def _follow(self, move: Move, leaving: _Leaving) -> None:
         now = asyncio.get_running_loop().time

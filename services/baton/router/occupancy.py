@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.load import WorkerLoad
 from baton.router.fleet import Fleet
-from baton.router.worker_link import Worker
+from baton.router.worker import Worker
 
 if TYPE_CHECKING:
     from baton.router.placement import Place

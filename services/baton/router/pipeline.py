@@ -25,6 +25,7 @@ from baton.core.journey import Journey
 from baton.core.model import ModelDescription
 from baton.core.refusal import Refusal
 from baton.core.request import Accepted, Request, StopParams
+from baton.core.routing import RoutingPolicy
 from baton.core.validation import validate
 from baton.router.choice_text import PROMPT_TAIL, TextOptions
 from baton.router.config import RouterConfig
@@ -59,7 +60,7 @@ class Pipeline:
         self._metrics = metrics
         self.gate = Gate(fleet, config, metrics, live_replicas)
         self._limits = RelayLimits(
-            local_prefill_tokens=config.local_prefill_tokens,
+            routing=RoutingPolicy(config.local_prefill_tokens, config.slow_start_s),
             max_attempts=config.max_attempts,
             wait_timeout_s=config.wait_timeout_s,
             max_unconfirmed=config.max_unconfirmed,
@@ -200,7 +201,7 @@ class Pipeline:
         request_id = secrets.token_hex(12)
         self._guards.budget.started()
         model = await self._model(request.model)
-        prompt = await encode(
+        encoded = await encode(
             self._fleet.tokenizers,
             self._fleet.changed,
             request,
@@ -211,6 +212,7 @@ class Pipeline:
             max_attempts=self._config.max_attempts,
             wait_timeout_s=self._config.wait_timeout_s,
         )
+        prompt = encoded.token_ids
         stop = _resolve_stop(request, len(prompt), model)
         _check_vocabulary(request, model)
         held.settle(len(prompt), stop)
@@ -251,6 +253,7 @@ class Pipeline:
             standing,
             self._guards,
             deadline=held.deadline,
+            prefix_hashes=encoded.prefix_hashes,
             background=self._background,
             metrics=self._metrics,
         )

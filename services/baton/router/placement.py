@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,13 @@ from baton.core.fair_queue import Entry
 from baton.core.journey import AttemptRun
 from baton.core.model import WorkerIdentity
 from baton.core.quarantine import Quarantine
-from baton.core.routing import Decision, Demand, Fate, decide
+from baton.core.routing import Decision, Demand, Fate, RoutingPolicy, decide
 from baton.core.tenants import Tenant
 from baton.router.decode_session import DecodeSession
 from baton.router.fleet import Fleet
 from baton.router.prefill_client import PrefillClient
 from baton.router.turnstile import LOOK_AGAIN_S, Blocked, Claim, Turnstile, Waiter
-from baton.router.worker_link import Worker
+from baton.router.worker import Placed, Worker
 
 BUSY_S = 0.1
 """A worker that refused as overloaded is passed over for this long, or for as long as it says."""
@@ -34,6 +35,10 @@ RETRY_S = 0.25
 doubled each time. A prefill worker that lost it is not asked again: decode can prefill instead."""
 
 MAX_DOUBLINGS = 4
+
+
+MAX_DECISIONS = 8
+"""Of one request that can be looked at afterwards."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,11 @@ class Place:
     decision: Decision
     claim: Claim | None = None
     held: ExitStack = field(default_factory=ExitStack)
+    quarantine: Quarantine | None = None
+    """Of a suspect."""
+    apart: ExitStack = field(default_factory=ExitStack)
+    """Keeps other suspects off these workers, until this one is cleared."""
+    computing: Placed | None = None
 
     @property
     def incarnations(self) -> frozenset[str]:
@@ -60,10 +70,28 @@ class Place:
         return frozenset(leg for leg, worker in legs.items() if worker is not None)
 
     def hold(self, sequences: int, tokens: int) -> None:
-        """The attempt counts as placed on its workers, until `release`."""
-        for worker in (self.prefill, self.decode):
-            if worker is not None:
-                self.held.enter_context(worker.placed(sequences, tokens))
+        """The attempt counts as placed on its workers, until `release`; its uncached tokens where
+        they are computed, until `prefilled`. tokens: of its input."""
+        uncached = self.decision.uncached_tokens
+        if self.prefill is not None:
+            self.computing = self.prefill.place(sequences, uncached, tokens)
+            self.held.enter_context(self.computing)
+        if self.decode is not None:
+            here = self.decode.place(sequences, 0 if self.prefill else uncached, tokens)
+            self.held.enter_context(here)
+            self.computing = self.computing or here
+        if self.quarantine is not None:
+            # Not later: the next one may be placed before this attempt knows of its place.
+            self.apart.enter_context(self.quarantine.entered(self.incarnations))
+
+    def prefilled(self) -> None:
+        """The input is computed, or will not be there."""
+        if self.computing is None:
+            return
+        if self.prefill is not None:
+            self.computing.release()
+        else:
+            self.computing.computed()
 
     def answered(self, queue_s: float = 0.0, compute_s: float = 0.0) -> None:
         """See `Claim`."""
@@ -72,6 +100,7 @@ class Place:
 
     def release(self) -> None:
         self.held.close()
+        self.apart.close()
         if self.claim is not None:
             self.claim.release()
 
@@ -102,7 +131,7 @@ class Placement:
         quarantine: Quarantine,
         demand: Callable[[AttemptRun], Demand],
         *,
-        local_prefill_tokens: int,
+        policy: RoutingPolicy,
         wait_timeout_s: float,
     ) -> None:
         self._fleet = fleet
@@ -110,11 +139,13 @@ class Placement:
         self._standing = standing
         self._quarantine = quarantine
         self._demand = demand
-        self._local_prefill_tokens = local_prefill_tokens
+        self._policy = policy
         self._wait_timeout_s = wait_timeout_s
         self._failed: dict[str, float] = {}
         self._busy: dict[str, float] = {}
         self._decode_failures = 0
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        """The newest ones, oldest first: why the request ran where it did."""
 
     async def find(self, run: AttemptRun) -> Place | None:
         """Workers for the attempt, which the caller releases, or None when it was over before.
@@ -147,7 +178,7 @@ class Placement:
         waiter = Waiter(
             find=lambda full: self._find(run, full),
             over=lambda: run.over,
-            kind=(demand.model, demand.input_tokens > self._local_prefill_tokens),
+            kind=(demand.model, demand.input_tokens > self._policy.local_prefill_tokens),
             input_tokens=demand.input_tokens,
             choices=demand.choices,
             give_up=give_up,
@@ -165,24 +196,26 @@ class Placement:
         )
 
     def _find(self, run: AttemptRun, full: frozenset[str]) -> Place | Blocked:
-        demand = self._now_demanded(run)
+        now = asyncio.get_running_loop().time()
+        demand = self._now_demanded(run, now)
         decision = decide(
             replace(demand, busy=demand.busy | full),
-            self._fleet.prefills.snapshots(),
-            self._fleet.decodes.snapshots(),
-            local_prefill_tokens=self._local_prefill_tokens,
+            self._fleet.prefills.view(demand.prefix_hashes),
+            self._fleet.decodes.view(demand.prefix_hashes),
+            self._policy,
+            now,
         )
         self._fleet.misfits.note(decision)
         if not decision.wait:
-            return self._place(decision)
+            self.decisions.append(decision)
+            return self._place(run, decision)
         avoided = (demand.failed | demand.busy | demand.ejected | demand.quarantined) - full
         if any(candidate.identity.incarnation in avoided for candidate in decision.candidates):
             return Blocked.ITSELF
         full_ones = any(candidate.fate is Fate.BUSY for candidate in decision.candidates)
         return Blocked.BUSY if full_ones else Blocked.ABSENT
 
-    def _now_demanded(self, run: AttemptRun) -> Demand:
-        now = asyncio.get_running_loop().time()
+    def _now_demanded(self, run: AttemptRun, now: float) -> Demand:
         return replace(
             self._demand(run),
             failed=_current(self._failed, now),
@@ -190,10 +223,6 @@ class Placement:
             ejected=self._fleet.prefills.ejected(now) | self._fleet.decodes.ejected(now),
             quarantined=self._quarantine.taken if run.suspect else frozenset(),
         )
-
-    def look_again(self) -> None:
-        """Workers that were taken are free: whoever waits looks at them now."""
-        self._fleet.changed.set()
 
     def at(self, collector: WorkerIdentity, tokens: int) -> Place | None:
         """The decode worker that a sequence of so many tokens moves to, which the caller releases,
@@ -227,13 +256,16 @@ class Placement:
     def _pass_over(self, until: dict[str, float], worker: WorkerIdentity, seconds: float) -> None:
         until[worker.incarnation] = asyncio.get_running_loop().time() + seconds
 
-    def _place(self, decision: Decision) -> Place:
+    def _place(self, run: AttemptRun, decision: Decision) -> Place:
         prefill, decode = decision.prefill, decision.decode
-        return Place(
+        place = Place(
             prefill=self._fleet.prefills.get(prefill.incarnation) if prefill else None,
             decode=self._fleet.decodes.get(decode.incarnation) if decode else None,
             decision=decision,
+            quarantine=self._quarantine if run.suspect else None,
         )
+        place.apart.callback(self._fleet.changed.set)
+        return place
 
 
 def _current(until: dict[str, float], now: float) -> frozenset[str]:

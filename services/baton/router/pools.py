@@ -22,17 +22,21 @@ from typing import Generic
 from baton.core.breaker import Breakers
 from baton.core.load import WorkerState
 from baton.core.model import WorkerIdentity
-from baton.core.routing import WorkerSnapshot
+from baton.core.prefix_index import NO_OVERLAP, PrefixIndex
+from baton.core.routing import PoolView, WorkerSnapshot
 from baton.router.discovery import Discovery
 from baton.router.notice import Notice
-from baton.router.worker_link import STATES, C, MakeClient, Worker, WorkerLink
+from baton.router.worker import C, Worker
+from baton.router.worker_link import STATES, MakeClient, WorkerLink
 from baton.rpc.channels import Channels
 
 log = logging.getLogger(__name__)
 
 
 class Pool(Generic[C]):
-    """All workers of a role. `changed` is set whenever a snapshot may differ."""
+    """All workers of a role. `changed` is set whenever a snapshot may differ. index: of what they
+    have cached; None where they cache nothing.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,9 @@ class Pool(Generic[C]):
         router: WorkerIdentity,
         make_client: MakeClient[C],
         changed: Notice,
+        index: PrefixIndex | None = None,
     ) -> None:
+        self.index = index
         self.role = role
         self._discovery = discovery
         self._channels = channels
@@ -90,6 +96,8 @@ class Pool(Generic[C]):
 
     def ejected(self, now: float) -> frozenset[str]:
         """Incarnations that get no new attempts now, because they lose too many."""
+        if self._breakers.all_closed:
+            return frozenset()
         return self._breakers.ejected([w.identity.incarnation for w in self.workers()], now)
 
     def usable(self, now: float) -> list[Worker[C]]:
@@ -98,10 +106,27 @@ class Pool(Generic[C]):
         return [w for w in self.serving() if w.identity.incarnation not in ejected]
 
     def get(self, incarnation: str) -> Worker[C] | None:
-        return next((w for w in self.workers() if w.identity.incarnation == incarnation), None)
+        for link, _ in self._links.values():
+            worker = link.worker
+            if worker is not None and worker.identity.incarnation == incarnation:
+                return worker if link.settled and worker.client.ready else None
+        return None
 
     def snapshots(self) -> list[WorkerSnapshot]:
-        return [worker.snapshot(worker.load) for worker in self.workers() if worker.load]
+        # One pass: a decision looks at all of them.
+        return [
+            snapshot
+            for link, _ in self._links.values()
+            if link.settled
+            and (worker := link.worker) is not None
+            and worker.client.ready
+            and (snapshot := worker.snapshot) is not None
+        ]
+
+    def view(self, prefix_hashes: bytes) -> PoolView:
+        """All snapshots, and what these workers hold of a prompt."""
+        overlap = NO_OVERLAP if self.index is None else self.index.find(prefix_hashes)
+        return PoolView(self.snapshots(), overlap)
 
     def _follow(self, address: str) -> None:
         link = WorkerLink(
@@ -111,6 +136,7 @@ class Pool(Generic[C]):
             self._make_client,
             self._changed,
             self._breakers,
+            self.index,
             doubted=lambda: self._discovery.look_again(self.role),
             known=lambda incarnation: self._is_known(incarnation, link),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Internal, Unavailable
 from baton.core.journey import AttemptRun, Journey
 from baton.core.model import ModelDescription
-from baton.core.routing import Demand
+from baton.core.routing import Demand, RoutingPolicy
 from baton.router.choice_text import TextOptions
 from baton.router.fleet import Fleet
 from baton.router.guards import Guards
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class RelayLimits:
     """How a request is run; see RouterConfig for each."""
 
-    local_prefill_tokens: int
+    routing: RoutingPolicy
     max_attempts: int
     wait_timeout_s: float
     max_unconfirmed: int
@@ -42,8 +42,8 @@ class RelayLimits:
 class Relay:
     """One request on its way, and the owner of its attempts.
 
-    deadline: on the running loop's clock. background: runs what must outlive the request, such as
-    telling a worker that it may free something.
+    deadline: on the running loop's clock. prefix_hashes: of the prompt's units. background: runs
+    what must outlive the request, such as telling a worker that it may free something.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Relay:
         guards: Guards,
         *,
         deadline: float,
+        prefix_hashes: bytes,
         background: Callable[[Coroutine[None, None, None]], None],
         metrics: RouterMetrics,
     ) -> None:
         self.journey = journey
-        self.quarantine = guards.quarantine
         self.deadline = deadline
         self.background = background
         self.metrics = metrics
@@ -77,7 +77,7 @@ class Relay:
             standing,
             guards.quarantine,
             self._demand,
-            local_prefill_tokens=limits.local_prefill_tokens,
+            policy=limits.routing,
             wait_timeout_s=limits.wait_timeout_s,
         )
         self.texts = Texts(
@@ -94,6 +94,7 @@ class Relay:
         )
         self._model = model
         self._budget = guards.budget
+        self._prefix_hashes = prefix_hashes
         self._runners: dict[int | None, AttemptRunner] = {}
         self._moves: dict[int, Move] = {}
         """Choices on offer that no attempt has taken over yet."""
@@ -186,6 +187,8 @@ class Relay:
             model=self._model.name,
             model_digest=self._model.digest,
             tokenizer_digest=self._model.tokenizer_digest,
+            prefix_hashes=self._prefix_hashes,
+            output_tokens=max(1, self.journey.stop.max_tokens - run.attempt.position),
         )
 
 

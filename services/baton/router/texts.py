@@ -15,7 +15,7 @@ from baton.router.choice_text import ChoiceText, TextOptions
 from baton.router.detokenizer_session import DetokenizerSession
 from baton.router.notice import Notice
 from baton.router.pools import Pool
-from baton.router.worker_link import Worker
+from baton.router.worker import Worker
 
 PAUSE_S = 0.05
 """Before a lost text is opened again: a worker that fails at once must not be asked in a loop."""
@@ -72,7 +72,7 @@ class Texts:
         while not self._ended:
             worker = await self._pick()
             open_texts = [text for text in self.choices if not text.ended]
-            with worker.placed(len(open_texts), 0):
+            with worker.place(len(open_texts)):
                 await self._keep_at(worker, open_texts)
             if not self._ended:
                 await self._judge(worker)

@@ -12,8 +12,8 @@ from baton.core.request import Request
 from baton.core.retry_budget import RetryBudget
 from baton.router.notice import Notice
 from baton.router.pools import Pool
-from baton.router.tokenizer_client import TokenizerClient
-from baton.router.worker_link import Worker
+from baton.router.tokenizer_client import Encoded, TokenizerClient
+from baton.router.worker import Worker
 
 PAUSE_S = 0.1
 
@@ -29,8 +29,8 @@ async def encode(
     deadline: float,
     max_attempts: int,
     wait_timeout_s: float,
-) -> tuple[int, ...]:
-    """The prompt's token ids. deadline: on the running loop's clock.
+) -> Encoded:
+    """deadline: on the running loop's clock.
 
     Raises BatonError; a fault of the prompt is not tried again.
     """
@@ -40,12 +40,12 @@ async def encode(
     while True:
         worker = await _pick(pool, changed, request_id, model, passed_over, wait_timeout_s)
         try:
-            with worker.placed(1, 1):
-                token_ids = await worker.client.encode(
+            with worker.place(1):
+                encoded = await worker.client.encode(
                     request.prompt, request.cache_salt, request_id, deadline - loop.time()
                 )
             worker.gained()
-            return token_ids
+            return encoded
         except BatonError as error:
             worker.blamed(error)
             verdict = VERDICTS[error.reason]

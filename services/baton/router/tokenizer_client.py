@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import grpc
 
 from baton.core.errors import Internal
+from baton.core.prefix import HASH_BYTES
 from baton.core.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.router.unary_client import UnaryClient
 from baton.rpc.convert import error_from_proto, token_ids_from_bytes, token_ids_to_bytes
@@ -13,6 +16,13 @@ from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 
 ENCODE_TIMEOUT_S = 30.0
 """Above what the largest prompt takes."""
+
+
+class Encoded(NamedTuple):
+    """A prompt's token ids, and the hashes of its units as `core.prefix` has them."""
+
+    token_ids: tuple[int, ...]
+    prefix_hashes: bytes
 
 
 class TokenizerClient(UnaryClient):
@@ -24,8 +34,8 @@ class TokenizerClient(UnaryClient):
 
     async def encode(
         self, prompt: Prompt, cache_salt: bytes, request_id: str, remaining_s: float
-    ) -> tuple[int, ...]:
-        """The prompt's token ids. Raises BatonError, naming the field if the prompt is at fault."""
+    ) -> Encoded:
+        """Raises BatonError, naming the field if the prompt is at fault."""
         request = EncodeRequest(inputs=[_input(prompt, cache_salt)])
         answer = await self.call(
             self._stub.Encode,
@@ -38,7 +48,9 @@ class TokenizerClient(UnaryClient):
         output = answer.outputs[0]
         if output.HasField("error"):
             raise error_from_proto(output.error)
-        return token_ids_from_bytes(output.token_ids, "token_ids")
+        if len(output.prefix_hashes) % HASH_BYTES:
+            raise Internal("The tokenizer answered something else.")
+        return Encoded(token_ids_from_bytes(output.token_ids, "token_ids"), output.prefix_hashes)
 
 
 def _input(prompt: Prompt, cache_salt: bytes) -> EncodeInput:

@@ -252,8 +252,9 @@ class Turnstile:
         return Overloaded("All workers are busy.", retry_after_s=self._retry_after_s(1.0))
 
     def _note_waiting(self, now: float) -> None:
-        queue = self._queue
-        self._drain.waiting(now, queue.tokens / max(1, queue.num_bounded) if len(queue) else None)
+        # Those that go on say nothing: they come first, and cost the queue nothing.
+        bounded = self._queue.num_bounded
+        self._drain.waiting(now, self._queue.tokens / bounded if bounded else None)
 
     def _fail(self, entry: Entry[Waiter], error: BatonError, now: float) -> None:
         self._leave(entry, served=False, now=now)
@@ -264,7 +265,7 @@ class Turnstile:
 
     def _leave(self, entry: Entry[Waiter], *, served: bool, now: float) -> None:
         self._queue.remove(entry, served=served)
-        if served and entry.item.blocked is not None:
+        if served and not entry.resumed and entry.item.blocked is not None:
             self._drain.left(entry.tokens, now)
         if not len(self._queue):
             self._note_waiting(now)

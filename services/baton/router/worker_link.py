@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic
 
 import grpc
 
-from baton.core.breaker import Breaker, Breakers
+from baton.core.breaker import Breakers
+from baton.core.cache_log import CacheBatch
 from baton.core.errors import BatonError
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.losses import is_fault
-from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.routing import WorkerSnapshot, is_stalled
+from baton.core.model import WorkerIdentity
+from baton.core.prefix_index import PrefixIndex
+from baton.core.routing import is_stalled
 from baton.router.cancellation import cancelled_here
 from baton.router.grace import SILENCE_S, Grace
 from baton.router.notice import Notice
 from baton.router.shared_stream import BROKEN, WorkerStalled
+from baton.router.worker import C, Worker
 from baton.rpc.convert import identity_to_proto
-from baton.rpc.worker import description_from_proto, load_from_proto
+from baton.rpc.worker import cache_from_proto, description_from_proto, load_from_proto
 from baton.v1.worker_pb2 import WatchRequest
 from baton.v1.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
-
-_NO_MODEL = ModelDescription("", "", 0, 0, ())
 
 GONE, SILENT = "gone", "silent"
 STATES = (*(state.name.lower() for state in WorkerState), SILENT, GONE)
@@ -47,81 +45,10 @@ class NotFollowed(Exception):
     """This worker is followed at another address already, or nobody expects it here."""
 
 
-class Client(Protocol):
-    """What a pool keeps per worker."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether new work may be given to it."""
-
-    async def run(self) -> None:
-        """Runs while the incarnation lives; cancelled when it is gone, it tells its users so."""
-
-
-C = TypeVar("C", bound=Client)
-
 MakeClient = Callable[[grpc.aio.Channel, WorkerIdentity], C]
 
-
-@dataclass(slots=True)
-class Worker(Generic[C]):
-    """One incarnation. placed_*: what this router gave it and has not taken back.
-
-    breaker: the incarnation's own, also when it was out of sight for a while.
-    """
-
-    description: WorkerDescription
-    client: C
-    running: asyncio.Task[None]
-    breaker: Breaker
-    load: WorkerLoad | None = None
-    placed_sequences: int = 0
-    placed_tokens: int = 0
-
-    @property
-    def identity(self) -> WorkerIdentity:
-        return self.description.identity
-
-    @property
-    def model(self) -> ModelDescription:
-        return self.description.model or _NO_MODEL
-
-    @contextmanager
-    def placed(self, sequences: int, tokens: int) -> Iterator[None]:
-        """Work that is on the worker while the context is open."""
-        now = asyncio.get_running_loop().time
-        probes = self.breaker.placed(now())
-        self.placed_sequences += sequences
-        self.placed_tokens += tokens
-        try:
-            yield
-        finally:
-            self.placed_sequences -= sequences
-            self.placed_tokens -= tokens
-            if probes:
-                self.breaker.left(now())
-
-    def gained(self) -> None:
-        """An attempt got somewhere here; told once per attempt."""
-        self.breaker.gained(asyncio.get_running_loop().time())
-
-    def blamed(self, error: BatonError) -> None:
-        """An attempt was lost here."""
-        if is_fault(error):
-            self.breaker.lost(asyncio.get_running_loop().time())
-
-    def snapshot(self, load: WorkerLoad) -> WorkerSnapshot:
-        return WorkerSnapshot(
-            identity=self.identity,
-            model=self.model,
-            load=load,
-            layout=self.description.layout,
-            transports=self.description.transports,
-            block_size=max(1, self.description.block_size),
-            max_sequences=self.description.max_sequences,
-            placed_sequences=self.placed_sequences,
-            placed_tokens=self.placed_tokens,
-        )
+WATCH_AGAIN_S = 0.1
+"""Before a Watch is opened again because some of a worker's cache events were missing."""
 
 
 class WorkerLink(Generic[C]):
@@ -129,7 +56,8 @@ class WorkerLink(Generic[C]):
     Watch is broken and it is not known yet whether it lives: it then gets no new work. `listed`:
     whether discovery names the address; set from outside.
 
-    doubted: called whenever nobody answers here. known: whether an incarnation has another link.
+    index: where what it has cached is kept; None where workers cache nothing. doubted: called
+    whenever nobody answers here. known: whether an incarnation has another link.
     """
 
     def __init__(
@@ -140,6 +68,7 @@ class WorkerLink(Generic[C]):
         make_client: MakeClient[C],
         changed: Notice,
         breakers: Breakers,
+        index: PrefixIndex | None = None,
         *,
         doubted: Callable[[], None],
         known: Callable[[str], bool],
@@ -157,6 +86,7 @@ class WorkerLink(Generic[C]):
         self._make_client = make_client
         self._changed = changed
         self._breakers = breakers
+        self._index = index
 
     @property
     def state(self) -> str:
@@ -174,7 +104,9 @@ class WorkerLink(Generic[C]):
         try:
             while self.listed or self.worker is not None:
                 try:
-                    await self._watch(grace)
+                    if await self._watch(grace):
+                        await asyncio.sleep(WATCH_AGAIN_S)
+                        continue
                 except asyncio.CancelledError:
                     if cancelled_here():
                         raise
@@ -195,8 +127,9 @@ class WorkerLink(Generic[C]):
         finally:
             await self._leave()
 
-    async def _watch(self, grace: Grace) -> None:
-        """Returns when the worker ends the stream."""
+    async def _watch(self, grace: Grace) -> bool:
+        """Returns when the worker ends the stream; True: when cache events are missing, which a new
+        stream's snapshot makes good."""
         call = WorkerStub(self._channel).Watch(
             WatchRequest(watcher=identity_to_proto(self._router))
         )
@@ -205,12 +138,15 @@ class WorkerLink(Generic[C]):
                 async with asyncio.timeout(SILENCE_S):
                     answer: Any = await call.read()
                 if answer is grpc.aio.EOF:
-                    return
+                    return False
                 match answer.WhichOneof("message"):
                     case "description":
                         await self._meet(description_from_proto(answer.description))
                     case "load":
                         self._take_load(load_from_proto(answer.load))
+                    case "cache":
+                        if not self._take_cache(cache_from_proto(answer.cache)):
+                            return True
                     case _:
                         pass
                 grace.alive()
@@ -234,6 +170,8 @@ class WorkerLink(Generic[C]):
             client,
             asyncio.create_task(client.run()),
             self._breakers.of(identity.incarnation),
+            number=-1 if self._index is None else self._index.join(),
+            since=asyncio.get_running_loop().time(),
         )
         self._met = True
         log.info("met %s %s at %s", identity.role, identity.incarnation[:8], identity.address)
@@ -243,14 +181,25 @@ class WorkerLink(Generic[C]):
             raise ValueError("load before description")
         if is_stalled(load.step_age_us, load.step_predicted_us):
             raise WorkerStalled
-        self.worker.load = load
+        self.worker.report(load)
         self.settled = True
         self._changed.set()
+
+    def _take_cache(self, batch: CacheBatch) -> bool:
+        """False when something is missing before it."""
+        if self.worker is None:
+            raise ValueError("cache before description")
+        if self._index is None or self._index.apply(self.worker.number, batch):
+            return True
+        log.info("cache events of %s are missing", self.worker.identity.incarnation[:8])
+        return False
 
     async def _leave(self) -> None:
         worker, self.worker = self.worker, None
         self.settled = False
         if worker is not None:
+            if self._index is not None:
+                self._index.leave(worker.number)
             log.info("lost %s %s", worker.identity.role, worker.identity.incarnation[:8])
             worker.running.cancel()
             await asyncio.gather(worker.running, return_exceptions=True)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
+from math import inf
 
 import grpc
 
 from baton.core.cache_log import CacheBatch, CacheLog, CacheReader
 from baton.core.errors import InvalidArgument, Overloaded
 from baton.core.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
+from baton.core.prefix import HASH_BYTES
+from baton.core.speed import UNMEASURED, WorkerSpeed
 from baton.rpc.convert import (
     identity_from_proto,
     identity_to_proto,
@@ -139,6 +142,7 @@ def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
         step_age_us=load.step_age_us,
         step_predicted_us=load.step_predicted_us,
         tenants=[pb.TenantUse(**{f: getattr(use, f) for f in _USE_FIELDS}) for use in load.tenants],
+        speed=pb.WorkerSpeed(**asdict(load.speed)),
     )
 
 
@@ -157,7 +161,17 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
         tenants=tuple(
             TenantUse(**{f: getattr(use, f) for f in _USE_FIELDS}) for use in message.tenants
         ),
+        speed=_speed_from_proto(message.speed) if message.HasField("speed") else UNMEASURED,
     )
+
+
+def _speed_from_proto(message: pb.WorkerSpeed) -> WorkerSpeed:
+    """Raises InvalidArgument for what no worker can have measured."""
+    values = {field.name: getattr(message, field.name) for field in fields(WorkerSpeed)}
+    for name, value in values.items():
+        if not 0.0 <= value < inf:
+            raise InvalidArgument("must be a number from 0 on", field=f"load.speed.{name}")
+    return WorkerSpeed(**values)
 
 
 def cache_to_proto(batch: CacheBatch) -> pb.CacheEvents:
@@ -169,9 +183,18 @@ def cache_to_proto(batch: CacheBatch) -> pb.CacheEvents:
     )
 
 
+def cache_from_proto(message: pb.CacheEvents) -> CacheBatch:
+    """Raises InvalidArgument for hashes that are not whole."""
+    for name in ("added", "removed"):
+        if len(getattr(message, name)) % HASH_BYTES:
+            raise InvalidArgument(f"must be {HASH_BYTES} bytes a hash", field=f"cache.{name}")
+    return CacheBatch(message.first_number, message.added, message.removed, message.snapshot)
+
+
 def _told(load: WorkerLoad) -> WorkerLoad:
-    """The part whose change is news: a step's age and tenants' counts change all the time."""
-    return replace(load, step_age_us=0, step_predicted_us=0, tenants=())
+    """The part whose change is news: a step's age, tenants' counts and the speed change all the
+    time."""
+    return replace(load, step_age_us=0, step_predicted_us=0, tenants=(), speed=UNMEASURED)
 
 
 _STATE_TO_PROTO = {

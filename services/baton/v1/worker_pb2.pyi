@@ -193,6 +193,7 @@ class WorkerLoad(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     STEP_AGE_US_FIELD_NUMBER: _builtins.int
     STEP_PREDICTED_US_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     """Where it stands in its life."""
@@ -209,6 +210,10 @@ class WorkerLoad(_message.Message):
     step_predicted_us: _builtins.int
     """How long the running step was predicted to take, in microseconds."""
     @_builtins.property
+    def speed(self) -> Global___WorkerSpeed:
+        """How fast it is, by what it has measured so far."""
+
+    @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]:
         """What tenants use here through other routers than the watcher; the most recently active ones."""
 
@@ -222,11 +227,12 @@ class WorkerLoad(_message.Message):
         free_blocks: _builtins.int = ...,
         step_age_us: _builtins.int = ...,
         step_predicted_us: _builtins.int = ...,
+        speed: Global___WorkerSpeed | None = ...,
         tenants: _abc.Iterable[Global___TenantUse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "running_sequences", b"running_sequences", "state", b"state", "step_age_us", b"step_age_us", "step_predicted_us", b"step_predicted_us", "tenants", b"tenants", "waiting_sequences", b"waiting_sequences", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "running_sequences", b"running_sequences", "speed", b"speed", "state", b"state", "step_age_us", b"step_age_us", "step_predicted_us", b"step_predicted_us", "tenants", b"tenants", "waiting_sequences", b"waiting_sequences", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,6 +277,62 @@ class TenantUse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TenantUse: _TypeAlias = TenantUse  # noqa: Y015
+
+@_typing.final
+class WorkerSpeed(_message.Message):
+    """A worker's own measurements. What it has not measured yet is 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: _builtins.int
+    ROW_S_FIELD_NUMBER: _builtins.int
+    CONTEXT_S_FIELD_NUMBER: _builtins.int
+    PREFILL_STEP_S_FIELD_NUMBER: _builtins.int
+    PREFILL_POSITION_S_FIELD_NUMBER: _builtins.int
+    PREFILL_READ_S_FIELD_NUMBER: _builtins.int
+    PREFILL_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    HANDOVER_S_FIELD_NUMBER: _builtins.int
+    step_s: _builtins.float
+    """Seconds of a decode step by itself."""
+    row_s: _builtins.float
+    """Seconds that a sequence adds to a decode step."""
+    context_s: _builtins.float
+    """Seconds that a position which those sequences read adds to a decode step."""
+    prefill_step_s: _builtins.float
+    """Seconds that prefill adds to a step, however much it is."""
+    prefill_position_s: _builtins.float
+    """Seconds that a prefilled position adds to a step."""
+    prefill_read_s: _builtins.float
+    """Seconds that a position which a prefilled one attends to adds to a step, beyond the first 512."""
+    prefill_step_tokens: _builtins.int
+    """Positions that a step prefills at most; 0: not known."""
+    link_bytes_per_s: _builtins.float
+    """Bytes a second at which parcels are read."""
+    handover_s: _builtins.float
+    """Seconds from the news that a prompt is computed to the end of its hand-over, besides reading
+    what was left then.
+    """
+    def __init__(
+        self,
+        *,
+        step_s: _builtins.float = ...,
+        row_s: _builtins.float = ...,
+        context_s: _builtins.float = ...,
+        prefill_step_s: _builtins.float = ...,
+        prefill_position_s: _builtins.float = ...,
+        prefill_read_s: _builtins.float = ...,
+        prefill_step_tokens: _builtins.int = ...,
+        link_bytes_per_s: _builtins.float = ...,
+        handover_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_s", b"context_s", "handover_s", b"handover_s", "link_bytes_per_s", b"link_bytes_per_s", "prefill_position_s", b"prefill_position_s", "prefill_read_s", b"prefill_read_s", "prefill_step_s", b"prefill_step_s", "prefill_step_tokens", b"prefill_step_tokens", "row_s", b"row_s", "step_s", b"step_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerSpeed: _TypeAlias = WorkerSpeed  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):

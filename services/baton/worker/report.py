@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
@@ -24,7 +24,8 @@ Gauge = dict[tuple[str, ...], float]
 class Report:
     """Reads the worker's parts; every reading is of this moment.
 
-    side: giver or collector. scheduler: the engine thread's own; only counts of it are read here.
+    side: giver or collector. scheduler: the engine thread's own; only counts of it, and its
+    speed, are read here.
     num_attempts: attempts the service knows of, whatever they wait for. holdings: what is held here
     besides blocks and slots, by kind. probing: whether a probe holds something of it now.
     """
@@ -50,6 +51,11 @@ class Report:
             free_blocks=load.free_blocks,
             step_age_us=round(self.engine.step_age_s * 1e6),
             step_predicted_us=round(self.engine.step_predicted_s * 1e6),
+            speed=replace(
+                self.scheduler.speed,
+                link_bytes_per_s=self.stats.link.bytes_per_s,
+                handover_s=self.stats.link.handover_s,
+            ),
         )
 
     def export(self) -> None:

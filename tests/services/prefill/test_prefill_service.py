@@ -115,6 +115,14 @@ async def test_cancel_ends_the_call_and_frees_the_blocks() -> None:
         await world.cancel_prefill(attempt("never heard of"))
 
 
+async def test_a_cancel_that_overtakes_its_call_counts() -> None:
+    one = attempt()
+    async with pair() as world:
+        await world.cancel_prefill(one)
+        assert await code_of(world.run(one, new_id())) is grpc.StatusCode.CANCELLED
+        assert not world.prefilling.num_attempts
+
+
 async def test_blocks_of_a_cancelled_prompt_stay_while_they_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -73,7 +73,8 @@ async def test_two_that_do_not_fit_when_they_meet_are_parted(
     await world.start()
     world.decodes[0].refusals = [Incompatible("KV does not fit between a and b: digest")]
     check(await world.ask(REQUEST))
-    assert len(world.prefills[0].runs) == 1 and len(world.decodes[0].starts) == 2
+    # The call to prefill may be called off before it has arrived there.
+    assert len(world.prefills[0].runs) <= 1 and len(world.decodes[0].starts) == 2
     assert any("between a and b: digest" in record.getMessage() for record in caplog.records)
     await until(world.nothing_left)
 

@@ -7,17 +7,22 @@ Only the KV is not real: a hand-over is an entry in `KvNetwork`, gone with its g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
+from baton.core.cache_log import CacheBatch, CacheLog
+from baton.core.cached_units import Change
 from baton.core.errors import BatonError, HandoverFailed, InvalidArgument, Unavailable
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.prefix import HASH_BYTES, prefix_hashes
 from baton.core.request import FinishReason
+from baton.core.speed import UNMEASURED
 from baton.rpc.convert import (
     attempt_from_proto,
     choice_tokens_to_proto,
@@ -67,6 +72,19 @@ class KvNetwork:
         self.given[handover_id].exception()
 
 
+class LossyLog(CacheLog):
+    """`losing`: set, the next changes that a watcher reads do not reach it."""
+
+    losing = False
+
+    def read(self, number: int | None) -> list[CacheBatch]:
+        batches = super().read(number)
+        if self.losing and batches and not batches[0].snapshot:
+            self.losing = False
+            return [CacheBatch(batches[-1].next_number)]
+        return batches
+
+
 class FakeWorker:
     """One worker of a role. `refusals`: errors that the next pieces of work meet, in order."""
 
@@ -82,14 +100,17 @@ class FakeWorker:
         self.waiting_tokens = 0
         self.max_sequences = 0
         self.step_tokens = 0
+        self.speed = UNMEASURED
         self.refusals: list[BatonError] = []
+        self._changes: deque[Change] = deque()
+        self.cache = LossyLog(self._changes)
         self.identity = WorkerIdentity(self.role, new_incarnation(), "")
         self._server: ProcessServer | None = None
 
     async def start(self, listen: str = "127.0.0.1:0") -> str:
         server = ProcessServer(
             listen=listen,
-            services=[self.service(), worker_service(self.describe, self.load)],
+            services=[self.service(), worker_service(self.describe, self.load, self.cache)],
             reflection=False,
         )
         address = await server.start()
@@ -122,7 +143,18 @@ class FakeWorker:
         )
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(self.state, waiting_tokens=self.waiting_tokens, free_blocks=1000)
+        return WorkerLoad(
+            self.state,
+            waiting_tokens=self.waiting_tokens,
+            free_blocks=1000,
+            speed=self.speed,
+        )
+
+    def hold(self, token_ids: Sequence[int]) -> None:
+        """Its cache has the units of a prompt that it did not have."""
+        joined = prefix_hashes(token_ids, b"", self.model.tokenizer_digest)
+        for start in range(0, len(joined), HASH_BYTES):
+            self._changes.append((joined[start : start + HASH_BYTES], True))
 
     def refuse(self) -> None:
         if self.refusals:
@@ -171,7 +203,8 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         if any(token >= language.VOCAB for token in ids):
             error = InvalidArgument("a token id is too large", field="prompt")
             return tokenizer_pb2.EncodeOutput(error=error_to_proto(error))
-        return tokenizer_pb2.EncodeOutput(token_ids=token_ids_to_bytes(ids))
+        hashes = prefix_hashes(ids, entry.cache_salt, self.model.tokenizer_digest)
+        return tokenizer_pb2.EncodeOutput(token_ids=token_ids_to_bytes(ids), prefix_hashes=hashes)
 
 
 def sample(attempt: Attempt, choice: int, output: list[int]) -> ChoiceTokens:

@@ -14,7 +14,9 @@ import pytest
 
 from baton.core.errors import HandoverFailed, Incompatible
 from baton.core.prefix import prefix_hashes
+from baton.core.speed import WorkerSpeed
 from baton.rpc.digest import tokenizer_digest
+from baton.rpc.worker import load_from_proto
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub
 from baton.v1.prefill_pb2_grpc import PrefillStub
@@ -83,13 +85,13 @@ def check_handover_metrics(decode: dict[str, float], prefill: dict[str, float]) 
     assert decode['baton_probes_total{outcome="ok",path="peer"}'] == 1
 
 
-async def test_both_tell_what_their_caches_hold(tmp_path: Path) -> None:
-    """In the tokenizer's own words, so that a router can compare."""
+async def test_both_tell_what_their_caches_hold_and_how_fast_they_are(tmp_path: Path) -> None:
+    """In the tokenizer's own words, so that a router can compare; by their own measurements."""
     one = attempt(n=2)
     assert len(one.token_ids) // 64 * 64 % 48 == 0, "the last unit ends with a whole block"
     prompt = set(hashes(prefix_hashes(one.token_ids, one.cache_salt, tokenizer_digest(tmp_path))))
     async with (
-        worker("baton.prefill", tmp_path, "--block-size", "48") as prefill,
+        worker("baton.prefill", tmp_path, "--block-size", "48", "--step-tokens", "96") as prefill,
         worker("baton.decode", tmp_path) as decode,
     ):
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
@@ -102,7 +104,18 @@ async def test_both_tell_what_their_caches_hold(tmp_path: Path) -> None:
         late = [WorkerStub(p.channel).Watch(worker_pb2.WatchRequest()) for p in (prefill, decode)]
         for watching in (*early, *late):
             await asyncio.wait_for(told_of(watching, prompt), PATIENCE_S)
+        given, got = [await asyncio.wait_for(speed_of(w), PATIENCE_S) for w in late]
+        assert given.prefills and given.prefill_step_tokens == 96
+        assert got.decodes and got.handover_s > 0 and got.link_bytes_per_s > 0
         await end.break_off()
+
+
+async def speed_of(watching: Any) -> WorkerSpeed:
+    """As the next load tells it."""
+    while True:
+        message = await watching.read()
+        if message.HasField("load"):
+            return load_from_proto(message.load).speed
 
 
 async def told_of(watching: Any, wanted: set[bytes]) -> None:

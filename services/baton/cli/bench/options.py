@@ -29,6 +29,7 @@ def add(kinds: Any) -> None:
     _readers(kinds)
     _overload(kinds)
     _fairness(kinds)
+    _routing(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -241,6 +242,21 @@ def _served(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="objective: between tokens, on average of a request",
     )
+
+
+def _routing(kinds: Any) -> None:
+    routing = _kind(
+        kinds,
+        "routing",
+        "one routing decision over many workers, and the prefix index's memory",
+        "About a minute.",
+        plot=False,
+    )
+    routing.add_argument(
+        "--workers", type=int, default=1000, metavar="N", help="half prefill, half decode"
+    )
+    routing.add_argument("--tokens", type=int, default=100_000, metavar="N", help="of a prompt")
+    routing.add_argument("--decisions", type=int, default=2000, metavar="N")
 
 
 def _kind(

@@ -19,7 +19,7 @@ from statistics import median
 from baton.cli.bench.fleet import fleet, scrape
 from baton.cli.bench.load import Load, Outcome, drive
 from baton.cli.bench.report import Report
-from baton.cli.layout import UpOptions, resolve_model
+from baton.cli.layout import APART, UpOptions, resolve_model
 from baton.cli.results import Result, compared
 from baton.core.errors import BatonError
 
@@ -36,6 +36,7 @@ def measure(args: argparse.Namespace) -> Report:
 async def _measure(args: argparse.Namespace) -> list[Result]:
     options = UpOptions(
         model=args.model,
+        local_prefill_tokens=APART,
         transport=args.transport,
         threads=1,
         http_port=HTTP_PORT,

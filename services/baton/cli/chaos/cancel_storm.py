@@ -20,7 +20,7 @@ from baton.cli.bench.stalls import percentile
 from baton.cli.chaos.calls import call, read
 from baton.cli.chaos.cluster import Cluster, cluster, metrics, total
 from baton.cli.chaos.peers import Broken
-from baton.cli.layout import UpOptions
+from baton.cli.layout import APART, UpOptions
 from baton.cli.process import Child
 from baton.cli.results import Result, at_most
 from baton.rpc.transport import open_channel
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
 async def _measure(args: argparse.Namespace) -> list[Result]:
     draw = random.Random(args.seed)
     async with (
-        cluster(UpOptions(transport=args.transport)) as running,
+        cluster(UpOptions(transport=args.transport, local_prefill_tokens=APART)) as running,
         open_channel(running.grpc) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)

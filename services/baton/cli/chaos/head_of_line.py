@@ -21,7 +21,7 @@ from statistics import median
 from baton.cli.bench.process import say
 from baton.cli.chaos.calls import call, read
 from baton.cli.chaos.cluster import Cluster, cluster
-from baton.cli.layout import UpOptions
+from baton.cli.layout import APART, UpOptions
 from baton.cli.results import Result, compared
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
 async def _measure(args: argparse.Namespace) -> list[Result]:
     rates: dict[str, list[float]] = {name: [] for name in ROUNDS}
     draw = random.Random(args.seed)
-    options = UpOptions(decode=3, routers=3, transport=args.transport)
+    options = UpOptions(decode=3, routers=3, transport=args.transport, local_prefill_tokens=APART)
     routed, flags = {i: i for i in range(3)}, {f"decode-{TROUBLED}": SMALL_POOL}
     async with cluster(options, routed=routed, flags=flags) as running:
         channels = [open_channel(router.spec.grpc) for router in running.children_of("router")]

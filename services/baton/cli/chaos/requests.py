@@ -7,7 +7,7 @@ import asyncio
 
 from baton.cli.bench.load import Load, Outcome, drive
 from baton.cli.chaos.cluster import cluster, metrics, total
-from baton.cli.layout import UpOptions
+from baton.cli.layout import APART, UpOptions
 from baton.cli.results import Result, compared
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 8
@@ -49,7 +49,7 @@ def corrupted(args: argparse.Namespace) -> list[Result]:
 
 
 async def _run(args: argparse.Namespace, load: Load, faults: str) -> tuple[Outcome, float]:
-    options = UpOptions(decode=2, transport=args.transport)
+    options = UpOptions(decode=2, transport=args.transport, local_prefill_tokens=APART)
     async with cluster(options, faults=faults) as running:
         outcome = await drive(running.grpc, load)
         refused = 0.0

@@ -1,0 +1,194 @@
+"""Which workers of a pool can run an attempt, and which of them best; knows one pool at a time.
+
+Of a large pool only some are looked at: those that hold most of the prompt, and some drawn by the
+request's id. Drawing also keeps routers whose reports are equally old from all picking the one
+worker that looked best; what a router placed itself counts at once (`WorkerSnapshot.fresh_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from hashlib import blake2b
+from random import Random
+from typing import NamedTuple
+
+from baton.core.fit import difference
+from baton.core.load import WorkerState
+from baton.core.model import WorkerIdentity
+from baton.core.prefix_index import NO_OVERLAP, Overlap
+from baton.core.speed import NOMINAL, WorkerSpeed
+from baton.core.worker_cost import Cost, Demand, WorkerSnapshot
+
+MAX_DRAWN = 12
+"""The best of so many is among a pool's best tenth almost three times out of four."""
+
+MAX_HOLDERS = 6
+
+
+class PoolView(NamedTuple):
+    """Workers of one role, and what they hold of the prompt."""
+
+    workers: Sequence[WorkerSnapshot]
+    overlap: Overlap = NO_OVERLAP
+
+
+class Fate(Enum):
+    """What became of a candidate."""
+
+    PICKED = "picked"
+    OUTSCORED = "outscored"
+    NOT_SERVING = "not serving"
+    OTHER_MODEL = "serves another model"
+    OTHER_TOKENIZER = "has another tokenizer"
+    FAILED_BEFORE = "failed this request a moment ago"
+    BUSY = "is full, or refused this request as overloaded a moment ago"
+    EJECTED = "its circuit breaker is open"
+    QUARANTINED = "another suspect runs there"
+    OTHER_LAYOUT = "its KV does not fit the decode worker"
+
+
+PASSING = (Fate.BUSY, Fate.QUARANTINED)
+"""What a prefill worker is waited for."""
+
+
+class Candidate(NamedTuple):
+    """Why a worker was or was not picked. cost: None when it was filtered."""
+
+    identity: WorkerIdentity
+    fate: Fate
+    cost: Cost | None = None
+    detail: str = ""
+
+
+class Filtered(NamedTuple):
+    """Workers that can run it, and the fates of the others that were looked at."""
+
+    fitting: Sequence[WorkerSnapshot]
+    others: Sequence[Candidate]
+
+
+class Scored(NamedTuple):
+    """A worker that could run it, and what that would cost."""
+
+    cost: Cost
+    worker: WorkerSnapshot
+
+
+def filtered(demand: Demand, pool: PoolView, collector: WorkerSnapshot | None = None) -> Filtered:
+    """Looks at some of a pool; at all of it when none of those fits. collector: who takes the KV,
+    if anybody."""
+    some = _some(demand, pool)
+    found = _sift(demand, some, collector)
+    if not found.fitting and len(some) < len(pool.workers):
+        return _sift(demand, pool.workers, collector)
+    return found
+
+
+def ranked(demand: Demand, scored: Iterable[Scored]) -> list[Scored]:
+    """Best first. Equal ones are told apart by a hash of request and worker, so that requests
+    spread without a counter."""
+    ranked = sorted(scored, key=_total)
+    best = [entry for entry in ranked if entry.cost.total == ranked[0].cost.total]
+    if len(best) > 1:
+        best.sort(key=lambda entry: _tie_break(demand, entry.worker))
+        ranked[: len(best)] = best
+    return ranked
+
+
+def told(ranked: Sequence[Scored], *, picked: bool = True) -> tuple[Candidate, ...]:
+    """The fates of scored workers."""
+    fates = [Fate.OUTSCORED] * len(ranked)
+    if picked and fates:
+        fates[0] = Fate.PICKED
+    return tuple(
+        Candidate(entry.worker.identity, fate, entry.cost)
+        for fate, entry in zip(fates, ranked, strict=True)
+    )
+
+
+def stand_in(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed:
+    """The speed of a worker that has not measured its own: of each kind of work a middling one of
+    those that have."""
+    speeds = [worker.load.speed for worker in workers]
+    prefilling = sorted((s for s in speeds if s.prefills), key=lambda s: s.prefill_position_s)
+    decoding = sorted((s for s in speeds if s.decodes), key=lambda s: s.step_s)
+    found = prefilling[len(prefilling) // 2] if prefilling else NOMINAL
+    if decoding:
+        found = found.with_decode_of(decoding[len(decoding) // 2])
+    return found
+
+
+def _some(demand: Demand, pool: PoolView) -> Sequence[WorkerSnapshot]:
+    workers = pool.workers
+    if len(workers) <= MAX_DRAWN + MAX_HOLDERS:
+        return workers
+    draw = Random(demand.request_id)
+    chosen = set(draw.sample(range(len(workers)), MAX_DRAWN))
+    holders = pool.overlap.most(MAX_HOLDERS, draw.randrange(len(workers)))
+    if holders:
+        chosen.update([i for i, worker in enumerate(workers) if worker.number in holders])
+    return [workers[i] for i in chosen]
+
+
+def _sift(
+    demand: Demand, workers: Iterable[WorkerSnapshot], collector: WorkerSnapshot | None
+) -> Filtered:
+    fitting: list[WorkerSnapshot] = []
+    others: list[Candidate] = []
+    for worker in workers:
+        fate, detail = _fate(demand, worker, collector)
+        if fate is None:
+            fitting.append(worker)
+        else:
+            others.append(Candidate(worker.identity, fate, detail=detail))
+    return Filtered(fitting, others)
+
+
+def _fate(
+    demand: Demand, worker: WorkerSnapshot, collector: WorkerSnapshot | None
+) -> tuple[Fate | None, str]:
+    """Why the worker cannot be used at all, or None."""
+    incarnation = worker.identity.incarnation
+    if worker.load.state is not WorkerState.SERVING:
+        return Fate.NOT_SERVING, worker.load.state.name.lower()
+    if not _fits(demand.model, worker.model.name) or not _fits(
+        demand.model_digest, worker.model.digest
+    ):
+        return Fate.OTHER_MODEL, worker.model.name
+    if not _fits(demand.tokenizer_digest, worker.model.tokenizer_digest):
+        return Fate.OTHER_TOKENIZER, worker.model.tokenizer_digest
+    if collector is not None and collector.layout is not None:
+        misfit = _misfit(worker, collector)
+        if misfit:
+            return Fate.OTHER_LAYOUT, misfit
+    if incarnation in demand.failed:
+        return Fate.FAILED_BEFORE, ""
+    if incarnation in demand.busy:
+        return Fate.BUSY, ""
+    if incarnation in demand.ejected:
+        return Fate.EJECTED, ""
+    if incarnation in demand.quarantined:
+        return Fate.QUARANTINED, ""
+    return None, ""
+
+
+def _misfit(worker: WorkerSnapshot, collector: WorkerSnapshot) -> str:
+    same_ways = worker.transports == collector.transports
+    if same_ways and worker.layout is not None and worker.layout == collector.layout:
+        return ""
+    return difference(worker.layout, worker.transports, collector.layout, collector.transports)
+
+
+def _fits(wanted: str, offered: str) -> bool:
+    return not wanted or not offered or wanted == offered
+
+
+def _total(entry: Scored) -> float:
+    return entry.cost.total
+
+
+def _tie_break(demand: Demand, worker: WorkerSnapshot) -> bytes:
+    return blake2b(
+        f"{demand.request_id} {worker.identity.incarnation}".encode(), digest_size=8
+    ).digest()

@@ -1,0 +1,63 @@
+"""Of many workers few are looked at: the right ones, different ones, and all when need be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.core.candidates import MAX_DRAWN, MAX_HOLDERS, PoolView, filtered
+from baton.core.load import WorkerLoad, WorkerState
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.prefix_index import Overlap
+from baton.core.routing import Decision, Demand, Fate, RoutingPolicy, WorkerSnapshot, decide
+
+DEMAND = Demand("r", input_tokens=700, choices=1, needs_decode=True)
+POOL = [
+    WorkerSnapshot(
+        WorkerIdentity("decode", f"d{number}", ""),
+        ModelDescription("m", "d", 10_000, 10, ()),
+        WorkerLoad(WorkerState.SERVING, free_blocks=1000),
+        number=number,
+    )
+    for number in range(1000)
+]
+
+
+def route(demand: Demand, workers: list[WorkerSnapshot], overlap: Overlap) -> Decision:
+    return decide(demand, PoolView([]), PoolView(workers, overlap), RoutingPolicy())
+
+
+def test_who_holds_the_prompt_is_looked_at_among_a_thousand() -> None:
+    for holder in (0, 500, 999):
+        decision = route(DEMAND, POOL, Overlap(((10, 1 << holder),)))
+        assert decision.decode == POOL[holder].identity
+        assert decision.uncached_tokens == 60
+        assert len(decision.candidates) <= MAX_DRAWN + 1
+
+
+def test_few_are_looked_at_however_many_hold_it() -> None:
+    everyone = Overlap(((10, (1 << 1000) - 1),))
+    most = MAX_DRAWN + MAX_HOLDERS
+    assert len(filtered(DEMAND, PoolView(POOL, everyone)).fitting) <= most
+    assert len(filtered(DEMAND, PoolView(POOL[:most], everyone)).fitting) == most, "a small pool"
+
+
+def test_requests_draw_differently_and_spread() -> None:
+    picked = {
+        route(replace(DEMAND, request_id=f"r{number}"), POOL, Overlap()).decode
+        for number in range(200)
+    }
+    assert len(picked) > 150
+
+
+def test_a_draw_is_the_same_for_the_same_request() -> None:
+    assert filtered(DEMAND, PoolView(POOL)).fitting == filtered(DEMAND, PoolView(POOL)).fitting
+
+
+def test_when_none_of_them_can_run_it_all_are_looked_at() -> None:
+    draining = WorkerLoad(WorkerState.DRAINING)
+    workers = [replace(worker, load=draining) for worker in POOL]
+    workers[777] = POOL[777]
+    decision = route(DEMAND, workers, Overlap())
+    assert decision.decode == POOL[777].identity
+    fates = [candidate.fate for candidate in decision.candidates]
+    assert fates == [Fate.PICKED] + [Fate.NOT_SERVING] * 999
