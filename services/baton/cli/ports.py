@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Collection
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -17,10 +18,15 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL = (32768, 60999)
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports on this machine's loopback that nobody listens on now."""
+def free_ports(count: int, avoid: Collection[int] = ()) -> list[int]:
+    """Different ports on this machine's loopback that nobody listens on now.
+
+    avoid: those that somebody is about to listen on.
+    """
     first, last = _handed_out()
-    candidates = [port for port in range(LOWEST, 65536) if not first <= port <= last]
+    candidates = [
+        port for port in range(LOWEST, 65536) if not first <= port <= last and port not in avoid
+    ]
     found: list[int] = []
     for port in random.SystemRandom().sample(candidates, len(candidates)):
         if len(found) == count:

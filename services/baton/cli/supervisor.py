@@ -1,9 +1,9 @@
 """Runs all processes of a layout, restarts a dead one with back-off; prints nothing itself.
 
-What happens is told through `notify`: ("loading", name, done, total), ("serving", name),
-("restarting", name, exit code), ("ready",). The first start must succeed: a process that ends
-before everything is ready ends the supervisor with `StartFailed`, because a wrong flag does not
-heal.
+What happens is told through `notify`: ("started", name, pid), ("loading", name, done, total),
+("serving", name), ("restarting", name, exit code), ("ready",). The first start must succeed: a
+process that ends before everything is ready ends the supervisor with `StartFailed`, because a wrong
+flag does not heal.
 """
 
 from __future__ import annotations
@@ -38,19 +38,39 @@ class StartFailed(BatonError):
 
 
 class Supervisor:
-    """Owns the child processes. `run` returns when `stop` was called; no child outlives it."""
+    """Owns the child processes. `run` returns when `stop` was called; no child outlives it.
 
-    def __init__(self, layout: Layout, notify: Notify) -> None:
+    longest_backoff_s: before a process that keeps dying is started again.
+    """
+
+    def __init__(
+        self, layout: Layout, notify: Notify, *, longest_backoff_s: float = LONGEST_BACKOFF_S
+    ) -> None:
         self._layout = layout
         self._notify = notify
+        self._longest_backoff_s = longest_backoff_s
         self._children: dict[str, Child] = {}
         self._serving = {spec.name: asyncio.Event() for spec in layout.processes}
+        self._wanted = {spec.name: asyncio.Event() for spec in layout.processes}
+        for wanted in self._wanted.values():
+            wanted.set()
         self._stop = asyncio.Event()
         self._ready = asyncio.Event()
         self._failure: StartFailed | None = None
 
     def stop(self) -> None:
         self._stop.set()
+
+    def child(self, name: str) -> Child:
+        """The present life of a process, or its last one."""
+        return self._children[name]
+
+    def withhold(self, name: str) -> None:
+        """Once it has ended, a process is not started again until `release`."""
+        self._wanted[name].clear()
+
+    def release(self, name: str) -> None:
+        self._wanted[name].set()
 
     def description(self) -> dict[str, Any]:
         """The JSON of `--detach`, with the supervisor's own pid."""
@@ -101,6 +121,7 @@ class Supervisor:
                 lambda name, done, total: self._notify("loading", name, done, total),
             )
             self._children[spec.name] = child
+            self._notify("started", spec.name, child.pid)
             if self._ready.is_set():
                 state.write(self.description())
             serving = asyncio.create_task(self._announce(child))
@@ -118,9 +139,10 @@ class Supervisor:
             backoff = (
                 FIRST_BACKOFF_S
                 if time.monotonic() - began > HEALTHY_AFTER_S
-                else min(backoff * 2, LONGEST_BACKOFF_S)
+                else min(backoff * 2, self._longest_backoff_s)
             )
             await asyncio.sleep(backoff)
+            await self._wanted[spec.name].wait()
 
     async def _announce(self, child: Child) -> None:
         await child.serving.wait()
@@ -173,14 +195,14 @@ def _wait_for_routers(layout: Layout, timeout_s: float) -> None:
     urls = [layout.metrics_url(spec) for spec in layout.processes if spec.role == "router"]
     trust = ssl.create_default_context(cafile=layout.ca) if layout.ca else None
     deadline = time.monotonic() + timeout_s
-    while urls := [url for url in urls if _met(url, trust) != workers]:
+    while urls := [url for url in urls if met(url, trust) != workers]:
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.05)
 
 
-def _met(url: str, trust: ssl.SSLContext | None) -> Counter[str]:
-    """How many workers of each role a router knows; none while it does not answer."""
+def met(url: str, trust: ssl.SSLContext | None) -> Counter[str]:
+    """How many workers of each role a router knows; none while it does not answer. Blocks."""
     try:
         with urllib.request.urlopen(url, timeout=2, context=trust) as answer:
             text = answer.read().decode()

@@ -326,8 +326,12 @@ class AttemptRunner:
         placement, place, state = self._owner.placement, self._place, self._run.state
         if place is None:
             return
+        at = leg.name.lower()
         self._log(
-            logging.INFO, f"attempt {self._number}: {leg.name.lower()} failed: {error.message}"
+            logging.INFO,
+            f"attempt {self._number}: {at} failed: {error.message}",
+            lost_at=at,
+            reason=error.reason.name,
         )
         if leg is Leg.PREFILL and place.prefill is not None:
             placement.blame_prefill(place.prefill, error)
@@ -340,8 +344,8 @@ class AttemptRunner:
             if error.reason not in (Reason.HANDOVER_FAILED, Reason.INCOMPATIBLE):
                 placement.blame_decode(place.decode, error)
 
-    def _log(self, level: int, text: str) -> None:
-        log.log(level, text, extra={"request_id": self._owner.journey.request_id})
+    def _log(self, level: int, text: str, **extra: str) -> None:
+        log.log(level, text, extra={"request_id": self._owner.journey.request_id, **extra})
 
     async def _free(self, place: Place, attempt: Attempt) -> None:
         """Everyone who holds something is told, whether anyone listens or not."""

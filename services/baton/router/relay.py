@@ -86,6 +86,7 @@ class Relay:
             journey.logs,
             text_options,
             deadline=deadline,
+            request_id=journey.request_id,
             tokenizer_digest=model.tokenizer_digest,
             max_barren=limits.max_attempts,
             wait_timeout_s=limits.wait_timeout_s,

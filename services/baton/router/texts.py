@@ -6,6 +6,7 @@ Knows nothing of the workers that make the tokens, nor of the client.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from baton.core.errors import BatonError, Unavailable
@@ -16,6 +17,8 @@ from baton.router.detokenizer_session import DetokenizerSession
 from baton.router.notice import Notice
 from baton.router.pools import Pool
 from baton.router.worker import Worker
+
+log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 """Before a lost text is opened again: a worker that fails at once must not be asked in a loop."""
@@ -32,6 +35,7 @@ class Texts:
         options: TextOptions,
         *,
         deadline: float,
+        request_id: str,
         tokenizer_digest: str,
         max_barren: int,
         wait_timeout_s: float,
@@ -49,6 +53,7 @@ class Texts:
         self._pool = pool
         self._changed = changed
         self._deadline = deadline
+        self._request_id = request_id
         self._tokenizer_digest = tokenizer_digest
         self._max_barren = max_barren
         self._wait_timeout_s = wait_timeout_s
@@ -129,6 +134,9 @@ class Texts:
         self._barren += verdict is Verdict.ELSEWHERE
         if verdict is Verdict.FATAL or self._barren >= self._max_barren:
             raise self._lost
+        lost = {"lost_at": "detokenizer", "reason": self._lost.reason.name}
+        about = {"request_id": self._request_id, **lost}
+        log.info("its texts were lost: %s", self._lost.message, extra=about)
         await asyncio.sleep(PAUSE_S)
 
     def _progress(self, choice: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from hashlib import blake2b
 
 from baton.core.errors import BatonError, Unavailable
@@ -14,6 +15,8 @@ from baton.router.notice import Notice
 from baton.router.pools import Pool
 from baton.router.tokenizer_client import Encoded, TokenizerClient
 from baton.router.worker import Worker
+
+log = logging.getLogger(__name__)
 
 PAUSE_S = 0.1
 
@@ -54,6 +57,8 @@ async def encode(
                 raise
             if verdict is Verdict.ELSEWHERE and not budget.take(loop.time()):
                 raise
+            lost = {"lost_at": "tokenizer", "reason": error.reason.name}
+            log.info("encoding failed: %s", error.message, extra={"request_id": request_id, **lost})
             passed_over.add(worker.identity.incarnation)
             if verdict is Verdict.LATER:
                 await asyncio.sleep(error.retry_after_s or PAUSE_S)

@@ -9,15 +9,30 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from baton.cli.layout import Layout, UpOptions, plan
-from baton.cli.supervisor import Supervisor
+from baton.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
 
 
 @asynccontextmanager
 async def fleet(options: UpOptions) -> AsyncIterator[tuple[Layout, Supervisor]]:
     """All processes, ready. Raises StartFailed. They are gone on leaving."""
     layout = plan(options)
+    async with supervised(layout, lambda *_: None) as supervisor:
+        yield layout, supervisor
+
+
+@asynccontextmanager
+async def supervised(
+    layout: Layout, notify: Notify, *, longest_backoff_s: float = LONGEST_BACKOFF_S
+) -> AsyncIterator[Supervisor]:
+    """The same for processes that are planned already; notify is told what happens to them."""
     ready = asyncio.Event()
-    supervisor = Supervisor(layout, lambda what, *_: ready.set() if what == "ready" else None)
+
+    def note(what: str, *details: object) -> None:
+        if what == "ready":
+            ready.set()
+        notify(what, *details)
+
+    supervisor = Supervisor(layout, note, longest_backoff_s=longest_backoff_s)
     running = asyncio.create_task(supervisor.run())
     try:
         waiting = asyncio.create_task(ready.wait())
@@ -25,7 +40,7 @@ async def fleet(options: UpOptions) -> AsyncIterator[tuple[Layout, Supervisor]]:
         waiting.cancel()
         if not ready.is_set():
             await running
-        yield layout, supervisor
+        yield supervisor
     finally:
         supervisor.stop()
         await asyncio.wait({running})

@@ -57,7 +57,7 @@ async def cluster(
     layout = _routed(plan(options), routed or {}, flags or {})
     variables = {"BATON_KV_FAULTS": faults, "BATON_ALLOW_KV_FAULTS": "true"} if faults else {}
     children: list[Child] = []
-    with tempfile.TemporaryDirectory() as folder, _environment(variables):
+    with tempfile.TemporaryDirectory() as folder, environment(variables):
         try:
             for spec in layout.processes:
                 children.append(await Child.start(spec, Path(folder, "log"), 1, lambda *_: None))
@@ -72,7 +72,7 @@ async def cluster(
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """For processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

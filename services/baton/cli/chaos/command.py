@@ -1,6 +1,6 @@
 """`baton chaos`: finds the experiment, shows its counts and writes them; breaks nothing itself.
 
-An experiment is a module of this package with `measure(args)`, which returns its results.
+An experiment, or a schedule of `run`, is a module with `measure(args)`, which returns its results.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.cli import results
 from baton.cli.chaos import options
+from baton.cli.chaos.streams import options as streams_options
 
 
 def add_parser(subparsers: Any) -> None:
@@ -19,17 +20,21 @@ def add_parser(subparsers: Any) -> None:
     what = chaos.add_subparsers(dest="chaos", metavar="WHAT", required=True)
     kv = what.add_parser("kv", help="the hand-over of KV")
     options.add_hang(what)
+    streams_options.add(what.add_parser("run", help="whole streams while processes die or leave"))
     options.add(kv.add_subparsers(dest="experiment", metavar="EXPERIMENT", required=True))
 
 
 def run(args: argparse.Namespace) -> int:
     """1 when a goal was missed."""
-    if args.experiment == "points":
+    if args.chaos == "kv" and args.experiment == "points":
         _points()
         return 0
+    if args.chaos == "run":
+        streams_options.settle(args)
     print(f"seed {args.seed}", file=sys.stderr)
-    module = args.experiment.replace("-", "_")
-    found: list[results.Result] = import_module(f"baton.cli.chaos.{module}").measure(args)
+    name = f"streams.{args.schedule}" if args.chaos == "run" else args.experiment
+    module = import_module(f"baton.cli.chaos.{name.replace('-', '_')}")
+    found: list[results.Result] = module.measure(args)
     print(results.table(found))
     if args.json:
         results.write(args.json, args.seed, found)

@@ -1,4 +1,4 @@
-"""The flags of every experiment, and how long each takes; imports no experiment."""
+"""The flags of every experiment on hand-overs, and how long each takes; imports no experiment."""
 
 from __future__ import annotations
 

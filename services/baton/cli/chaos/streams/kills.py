@@ -1,0 +1,136 @@
+"""`baton chaos run`: random workers die by kill -9 while streams run; every stream goes on exactly.
+
+First all streams run undisturbed, on the same processes: the reference. Then they run again, and as
+long as any runs, workers are killed in an order that the seed gives: of every four, one of each
+role. At most so many are down at a time, and never two of a role; the next one is killed as soon as
+a successor is known to the routers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from baton.cli.bench.process import say
+from baton.cli.chaos.streams.answer import Answer
+from baton.cli.chaos.streams.fleet import OF_EACH, WORKER_ROLES, Fleet, fleet
+from baton.cli.chaos.streams.hits import hits
+from baton.cli.chaos.streams.load import Load, stubs_of
+from baton.cli.chaos.streams.quantiles import quantile
+from baton.cli.chaos.streams.verdict import compared_with, left_behind
+from baton.cli.chaos.streams.workload import streams
+from baton.cli.results import Result, at_most
+
+RESUME_GOAL_S = 3.0
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Raises Broken when a process does not come back."""
+    return asyncio.run(_measure(args))
+
+
+async def _measure(args: argparse.Namespace) -> list[Result]:
+    wanted = streams(args.seed, args.streams)
+    async with (
+        fleet(args, routers=args.routers) as running,
+        stubs_of(running.routers) as stubs,
+    ):
+        say(f"{len(wanted)} streams undisturbed")
+        reference = await Load(stubs, wanted, args.concurrency).once()
+        say("and with kills")
+        load = Load(stubs, wanted, args.concurrency)
+        asking = asyncio.create_task(load.once())
+        killer = Killer(running, args.seed, args.down)
+        try:
+            await load.under_way(asking)
+            await killer.run(asking)
+            answers = await asking
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+        await running.whole()
+        held = await running.at_rest()
+        touched = hits(running.log)
+        unasked = len(running.unasked)
+    silences = [
+        (hit.roles, answer.silence(hit.first))
+        for answer in answers
+        if (hit := touched.get(answer.request_id)) is not None
+    ]
+    return [
+        *compared_with(wanted, reference, answers),
+        *(Result(f"kills of a {role} worker", killer.kills[role], "") for role in WORKER_ROLES),
+        Result("workers down at a time, at most", args.down, ""),
+        Result("until a killed worker's successor is in use, p50", quantile(killer.down, 0.5), "s"),
+        Result("streams that lost a worker", len(silences), ""),
+        *_gaps(silences),
+        Result(
+            "between events of a stream, undisturbed, p99", quantile(_steady(reference), 0.99), "s"
+        ),
+        *left_behind(held, unasked),
+    ]
+
+
+def _gaps(silences: list[tuple[set[str], float]]) -> Iterator[Result]:
+    every = [gap for _, gap in silences]
+    yield Result("resume gap, p50", quantile(every, 0.5), "s")
+    yield at_most("resume gap, p99", quantile(every, 0.99), "s", RESUME_GOAL_S)
+    yield Result("resume gap, longest", quantile(every, 1.0), "s")
+    for role in WORKER_ROLES:
+        of_role = [gap for roles, gap in silences if role in roles]
+        yield Result(
+            f"resume gap of streams that lost a {role} worker, p99", quantile(of_role, 0.99), "s"
+        )
+
+
+def _steady(answers: list[Answer]) -> list[float]:
+    return [gap for answer in answers for gap in answer.gaps()]
+
+
+class Killer:
+    """The schedule. kills: by role. down: how long each worker was missed, in seconds."""
+
+    def __init__(self, running: Fleet, seed: int, most_down: int) -> None:
+        self.kills: Counter[str] = Counter()
+        self.down: list[float] = []
+        self._running = running
+        self._victims = victims(seed)
+        self._places = asyncio.Semaphore(most_down)
+        self._roles = {role: asyncio.Lock() for role in WORKER_ROLES}
+
+    async def run(self, until: asyncio.Task[list[Answer]]) -> None:
+        """Kills until a task is done; then all that were killed are back. Raises Broken."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                while not until.done():
+                    name = next(self._victims)
+                    role = self._running.spec(name).role
+                    await self._places.acquire()
+                    await self._roles[role].acquire()
+                    if not until.done():
+                        self.kills[role] += 1
+                        group.create_task(self._kill(name, role))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _kill(self, name: str, role: str) -> None:
+        began = time.monotonic()
+        try:
+            await self._running.back(self._running.tell(name, signal.SIGKILL))
+        finally:
+            self._roles[role].release()
+            self._places.release()
+        self.down.append(time.monotonic() - began)
+
+
+def victims(seed: int) -> Iterator[str]:
+    """Names of workers without end, the same for a seed: of every four, one of each role."""
+    draw = random.Random(f"kills {seed}")
+    while True:
+        for role in draw.sample(WORKER_ROLES, len(WORKER_ROLES)):
+            yield f"{role}-{draw.randrange(OF_EACH)}"
