@@ -66,6 +66,8 @@ class Texts:
         self._proved = False
         """Whether it has said anything of them."""
         self._ids: dict[int, int] = {}
+        self._passed_over: set[str] = set()
+        """Incarnations that lost or refused these texts; used again when there are no others."""
 
     def touch(self, choice: int) -> None:
         """The choice's log has more tokens, or ended."""
@@ -80,6 +82,7 @@ class Texts:
             with worker.place(len(open_texts)):
                 await self._keep_at(worker, open_texts)
             if not self._ended:
+                self._passed_over.add(worker.identity.incarnation)
                 await self._judge(worker)
 
     async def _keep_at(
@@ -118,8 +121,9 @@ class Texts:
                 if self._tokenizer_digest in ("", worker.model.tokenizer_digest)
                 or not worker.model.tokenizer_digest
             ]
+            fresh = [w for w in usable if w.identity.incarnation not in self._passed_over]
             if usable:
-                return min(usable, key=lambda worker: worker.client.num_texts)
+                return min(fresh or usable, key=lambda worker: worker.client.num_texts)
             left = give_up - loop.time()
             if left <= 0:
                 raise Unavailable("No detokenizer is ready.", retry_after_s=1.0)

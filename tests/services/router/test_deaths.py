@@ -13,6 +13,7 @@ from baton.core.attempt import ChoiceTokens
 from baton.core.errors import (
     Internal,
     Overloaded,
+    Unavailable,
 )
 from baton.core.request import SamplingParams
 from baton.router.config import RouterConfig
@@ -222,6 +223,14 @@ async def test_a_text_that_fails_is_opened_again(world: World) -> None:
     world.detokenizers[0].fail_next = [Overloaded("too many texts"), Internal("oops")]
     check(await world.ask(REQUEST))
     assert len(world.detokenizers[0].openings) == 3
+
+
+async def test_a_detokenizer_that_refuses_is_passed_over(world: World) -> None:
+    """One that leaves has the fewest texts, and would be picked again and again."""
+    await world.start(RouterConfig(max_attempts=2), detokenizers=2)
+    world.detokenizers[0].fail_next = [Unavailable("the detokenizer is leaving")] * 9
+    check(await world.ask(REQUEST))
+    assert len(world.detokenizers[1].openings) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))

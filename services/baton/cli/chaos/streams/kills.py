@@ -20,7 +20,7 @@ from baton.cli.bench.process import say
 from baton.cli.chaos.streams.answer import Answer
 from baton.cli.chaos.streams.fleet import OF_EACH, WORKER_ROLES, Fleet, fleet
 from baton.cli.chaos.streams.hits import hits
-from baton.cli.chaos.streams.load import Load, stubs_of
+from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.quantiles import quantile
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
@@ -38,12 +38,12 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
     wanted = streams(args.seed, args.streams)
     async with (
         fleet(args, routers=args.routers) as running,
-        stubs_of(running.routers) as stubs,
+        client_of(running.routers) as stub,
     ):
         say(f"{len(wanted)} streams undisturbed")
-        reference = await Load(stubs, wanted, args.concurrency).once()
+        reference = await Load(stub, wanted, args.concurrency).once()
         say("and with kills")
-        load = Load(stubs, wanted, args.concurrency)
+        load = Load(stub, wanted, args.concurrency)
         asking = asyncio.create_task(load.once())
         killer = Killer(running, args.seed, args.down)
         try:

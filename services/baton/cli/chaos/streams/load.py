@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,21 +17,41 @@ from baton.cli.chaos.streams.workload import Wanted
 from baton.v1 import inference_pb2_grpc
 
 TIMEOUT_S = 300.0
-PAUSE_S = 0.1
-"""Before a router is asked again that refused."""
+
+SERVICE = "baton.v1.Inference"
+CLIENT = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": SERVICE},
+    "methodConfig": [
+        {
+            "name": [{"service": SERVICE}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+"""A gRPC client of several routers, as any should be made: it asks those that call themselves well,
+and once more when it was refused before the first event. A stream that has begun is never retried.
+"""
 
 Stub: TypeAlias = "inference_pb2_grpc.InferenceAsyncStub"
 
 
 @asynccontextmanager
-async def stubs_of(addresses: Sequence[str]) -> AsyncIterator[list[Stub]]:
-    """One client for each router."""
-    channels = [grpc.aio.insecure_channel(address) for address in addresses]
-    try:
-        yield [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
-    finally:
-        for channel in channels:
-            await channel.close()
+async def client_of(routers: Sequence[str]) -> AsyncIterator[Stub]:
+    """One client of all these addresses (host:port)."""
+    options = (
+        ("grpc.service_config", json.dumps(CLIENT)),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    )
+    target = f"ipv4:{','.join(routers)}"
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
 
 
 async def follow(stub: Stub, wanted: Wanted, answer: Answer) -> None:
@@ -45,15 +66,13 @@ async def follow(stub: Stub, wanted: Wanted, answer: Answer) -> None:
 class Load:
     """A list of streams once, or over and over until `enough`.
 
-    answers: with the stream's number, as they end. open: those that run, by number of the asking.
-    refusals: how often a router that is leaving refused a stream, which the next one then took.
+    answers: in the order in which they end. open: those that run, by the number of their asking.
     """
 
-    def __init__(self, stubs: Sequence[Stub], streams: Sequence[Wanted], concurrency: int) -> None:
+    def __init__(self, stub: Stub, streams: Sequence[Wanted], concurrency: int) -> None:
         self.answers: list[tuple[Wanted, Answer]] = []
         self.open: dict[int, Answer] = {}
-        self.refusals = 0
-        self._stubs, self._streams, self._concurrency = stubs, streams, concurrency
+        self._stub, self._streams, self._concurrency = stub, streams, concurrency
         self._enough = False
 
     async def once(self) -> list[Answer]:
@@ -99,19 +118,9 @@ class Load:
                 group.create_task(worker())
 
     async def _ask(self, number: int, wanted: Wanted) -> None:
-        """A router that refuses a stream before anything came is passed over, as any client with
-        more than one address does; a stream that has begun is never asked again."""
         answer = self.open[number] = Answer([time.monotonic()])
-        others = len(self._stubs) - 1
         try:
-            await follow(self._stubs[number % len(self._stubs)], wanted, answer)
-            for turn in range(1, 1 + 2 * others):
-                if answer.failed is not grpc.StatusCode.UNAVAILABLE or answer.request_id:
-                    break
-                self.refusals += 1
-                answer.failed, answer.words = None, ""
-                await asyncio.sleep(PAUSE_S)
-                await follow(self._stubs[(number + turn) % len(self._stubs)], wanted, answer)
+            await follow(self._stub, wanted, answer)
         finally:
             del self.open[number]
         self.answers.append((wanted, answer))

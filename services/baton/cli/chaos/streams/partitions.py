@@ -20,7 +20,7 @@ from baton.cli.bench.process import say
 from baton.cli.chaos.cluster import total
 from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.streams.fleet import PATIENCE_S, POLL_S, WORKER_ROLES, Fleet, fleet
-from baton.cli.chaos.streams.load import Load, stubs_of
+from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.network import ProxiedNetwork
 from baton.cli.chaos.streams.proxy import Edge, Way
 from baton.cli.chaos.streams.quantiles import quantile
@@ -76,10 +76,10 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
     wanted, network = streams(args.seed, args.streams), ProxiedNetwork()
     back: list[float] = []
     cuts: list[Cut] = []
-    async with fleet(args, network=network) as running, stubs_of(running.routers) as stubs:
+    async with fleet(args, network=network) as running, client_of(running.routers) as stub:
         say(f"{len(wanted)} streams undisturbed")
-        reference = await Load(stubs, wanted, args.concurrency).once()
-        load = Load(stubs, wanted, args.concurrency)
+        reference = await Load(stub, wanted, args.concurrency).once()
+        load = Load(stub, wanted, args.concurrency)
         async with load.on_and_on():
             for cut in schedule(args.seed, running, args.cuts):
                 say(f"{cut.caller} and {cut.callee}, {cut.lost.value}")

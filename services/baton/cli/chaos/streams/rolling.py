@@ -2,7 +2,7 @@
 
 One process after the other is told to leave (SIGTERM) and started again, while streams run; the
 next one is told when the one before is back. Then each pool is scaled down to one worker and up
-again. A router that leaves refuses new streams; clients, who know both, then ask the other one.
+again. The client knows both routers, and asks one that calls itself well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from baton.cli.bench.process import say
 from baton.cli.chaos.streams.fleet import WORKER_ROLES, Fleet, fleet
 from baton.cli.chaos.streams.hits import hits
-from baton.cli.chaos.streams.load import Load, stubs_of
+from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.quantiles import quantile
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
@@ -30,10 +30,10 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
     wanted = streams(args.seed, args.streams)
-    async with fleet(args, routers=2) as running, stubs_of(running.routers) as stubs:
+    async with fleet(args, routers=2) as running, client_of(running.routers) as stub:
         say(f"{len(wanted)} streams undisturbed")
-        reference = await Load(stubs, wanted, args.concurrency).once()
-        load = Load(stubs, wanted, args.concurrency)
+        reference = await Load(stub, wanted, args.concurrency).once()
+        load = Load(stub, wanted, args.concurrency)
         async with load.on_and_on():
             restarted = await _restart(running, args.rounds)
             scaled = await _scale(running, args.hold)
@@ -53,7 +53,6 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         Result("pools scaled down to one and up again", scaled, ""),
         at_most("processes that did not end in order", sum(e.code != 0 for e in ended), "", 0),
         at_most("requests that failed", sum(not a.finished for _, a in load.answers), "", 0),
-        Result("requests that a leaving router sent to the other one", load.refusals, ""),
         Result("requests that began again at another worker", len(lost), ""),
         Result("their longest silence, p99", quantile(lost, 0.99), "s"),
         *compared_with(

@@ -21,7 +21,7 @@ from baton.cli.bench.process import say
 from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.streams.answer import Answer
 from baton.cli.chaos.streams.fleet import PATIENCE_S, POLL_S, WORKER_ROLES, Fleet, fleet
-from baton.cli.chaos.streams.load import Load, Stub, follow, stubs_of
+from baton.cli.chaos.streams.load import Load, Stub, client_of, follow
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import Wanted, streams
 from baton.cli.results import Result, at_most, compared
@@ -52,15 +52,17 @@ class Found:
 async def _measure(args: argparse.Namespace) -> list[Result]:
     wanted = streams(args.seed, args.streams)
     found = Found()
-    async with fleet(args, routers=2) as running, stubs_of(running.routers) as stubs:
+    async with fleet(args, routers=2) as running, client_of([running.spec(STAYS).grpc]) as stays:
         say(f"{len(wanted)} streams undisturbed")
-        reference = await Load(stubs, wanted, args.concurrency).once()
+        reference = await Load(stays, wanted, args.concurrency).once()
         for number in range(args.rounds):
             say(f"round {number + 1}")
             first = number * args.concurrency
             some = [wanted[(first + i) % len(wanted)] for i in range(args.concurrency)]
-            await _beside(running, stubs, some, found)
-            await _alone(running, stubs, some, found)
+            async with client_of([running.spec(DIES).grpc]) as dies:
+                await _beside(running, stays, dies, some, found)
+            async with client_of([running.spec(DIES).grpc]) as dies:
+                await _alone(running, dies, some, found)
         held, unasked = await running.at_rest(), len(running.unasked)
     retryable = sum(answer.failed is grpc.StatusCode.UNAVAILABLE for _, answer in found.cut)
     told = {answer.failed.name for _, answer in found.cut if answer.failed}
@@ -82,25 +84,23 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
 
 
 async def _beside(
-    running: Fleet, stubs: Sequence[Stub], some: Sequence[Wanted], found: Found
+    running: Fleet, stays: Stub, dies: Stub, some: Sequence[Wanted], found: Found
 ) -> None:
     """Half of the streams through each router."""
-    others, cut = _ask(stubs[0], some[::2]), _ask(stubs[1], some[1::2])
+    others, cut = _ask(stays, some[::2]), _ask(dies, some[1::2])
     await _under_way(others + cut)
     old = running.tell(DIES, signal.SIGKILL)
     lost = await _ended(cut)
     found.cut += [pair for pair in lost if pair[1].failed]
     found.others += [pair for pair in lost if not pair[1].failed]
-    found.again += await _ended(_ask(stubs[0], [one for one, answer in lost if answer.failed]))
+    found.again += await _ended(_ask(stays, [one for one, answer in lost if answer.failed]))
     found.others += await _ended(others)
     await running.back(old)
 
 
-async def _alone(
-    running: Fleet, stubs: Sequence[Stub], some: Sequence[Wanted], found: Found
-) -> None:
+async def _alone(running: Fleet, dies: Stub, some: Sequence[Wanted], found: Found) -> None:
     """All streams through the router that is killed."""
-    cut = _ask(stubs[1], some)
+    cut = _ask(dies, some)
     await _under_way(cut)
     old, killed = running.tell(DIES, signal.SIGKILL), time.monotonic()
     workers = running.names(*WORKER_ROLES)

@@ -13,7 +13,7 @@ import random
 from baton.cli.bench.process import say
 from baton.cli.chaos.streams.fleet import fleet
 from baton.cli.chaos.streams.hits import hits
-from baton.cli.chaos.streams.load import Load, stubs_of
+from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.network import ProxiedNetwork
 from baton.cli.chaos.streams.partitions import pairs_of
 from baton.cli.chaos.streams.quantiles import quantile
@@ -35,12 +35,12 @@ def measure(args: argparse.Namespace) -> list[Result]:
 async def _measure(args: argparse.Namespace) -> list[Result]:
     wanted, network = streams(args.seed, args.streams), ProxiedNetwork()
     draw = random.Random(f"slow links {args.seed}")
-    async with fleet(args, network=network) as running, stubs_of(running.routers) as stubs:
+    async with fleet(args, network=network) as running, client_of(running.routers) as stub:
         say(f"{len(wanted)} streams undisturbed")
-        reference = await Load(stubs, wanted, args.concurrency).once()
+        reference = await Load(stub, wanted, args.concurrency).once()
         pairs = pairs_of(running)
         draw.shuffle(pairs)
-        load = Load(stubs, wanted, args.concurrency)
+        load = Load(stub, wanted, args.concurrency)
         async with load.on_and_on():
             for caller, callee in pairs[: args.cuts or None]:
                 delay_s, bytes_per_s = draw.uniform(*DELAYS_S), draw.uniform(*BYTES_PER_S)
