@@ -22,12 +22,12 @@ from baton.cli.bench.process import say
 from baton.cli.chaos.cluster import environment, metrics, total
 from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.streams.network import Network
+from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_row
 from baton.cli.process import Child
 from baton.cli.supervisor import FIRST_BACKOFF_S, Supervisor, met
 
-WORKER_ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
 OF_EACH = 2
 KV_MEMORY_MIB = 64
 """Room for what runs at a time and little more, so that what was computed for the reference is

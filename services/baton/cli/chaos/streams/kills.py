@@ -14,14 +14,15 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from baton.cli.bench.process import say
 from baton.cli.chaos.streams.answer import Answer
-from baton.cli.chaos.streams.fleet import OF_EACH, WORKER_ROLES, Fleet, fleet
+from baton.cli.chaos.streams.fleet import OF_EACH, Fleet, fleet
 from baton.cli.chaos.streams.hits import hits
 from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.quantiles import quantile
+from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
 from baton.cli.results import Result, at_most
@@ -45,7 +46,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         say("and with kills")
         load = Load(stub, wanted, args.concurrency)
         asking = asyncio.create_task(load.once())
-        killer = Killer(running, args.seed, args.down)
+        killer = Killer(running, victims(args.seed, args.roles), args.down)
         try:
             await load.under_way(asking)
             await killer.run(asking)
@@ -95,11 +96,11 @@ def _steady(answers: list[Answer]) -> list[float]:
 class Killer:
     """The schedule. kills: by role. down: how long each worker was missed, in seconds."""
 
-    def __init__(self, running: Fleet, seed: int, most_down: int) -> None:
+    def __init__(self, running: Fleet, victims: Iterator[str], most_down: int) -> None:
         self.kills: Counter[str] = Counter()
         self.down: list[float] = []
         self._running = running
-        self._victims = victims(seed)
+        self._victims = victims
         self._places = asyncio.Semaphore(most_down)
         self._roles = {role: asyncio.Lock() for role in WORKER_ROLES}
 
@@ -128,9 +129,10 @@ class Killer:
         self.down.append(time.monotonic() - began)
 
 
-def victims(seed: int) -> Iterator[str]:
-    """Names of workers without end, the same for a seed: of every four, one of each role."""
+def victims(seed: int, roles: Sequence[str] = WORKER_ROLES) -> Iterator[str]:
+    """Names of workers without end, the same for a seed: each role's turn comes equally often."""
     draw = random.Random(f"kills {seed}")
+    mortal = [role for role in WORKER_ROLES if role in roles]
     while True:
-        for role in draw.sample(WORKER_ROLES, len(WORKER_ROLES)):
+        for role in draw.sample(mortal, len(mortal)):
             yield f"{role}-{draw.randrange(OF_EACH)}"

@@ -38,10 +38,6 @@ class ProxiedNetwork(Network):
         """All that a process says to a worker, and the answers."""
         return self._edges.setdefault((who, callee), Edge())
 
-    def edges(self) -> dict[tuple[str, str], Edge]:
-        """Those that were used, or asked for, so far."""
-        return dict(self._edges)
-
     @asynccontextmanager
     async def between(self, layout: Layout, pids: Mapping[int, str]) -> AsyncIterator[Layout]:
         workers = [spec for spec in layout.processes if spec.role != "router"]
@@ -62,8 +58,11 @@ class ProxiedNetwork(Network):
             told = [_told(spec, proxies) for spec in layout.processes]
             yield replace(layout, processes=tuple(told))
 
-    def _edge_of(self, callee: str, port: int, pids: Mapping[int, str], local_port: int) -> Edge:
-        return self.edge(caller(local_port, port, pids), callee)
+    def _edge_of(
+        self, callee: str, port: int, pids: Mapping[int, str], local_port: int
+    ) -> Edge | None:
+        who = caller(local_port, port, pids)
+        return self.edge(who, callee) if who else None
 
 
 def _told(spec: ProcessSpec, proxies: Mapping[str, str]) -> ProcessSpec:

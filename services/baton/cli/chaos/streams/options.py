@@ -7,6 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.core.errors import InvalidArgument
 
 
@@ -29,6 +30,9 @@ LENGTHS = {
 """Each schedule is a module of this package."""
 
 
+ROLES = (*WORKER_ROLES, "router")
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", choices=LENGTHS, default="kills", help="what happens (default %(default)s)"
@@ -48,6 +52,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--down", type=_positive, default=4, metavar="N",
         help="workers that are down at a time, of different roles (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--roles", nargs="+", choices=ROLES, default=ROLES, metavar="ROLE",
+        help="whose processes die, or are restarted (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--rounds", type=_positive, default=None, metavar="N", help="of what is repeated"
@@ -77,6 +85,8 @@ def settle(args: argparse.Namespace) -> None:
     args.streams = args.streams or length.streams
     args.rounds = args.rounds or length.rounds
     args.hold = length.hold_s if args.hold is None else args.hold
+    if args.schedule == "kills" and not set(args.roles) & set(WORKER_ROLES):
+        raise InvalidArgument("must name a worker's role", field="roles")
     if args.hold < 0:
         raise InvalidArgument("must not be negative", field="hold")
 

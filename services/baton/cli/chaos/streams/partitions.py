@@ -12,25 +12,30 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 from baton.cli.bench.process import say
 from baton.cli.chaos.cluster import total
 from baton.cli.chaos.peers import Broken
-from baton.cli.chaos.streams.fleet import PATIENCE_S, POLL_S, WORKER_ROLES, Fleet, fleet
-from baton.cli.chaos.streams.load import Load, client_of
+from baton.cli.chaos.streams.answer import Answer
+from baton.cli.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet
+from baton.cli.chaos.streams.load import Load, Stub, client_of, follow
 from baton.cli.chaos.streams.network import ProxiedNetwork
 from baton.cli.chaos.streams.proxy import Edge, Way
 from baton.cli.chaos.streams.quantiles import quantile
+from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
-from baton.cli.chaos.streams.workload import streams
+from baton.cli.chaos.streams.workload import short, streams
 from baton.cli.results import Result, at_most
 
 HEAL_GOAL_S = 5.0
 HANDOVER_BYTES = 512
 """More than the pings of an idle connection, less than a hand-over says either way."""
+
+KNOCKS_AT_A_TIME = 4
 
 WORK = {
     "tokenizer": "baton_prompt_tokens_total",
@@ -80,13 +85,13 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         say(f"{len(wanted)} streams undisturbed")
         reference = await Load(stub, wanted, args.concurrency).once()
         load = Load(stub, wanted, args.concurrency)
+        knocks = Knocks(stub, args.seed)
         async with load.on_and_on():
             for cut in schedule(args.seed, running, args.cuts):
                 say(f"{cut.caller} and {cut.callee}, {cut.lost.value}")
                 cuts.append(cut)
-                back.append(await _lose_and_find(running, network, cut, args.hold))
+                back.append(await _lose_and_find(running, network, cut, args.hold, knocks))
         held, unasked = await running.at_rest(), len(running.unasked)
-    strangers = sum(edge.there.num_bytes for (who, _), edge in network.edges().items() if not who)
     silences = [answer.silence(answer.times[0]) for _, answer in load.answers]
     return [
         Result("pairs of processes cut", len({(cut.caller, cut.callee) for cut in cuts}), ""),
@@ -99,8 +104,8 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
             [reference[one.number] for one, _ in load.answers],
             [answer for _, answer in load.answers],
         ),
+        at_most("short requests after healing that failed", knocks.failed, "", 0),
         Result("longest silence of a stream", max(silences), "s"),
-        at_most("bytes of callers that are not known", strangers, "", 0),
         *left_behind(held, unasked),
     ]
 
@@ -118,7 +123,35 @@ def schedule(seed: int, running: Fleet, count: int) -> list[Cut]:
     return cuts[:count] if count else cuts
 
 
-async def _lose_and_find(running: Fleet, network: ProxiedNetwork, cut: Cut, hold_s: float) -> float:
+class Knocks:
+    """Short requests, so that a pair has work to do together as soon as it can."""
+
+    def __init__(self, stub: Stub, seed: int) -> None:
+        self.failed = 0
+        self._stub = stub
+        self._draw = random.Random(f"knocks {seed}")
+
+    @asynccontextmanager
+    async def going_on(self) -> AsyncIterator[None]:
+        enough = asyncio.Event()
+
+        async def ask() -> None:
+            while not enough.is_set():
+                answer = Answer([time.monotonic()])
+                await follow(self._stub, short(self._draw), answer)
+                self.failed += not answer.finished
+
+        asking = [asyncio.create_task(ask()) for _ in range(KNOCKS_AT_A_TIME)]
+        try:
+            yield
+        finally:
+            enough.set()
+            await asyncio.gather(*asking)
+
+
+async def _lose_and_find(
+    running: Fleet, network: ProxiedNetwork, cut: Cut, hold_s: float, knocks: Knocks
+) -> float:
     """Seconds from healing until the pair works together and no worker is missing."""
     edge = network.edge(cut.caller, cut.callee)
     ways = cut.ways(edge)
@@ -131,11 +164,12 @@ async def _lose_and_find(running: Fleet, network: ProxiedNetwork, cut: Cut, hold
             way.heal()
     healed = time.monotonic()
     before = await _work(running, edge, cut)
-    while not await _works(running, edge, cut, before):
-        if time.monotonic() - healed > PATIENCE_S:
-            raise Broken(f"{cut.caller} and {cut.callee} did not find together again")
-        await asyncio.sleep(POLL_S)
-    return time.monotonic() - healed
+    async with knocks.going_on():
+        while not await _works(running, edge, cut, before):
+            if time.monotonic() - healed > PATIENCE_S:
+                raise Broken(f"{cut.caller} and {cut.callee} did not find together again")
+            await asyncio.sleep(POLL_S)
+        return time.monotonic() - healed
 
 
 async def _work(running: Fleet, edge: Edge, cut: Cut) -> Sequence[float]:

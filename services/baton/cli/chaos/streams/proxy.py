@@ -52,10 +52,11 @@ class Edge:
 class Proxy:
     """Listens where callers are told that the callee is.
 
-    edge_of: the edge of whoever connected from a port of this machine.
+    edge_of: the edge of whoever connected from a port of this machine. None: nobody that is to be
+    let through; as when it has hung up before anyone looked.
     """
 
-    def __init__(self, listen: str, target: str, edge_of: Callable[[int], Edge]) -> None:
+    def __init__(self, listen: str, target: str, edge_of: Callable[[int], Edge | None]) -> None:
         self._listen, self._target = split(listen, "listen"), split(target, "target")
         self._edge_of = edge_of
         self._server: asyncio.Server | None = None
@@ -86,6 +87,8 @@ class Proxy:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         edge = self._edge_of(writer.get_extra_info("peername")[1])
+        if edge is None:
+            return
         await edge.there.passable()
         to_reader, to_writer = await asyncio.open_connection(*self._target)
         try:

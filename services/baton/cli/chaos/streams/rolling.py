@@ -12,12 +12,14 @@ import asyncio
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from baton.cli.bench.process import say
-from baton.cli.chaos.streams.fleet import WORKER_ROLES, Fleet, fleet
+from baton.cli.chaos.streams.fleet import Fleet, fleet
 from baton.cli.chaos.streams.hits import hits
 from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.quantiles import quantile
+from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
 from baton.cli.results import Result, at_most
@@ -35,8 +37,8 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         reference = await Load(stub, wanted, args.concurrency).once()
         load = Load(stub, wanted, args.concurrency)
         async with load.on_and_on():
-            restarted = await _restart(running, args.rounds)
-            scaled = await _scale(running, args.hold)
+            restarted = await _restart(running, args.roles, args.rounds)
+            scaled = await _scale(running, args.roles, args.hold)
         held = await running.at_rest()
         ended, unasked = running.ended, len(running.unasked)
         touched = hits(running.log)
@@ -46,10 +48,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         if (hit := touched.get(answer.request_id)) is not None
     ]
     return [
-        *(
-            Result(f"restarts of a {role} process", restarted[role], "")
-            for role in (*WORKER_ROLES, "router")
-        ),
+        *(Result(f"restarts of a {role} process", restarted[role], "") for role in args.roles),
         Result("pools scaled down to one and up again", scaled, ""),
         at_most("processes that did not end in order", sum(e.code != 0 for e in ended), "", 0),
         at_most("requests that failed", sum(not a.finished for _, a in load.answers), "", 0),
@@ -64,11 +63,11 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
     ]
 
 
-async def _restart(running: Fleet, rounds: int) -> Counter[str]:
+async def _restart(running: Fleet, roles: Sequence[str], rounds: int) -> Counter[str]:
     """Every process in turn, so many times. Returns how many of each role."""
     restarted: Counter[str] = Counter()
     for _ in range(rounds):
-        for name in running.names(*WORKER_ROLES, "router"):
+        for name in running.names(*roles):
             began = time.monotonic()
             old = running.tell(name, signal.SIGTERM)
             await running.gone(old)
@@ -80,9 +79,10 @@ async def _restart(running: Fleet, rounds: int) -> Counter[str]:
     return restarted
 
 
-async def _scale(running: Fleet, hold_s: float) -> int:
+async def _scale(running: Fleet, roles: Sequence[str], hold_s: float) -> int:
     """Each pool down to one worker for some seconds, and up again. Returns how many pools."""
-    for role in WORKER_ROLES:
+    pools = [role for role in WORKER_ROLES if role in roles]
+    for role in pools:
         leaving = running.names(role)[1:]
         for name in leaving:
             await running.leave(name)
@@ -90,4 +90,4 @@ async def _scale(running: Fleet, hold_s: float) -> int:
         await asyncio.sleep(hold_s)
         for name in leaving:
             await running.come(name)
-    return len(WORKER_ROLES)
+    return len(pools)

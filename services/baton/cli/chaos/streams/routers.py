@@ -20,8 +20,9 @@ import grpc
 from baton.cli.bench.process import say
 from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.streams.answer import Answer
-from baton.cli.chaos.streams.fleet import PATIENCE_S, POLL_S, WORKER_ROLES, Fleet, fleet
+from baton.cli.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet
 from baton.cli.chaos.streams.load import Load, Stub, client_of, follow
+from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import Wanted, streams
 from baton.cli.results import Result, at_most, compared

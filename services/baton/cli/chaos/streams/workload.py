@@ -51,6 +51,18 @@ def streams(seed: int, count: int) -> list[Wanted]:
     return [_stream(draw, number) for number in range(count)]
 
 
+def short(draw: random.Random) -> Wanted:
+    """A stream of two tokens after a prompt that nobody asked before."""
+    ids = [draw.randrange(*TOKEN_IDS) for _ in range(PROMPT_TOKENS[0])]
+    options = inference_pb2.GenerationOptions(
+        stop=types_pb2.StopParams(max_tokens=2, ignore_eos=True)
+    )
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=ids), options=options
+    )
+    return Wanted(-1, Kind.GREEDY, request)
+
+
 def _stream(draw: random.Random, number: int) -> Wanted:
     kind = KINDS[number % len(KINDS)]
     request = inference_pb2.GenerateRequest(
