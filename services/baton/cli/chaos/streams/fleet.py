@@ -117,7 +117,7 @@ class Fleet:
 
     async def is_met(self, router: str, roles: tuple[str, ...] = WORKER_ROLES) -> bool:
         """Whether a router counts all workers of some roles as live."""
-        found = await asyncio.to_thread(met, self.spec(router).metrics)
+        found = await asyncio.to_thread(met, self.layout.metrics_url(self.spec(router)), None)
         wanted = Counter(self.spec(name).role for name in self._specs.keys() - self._withheld)
         return all(found[role] == wanted[role] for role in roles)
 

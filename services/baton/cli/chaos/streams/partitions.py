@@ -91,6 +91,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
                 say(f"{cut.caller} and {cut.callee}, {cut.lost.value}")
                 cuts.append(cut)
                 back.append(await _lose_and_find(running, network, cut, args.hold, knocks))
+                say(f"together again after {back[-1]:.2f} s")
         held, unasked = await running.at_rest(), len(running.unasked)
     silences = [answer.silence(answer.times[0]) for _, answer in load.answers]
     return [
