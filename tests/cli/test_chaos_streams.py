@@ -25,6 +25,9 @@ from baton.cli.main import main
 from baton.cli.ports import HOST, free_ports
 from baton.v1 import inference_pb2
 
+SLOWEST_S = 900
+"""Of a short run on a machine that has much else to do; on a quiet one it is seconds."""
+
 
 def test_a_seed_repeats_streams_and_kills() -> None:
     def said(seed: int) -> list[bytes]:
@@ -192,6 +195,7 @@ def run(folder: Path, schedule: str, *words: str) -> dict[str, float]:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(SLOWEST_S)
 def test_kills(tmp_path: Path) -> None:
     found = run(tmp_path, "kills", "--streams", "40")
     assert found["equal tokens"] == 40
@@ -200,6 +204,7 @@ def test_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(SLOWEST_S)
 def test_a_router_dies(tmp_path: Path) -> None:
     found = run(tmp_path, "routers", "--streams", "12", "--concurrency", "12", "--rounds", "1")
     assert found["streams cut, and told to try again"] > 0
@@ -207,12 +212,14 @@ def test_a_router_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(SLOWEST_S)
 def test_a_partition(tmp_path: Path) -> None:
     found = run(tmp_path, "partitions", "--streams", "16", "--cuts", "1", "--hold", "3")
     assert found["pairs of processes cut"] == 1
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(SLOWEST_S)
 def test_a_rolling_restart(tmp_path: Path) -> None:
     roles = ("prefill", "detokenizer")
     found = run(

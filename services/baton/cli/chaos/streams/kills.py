@@ -84,6 +84,8 @@ def _gaps(silences: list[tuple[set[str], float]]) -> Iterator[Result]:
     yield Result("resume gap, longest", quantile(every, 1.0), "s")
     for role in WORKER_ROLES:
         of_role = [gap for roles, gap in silences if role in roles]
+        if not of_role:
+            continue
         yield Result(
             f"resume gap of streams that lost a {role} worker, p99", quantile(of_role, 0.99), "s"
         )
