@@ -176,7 +176,7 @@ async def _lose_and_find(
 async def _work(running: Fleet, edge: Edge, cut: Cut) -> Sequence[float]:
     """What only rises as a pair works together: the callee's own work, or what a hand-over says."""
     if not cut.of_router:
-        return (edge.there.num_bytes, edge.back.num_bytes)
+        return (edge.there.num_fresh, edge.back.num_fresh)
     role = running.spec(cut.callee).role
     return (total(await running.metrics(cut.callee), WORK[role]),)
 

@@ -21,13 +21,14 @@ MAX_ON_THE_WAY = 64
 
 class Way:
     """One direction of an edge. delay_s: of every byte. bytes_per_s: of a connection; 0: no bound.
-    num_bytes: that came through.
+    num_bytes: that came through. num_fresh: of these, what was said since it was healed last.
     """
 
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
-        self.num_bytes = 0
+        self.num_bytes = self.num_fresh = 0
+        self._healed_at = 0.0
         self._open = asyncio.Event()
         self._open.set()
 
@@ -35,7 +36,12 @@ class Way:
         self._open.clear()
 
     def heal(self) -> None:
+        self._healed_at, self.num_fresh = asyncio.get_running_loop().time(), 0
         self._open.set()
+
+    def count(self, num_bytes: int, said_at: float) -> None:
+        self.num_bytes += num_bytes
+        self.num_fresh += num_bytes if said_at > self._healed_at else 0
 
     async def passable(self) -> None:
         await self._open.wait()
@@ -133,7 +139,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, w
                 writer.write_eof()
                 return
             writer.write(data)
-            way.num_bytes += len(data)
+            way.count(len(data), due - way.delay_s)
             await writer.drain()
 
     taking = asyncio.create_task(take())
