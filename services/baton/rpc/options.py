@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Arguments = tuple[tuple[str, int], ...]
+Arguments = tuple[tuple[str, int | str], ...]
 
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
 """Bounds a fault, not work: a prompt of a million tokens is 4 MiB, KV never travels in gRPC."""

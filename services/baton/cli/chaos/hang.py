@@ -20,9 +20,10 @@ import grpc
 from baton.cli.bench.process import say
 from baton.cli.chaos.calls import call
 from baton.cli.chaos.cluster import Cluster, cluster, metrics, total
-from baton.cli.layout import UpOptions
+from baton.cli.layout import APART, UpOptions
 from baton.cli.process import Child
 from baton.cli.results import Result, at_most, compared
+from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 
 ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
@@ -67,10 +68,17 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
-    options = UpOptions(tokenizer=2, prefill=2, decode=2, detokenizer=2, transport=args.transport)
+    options = UpOptions(
+        tokenizer=2,
+        prefill=2,
+        decode=2,
+        detokenizer=2,
+        transport=args.transport,
+        local_prefill_tokens=APART,
+    )
     async with (
         cluster(options) as running,
-        grpc.aio.insecure_channel(running.grpc) as channel,
+        open_channel(running.grpc) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
         seeds = [args.seed * 1000 + number for number in range(STREAMS)]

@@ -23,7 +23,7 @@ from baton.cli.chaos.cluster import environment, metrics, total
 from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.streams.network import Network
 from baton.cli.chaos.streams.roles import WORKER_ROLES
-from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
+from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_row
 from baton.cli.process import Child
 from baton.cli.supervisor import FIRST_BACKOFF_S, Supervisor, met
@@ -203,6 +203,7 @@ def _layout(args: argparse.Namespace, routers: int) -> Layout:
             grpc_port=first + routers,
             transport=args.transport,
             kv_memory_mib=KV_MEMORY_MIB,
+            local_prefill_tokens=APART,
         )
         layout = plan(options)
         addresses = [one for spec in layout.processes for one in (spec.grpc, spec.metrics)]

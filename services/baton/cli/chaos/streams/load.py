@@ -14,6 +14,7 @@ import grpc
 
 from baton.cli.chaos.streams.answer import Answer
 from baton.cli.chaos.streams.workload import Wanted
+from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 
 TIMEOUT_S = 300.0
@@ -50,7 +51,7 @@ async def client_of(routers: Sequence[str]) -> AsyncIterator[Stub]:
         ("grpc.max_reconnect_backoff_ms", 1000),
     )
     target = f"ipv4:{','.join(routers)}"
-    async with grpc.aio.insecure_channel(target, options=options) as channel:
+    async with open_channel(target, plain=options) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
 
 
