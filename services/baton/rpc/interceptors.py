@@ -25,6 +25,7 @@ from grpc import aio
 
 from baton.core.errors import BatonError, Internal
 from baton.rpc.errors import DETAILS_KEY, grpc_code, to_status
+from baton.rpc.received import each, one, tolerant
 
 log = logging.getLogger(__name__)
 
@@ -59,21 +60,22 @@ class ErrorInterceptor(aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        codecs = (handler.request_deserializer, handler.response_serializer)
+        # Also calls that send one message are taken as streams, so that none is noticed.
+        codecs = (tolerant(handler.request_deserializer), handler.response_serializer)
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, method, self._check), *codecs
+            return grpc.stream_unary_rpc_method_handler(
+                _unary(handler.unary_unary, method, self._check, one), *codecs
             )
         if handler.stream_unary:
             return grpc.stream_unary_rpc_method_handler(
-                _unary(handler.stream_unary, method, self._check), *codecs
+                _unary(handler.stream_unary, method, self._check, each), *codecs
             )
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, method, self._check), *codecs
+            return grpc.stream_stream_rpc_method_handler(
+                _stream(handler.unary_stream, method, self._check, one), *codecs
             )
         return grpc.stream_stream_rpc_method_handler(
-            _stream(handler.stream_stream, method, self._check), *codecs
+            _stream(handler.stream_stream, method, self._check, each), *codecs
         )
 
 
@@ -81,23 +83,24 @@ def _anyone(_: str, __: _Context) -> None:
     return None
 
 
-def _unary(handler: _Handler, method: str, check: Check) -> _Handler:
-    async def wrapped(request: Any, context: _Context) -> Any:
+def _unary(handler: _Handler, method: str, check: Check, receive: _Handler) -> _Handler:
+    async def wrapped(messages: Any, context: _Context) -> Any:
         try:
             check(method, context)
-            return await handler(request, context)
+            return await handler(await receive(messages, context), context)
         except Exception as error:
             await _fail(error, context, method)
 
     return wrapped
 
 
-def _stream(handler: _Handler, method: str, check: Check) -> _Handler:
+def _stream(handler: _Handler, method: str, check: Check, receive: _Handler) -> _Handler:
     generates = inspect.isasyncgenfunction(handler)
 
-    async def wrapped(request: Any, context: _Context) -> None:
+    async def wrapped(messages: Any, context: _Context) -> None:
         try:
             check(method, context)
+            request = await receive(messages, context)
             if generates:
                 await _write_all(handler(request, context), context)
             else:

@@ -1,0 +1,30 @@
+"""The running Batons that are fuzzed: with a made-up engine by default, with the real one slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.relay import Relay
+from tests.fuzz.target import Target
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    yield from _running(tmp_path_factory, "--runner", "fake")
+
+
+@pytest.fixture(scope="session")
+def real_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    yield from _running(tmp_path_factory)
+
+
+def _running(factory: pytest.TempPathFactory, *flags: str) -> Iterator[Target]:
+    relay = Relay(factory.mktemp("fuzzed"), *flags)
+    try:
+        target = Target(relay)
+        yield target
+        target.close()
+    finally:
+        relay.close()
