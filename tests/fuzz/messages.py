@@ -23,6 +23,8 @@ ONLY_WORDS = frozenset({"address"})
 
 MAX_DEPTH = 4
 HUGE = 20_000
+_ENOUGH = 1 << 17
+"""Bytes that repetition may make of one field: it repeats what is repeated inside."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _F = FieldDescriptor
@@ -109,7 +111,7 @@ def _field(field: FieldDescriptor, words: Words, depth: int) -> st.SearchStrateg
     choices = [whole] * 8 + [st.just(other)]
     if field.is_repeated:
         counts = st.sampled_from((0, 2, 3, 17, 300))
-        choices += [st.builds(lambda one, count: one * count, whole, counts)] * 2
+        choices += [st.builds(lambda one, count: one * min(count, _ENOUGH // (len(one) + 1)), whole, counts)] * 2
         if wire_type != _BYTES:
             packed = st.builds(
                 lambda values, count: delimited(number, b"".join(values) * count),

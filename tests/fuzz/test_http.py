@@ -1,0 +1,79 @@
+"""Any bytes sent to the HTTP port get a client error or a valid answer, on every route."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from starlette.routing import Route
+
+from baton.router.http.app import HttpApp
+from baton.router.http.schema import ChatBody, CompletionBody, GenerationBody
+from baton.rpc.address import split
+from tests.fuzz import oracle
+from tests.fuzz.http_bodies import bodies
+from tests.fuzz.http_requests import Answer, Sent, exchange, requests
+from tests.fuzz.runs import fuzz
+from tests.fuzz.target import Target
+from tests.services.router_http.scripted import Scripted
+
+INPUTS = 500
+SLOW_INPUTS = 20_000
+VALID = 200
+
+
+def paths() -> tuple[str, ...]:
+    """Every route of the application, with something in place of its parameters."""
+    app = HttpApp(Scripted(), CollectorRegistry())
+    found = [route.path for route in app._router.routes if isinstance(route, Route)]
+    assert "/v1/chat/completions" in found
+    return tuple(path.replace("{model:path}", "baton-tiny").replace("{", "").replace("}", "")
+                 for path in found)
+
+
+def kinds(kind: type[GenerationBody] = GenerationBody) -> Iterator[type[msgspec.Struct]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from kinds(one)
+
+
+def test_the_http_port(target: Target) -> None:
+    _fuzz(target, INPUTS, fixed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_http_port_at_length(real_target: Target) -> None:
+    _fuzz(real_target, SLOW_INPUTS, fixed=False)
+
+
+def test_every_kind_of_body_is_known() -> None:
+    assert set(kinds()) == {ChatBody, CompletionBody}
+
+
+def _fuzz(target: Target, count: int, *, fixed: bool) -> None:
+    address = split(target.relay.http.removeprefix("http://"), "http")
+    inputs = requests(paths(), st.one_of([bodies(kind) for kind in kinds()]) | st.binary(max_size=30))
+
+    def one(sent: Sent) -> None:
+        answers = exchange(address, sent)
+        assert answers or not sent.whole, "cut without an answer"
+        for answer in answers:
+            check(answer)
+
+    fuzz(inputs, count, one, fixed=fixed)
+    target.check()
+
+
+def check(answer: Answer) -> None:
+    assert answer.status in (100, VALID) or 400 <= answer.status < 500, answer
+    for name, value in answer.headers:
+        oracle.check_text(f"{name}: {value}")
+    if answer.status >= 400 and answer.body:
+        error = json.loads(answer.body)["error"]
+        assert error["message"]
+        oracle.check_text(error["message"])
