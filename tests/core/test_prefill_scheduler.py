@@ -18,7 +18,7 @@ from baton.core.errors import (
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy
-from baton.core.request import FinishReason, SamplingParams
+from baton.core.request import FinishReason, SamplingParams, StopParams
 from baton.core.scheduling import QueueLimit, first_come
 from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run, run_out
 
@@ -238,6 +238,7 @@ def test_the_queue_is_bounded_in_tokens_and_sequences() -> None:
         ({"choices": (1, 1)}, "choices"),
         ({"num_prompt_tokens": 2}, "max_tokens"),
         ({"sampling": SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),))}, "logit_bias"),
+        ({"stop": StopParams(9, stop_token_ids=(VOCAB_SIZE,))}, "stop_token_ids"),
     ],
 )
 def test_bad_attempts_are_refused_by_field(change: dict[str, object], field: str) -> None:

@@ -1,4 +1,4 @@
-"""The running Batons that are fuzzed: with a made-up engine by default, with the real one slowly."""
+"""The running Batons that are fuzzed: with a made-up engine by default, else with the real one."""
 
 from __future__ import annotations
 

@@ -93,8 +93,10 @@ def attacks(path: bytes) -> Iterator[Attack]:
         "20 000 headers": frame(HEADERS, 0, 1, head)
         + frame(CONTINUATION, END_HEADERS, 1, header(b"x", b"y") * 2000) * 10,
         "an HPACK bomb": frame(
-            HEADERS, END_HEADERS, 1, head + b"\x40" + _string(b"x") + _string(b"y" * 3900)
-            + b"\xbe" * 9000
+            HEADERS,
+            END_HEADERS,
+            1,
+            head + b"\x40" + _string(b"x") + _string(b"y" * 3900) + b"\xbe" * 9000,
         ),
         "continuation of nothing": frame(CONTINUATION, END_HEADERS, 1, head),
         "a push": frame(PUSH_PROMISE, END_HEADERS, 1, struct.pack(">I", 2) + head),
@@ -104,10 +106,12 @@ def attacks(path: bytes) -> Iterator[Attack]:
         "GET": frame(HEADERS, END_HEADERS | END_STREAM, 1, head.replace(b"\x04POST", b"\x03GET")),
         "another content type": frame(
             HEADERS, END_HEADERS, 1, head.replace(b"\x10application/grpc", b"\x10application/json")
-        ) + body,
+        )
+        + body,
         "an unknown encoding": frame(
             HEADERS, END_HEADERS, 1, head + header(b"grpc-encoding", b"secret")
-        ) + frame(DATA, END_STREAM, 1, b"\1\0\0\0\4abcd"),
+        )
+        + frame(DATA, END_STREAM, 1, b"\1\0\0\0\4abcd"),
         "a bad timeout": frame(HEADERS, END_HEADERS, 1, head + header(b"grpc-timeout", b"9" * 40))
         + body,
         "a message that says 4 GiB": call + frame(DATA, END_STREAM, 1, b"\0\xff\xff\xff\xff"),
@@ -141,8 +145,9 @@ def floods(path: bytes, count: int) -> Iterator[Attack]:
     yield Attack("settings", opening() + frame(SETTINGS, 0, 0) * count)
     changed = struct.pack(">HI", 4, 1) + struct.pack(">HI", 1, 0)
     yield Attack("settings that change", opening() + frame(SETTINGS, 0, 0, changed) * count)
-    yield Attack("empty data", opening() + frame(HEADERS, END_HEADERS, 1, head)
-                 + frame(DATA, 0, 1) * count)
+    yield Attack(
+        "empty data", opening() + frame(HEADERS, END_HEADERS, 1, head) + frame(DATA, 0, 1) * count
+    )
     yield Attack("window updates", opening() + frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1") * count)
 
 

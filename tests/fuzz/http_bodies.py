@@ -10,11 +10,41 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 _NUMBERS = st.sampled_from(
-    (0, 1, -1, 2, 16, 17, 128, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308)
+    (
+        0,
+        1,
+        -1,
+        2,
+        16,
+        17,
+        128,
+        2**31 - 1,
+        2**31,
+        2**63,
+        2**64,
+        -(2**63) - 1,
+        10**400,
+        0.5,
+        -0.0,
+        1e308,
+    )
 ) | st.integers(-2, 30)
 _TEXTS = st.sampled_from(
-    ("", "a", "hi there", "\0", "\ud800", "\u202e\U0001f600", "{{ 7 * 7 }}", "user", "system",
-     "assistant", "text", "x" * 300, "x" * 20_000)
+    (
+        "",
+        "a",
+        "hi there",
+        "\0",
+        "\ud800",
+        "\u202e\U0001f600",
+        "{{ 7 * 7 }}",
+        "user",
+        "system",
+        "assistant",
+        "text",
+        "x" * 300,
+        "x" * 20_000,
+    )
 ) | st.text(max_size=8)
 _BRIEF = {"max_tokens": st.sampled_from((1, 1, 2, 4, 4, 0, -1, 2**31))}
 """Given nearly always: an answer otherwise fills the model's context, and takes as long."""
@@ -47,8 +77,12 @@ def _right(kind: inspect.Type) -> st.SearchStrategy[Any]:
             optional = {f.encode_name: _value(f.type) for f in kind.fields if not f.required}
             brief = {name: _BRIEF[name] for name in optional.keys() & _BRIEF.keys()}
             known = st.fixed_dictionaries(required | brief)
-            names = st.lists(st.sampled_from(sorted(optional)), max_size=4) if optional else st.just([])
-            some = names.flatmap(lambda picked: st.fixed_dictionaries({n: optional[n] for n in picked}))
+            names = (
+                st.lists(st.sampled_from(sorted(optional)), max_size=4) if optional else st.just([])
+            )
+            some = names.flatmap(
+                lambda picked: st.fixed_dictionaries({n: optional[n] for n in picked})
+            )
             odd = st.dictionaries(_TEXTS, _ANY, max_size=1)
             return st.builds(lambda one, two, three: three | one | two, known, some, odd)
         case inspect.UnionType():

@@ -64,7 +64,9 @@ def request(method: bytes, path: str, headers: Sequence[bytes], body: bytes) -> 
     """headers: without Host, Connection and Content-Length, which are added."""
     length = b"Content-Length: %d" % len(body)
     lines = (b"Host: localhost", b"Connection: close", length, *headers)
-    return b"%s %s HTTP/1.1\r\n" % (method, path.encode()) + b"\r\n".join(lines) + b"\r\n\r\n" + body
+    return (
+        b"%s %s HTTP/1.1\r\n" % (method, path.encode()) + b"\r\n".join(lines) + b"\r\n\r\n" + body
+    )
 
 
 def requests(paths: Sequence[str], bodies: st.SearchStrategy[bytes]) -> st.SearchStrategy[Sent]:
@@ -103,7 +105,14 @@ def exchange(address: tuple[str, int], sent: Sent) -> list[Answer]:
     return _answers(bytes(received), is_head=sent.data.startswith(b"HEAD"))
 
 
-_SIZES = (b"%x", b"%x;ext=" + b"x" * 300, b"-%x", b"%xg", b"0000000000000000000000%x", b"ffffffffff%x")
+_SIZES = (
+    b"%x",
+    b"%x;ext=" + b"x" * 300,
+    b"-%x",
+    b"%xg",
+    b"0000000000000000000000%x",
+    b"ffffffffff%x",
+)
 
 
 def _chunked(path: str, body: bytes, size: bytes) -> bytes:

@@ -80,7 +80,9 @@ def messages(kind: Descriptor, words: Words, depth: int = MAX_DEPTH) -> st.Searc
     """
     fields = [_field(field, words, depth) for field in kind.fields]
     odd = _unknown_fields(kind)
-    parts = st.lists(st.sampled_from(fields).flatmap(_itself), max_size=6) if fields else st.just([])
+    parts = (
+        st.lists(st.sampled_from(fields).flatmap(_itself), max_size=6) if fields else st.just([])
+    )
     return st.builds(lambda known, extra: b"".join(known) + extra, parts, odd)
 
 
@@ -111,7 +113,9 @@ def _field(field: FieldDescriptor, words: Words, depth: int) -> st.SearchStrateg
     choices = [whole] * 8 + [st.just(other)]
     if field.is_repeated:
         counts = st.sampled_from((0, 2, 3, 17, 300))
-        choices += [st.builds(lambda one, count: one * min(count, _ENOUGH // (len(one) + 1)), whole, counts)] * 2
+        choices += [
+            st.builds(lambda one, count: one * min(count, _ENOUGH // (len(one) + 1)), whole, counts)
+        ] * 2
         if wire_type != _BYTES:
             packed = st.builds(
                 lambda values, count: delimited(number, b"".join(values) * count),
@@ -172,7 +176,10 @@ def _strings(field: FieldDescriptor, words: Words) -> st.SearchStrategy[bytes]:
         ids = st.lists(st.integers(-2, 300), max_size=8).map(
             lambda numbers: struct.pack(f"<{len(numbers)}i", *numbers)
         )
-        sized = st.builds(lambda byte, size: byte * size, st.sampled_from((b"\0", b"\7", b"\xff")),
-                          st.sampled_from(_SIZES))
+        sized = st.builds(
+            lambda byte, size: byte * size,
+            st.sampled_from((b"\0", b"\7", b"\xff")),
+            st.sampled_from(_SIZES),
+        )
         odd = ids | sized | st.binary(max_size=20)
     return st.one_of([odd, *[st.sampled_from(good)] * 3] if good else [odd])

@@ -66,9 +66,7 @@ def seeds(workers: Sequence[Description]) -> Seeds:
     prefill, decode = workers
     collector = types_pb2.WorkerIdentity(role="decode", incarnation=decode.identity.incarnation)
     hello = decode_pb2.SessionRequest(
-        hello=decode_pb2.SessionHello(
-            router=ROUTER, decode_incarnation=decode.identity.incarnation
-        )
+        hello=decode_pb2.SessionHello(router=ROUTER, decode_incarnation=decode.identity.incarnation)
     )
     here = decode_pb2.StartSequence(attempt=_attempt(0), max_unconfirmed=8)
     there = decode_pb2.StartSequence(

@@ -87,7 +87,9 @@ class Target:
 
     def _ask(self) -> Answer:
         # Long enough to be handed over.
-        answer = self.relay.generate("one two " * 150, options(max_tokens=12, temperature=1.0, seed=5))
+        answer = self.relay.generate(
+            "one two " * 150, options(max_tokens=12, temperature=1.0, seed=5)
+        )
         assert answer.accepted is not None
         answer.accepted.request_id = ""
         # How much of the prompt was still cached is nobody's promise.

@@ -31,8 +31,10 @@ def paths() -> tuple[str, ...]:
     app = HttpApp(Scripted(), CollectorRegistry())
     found = [route.path for route in app._router.routes if isinstance(route, Route)]
     assert "/v1/chat/completions" in found
-    return tuple(path.replace("{model:path}", "baton-tiny").replace("{", "").replace("}", "")
-                 for path in found)
+    return tuple(
+        path.replace("{model:path}", "baton-tiny").replace("{", "").replace("}", "")
+        for path in found
+    )
 
 
 def kinds(kind: type[GenerationBody] = GenerationBody) -> Iterator[type[msgspec.Struct]]:
@@ -57,7 +59,9 @@ def test_every_kind_of_body_is_known() -> None:
 
 def _fuzz(target: Target, count: int, *, fixed: bool) -> None:
     address = split(target.relay.http.removeprefix("http://"), "http")
-    inputs = requests(paths(), st.one_of([bodies(kind) for kind in kinds()]) | st.binary(max_size=30))
+    inputs = requests(
+        paths(), st.one_of([bodies(kind) for kind in kinds()]) | st.binary(max_size=30)
+    )
 
     def one(sent: Sent) -> None:
         answers = exchange(address, sent)

@@ -1,4 +1,4 @@
-"""HTTP/2 as no client speaks it, on every gRPC port: connections end, processes and others do not."""
+"""HTTP/2 as no client speaks it, on every gRPC port: such connections end, nothing else does."""
 
 from __future__ import annotations
 

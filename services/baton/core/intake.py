@@ -77,3 +77,6 @@ class Intake:
             )
         for token_id, _ in attempt.sampling.logit_bias:
             self.check_token(token_id, "logit_bias")
+        # Below min_tokens the sampler bans these, row by row of one tensor.
+        for token_id in attempt.stop.stop_token_ids:
+            self.check_token(token_id, "stop_token_ids")
