@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -30,10 +31,13 @@ def send(
     channel: grpc.Channel, rpc: Rpc, messages: Sequence[bytes], timeout_s: float = OURS_S
 ) -> Outcome:
     """All messages, then the end of our half; reads the answer's end, or ENOUGH of it."""
+    call: Any
     if len(messages) == 1 and not rpc.sends_many:
-        call = channel.unary_stream(rpc.path)(messages[0], timeout=timeout_s)
+        one: Any = channel.unary_stream(rpc.path)
+        call = one(messages[0], timeout=timeout_s)
     else:
-        call = channel.stream_stream(rpc.path)(iter(messages), timeout=timeout_s)
+        many: Any = channel.stream_stream(rpc.path)
+        call = many(iter(messages), timeout=timeout_s)
     responses: list[bytes] = []
     enough = 1 if rpc.method == "Watch" else ENOUGH
     try:

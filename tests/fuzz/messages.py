@@ -139,10 +139,12 @@ def _payloads(
     if field.type == _F.TYPE_BOOL:
         return st.sampled_from((b"\0", b"\1", b"\2", varint(-1))), _VARINT
     if field.type == _F.TYPE_ENUM:
+        assert field.enum_type is not None
         known = [value.number for value in field.enum_type.values]
         numbers = st.sampled_from((*known, max(known) + 1, 99, -1, 2**31 - 1))
         return numbers.map(varint), _VARINT
     if field.type == _F.TYPE_MESSAGE:
+        assert field.message_type is not None
         inner = st.just(b"") if depth == 0 else messages(field.message_type, words, depth - 1)
         return inner.map(_with_length), _BYTES
     if field.type in (_F.TYPE_STRING, _F.TYPE_BYTES):

@@ -19,7 +19,7 @@ from tests.fuzz.http_bodies import bodies
 from tests.fuzz.http_requests import Answer, Sent, exchange, requests
 from tests.fuzz.runs import fuzz
 from tests.fuzz.target import Target
-from tests.services.router_http.scripted import Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted
 
 INPUTS = 500
 SLOW_INPUTS = 20_000
@@ -28,8 +28,8 @@ VALID = 200
 
 def paths() -> tuple[str, ...]:
     """Every route of the application, with something in place of its parameters."""
-    app = HttpApp(Scripted(), CollectorRegistry())
-    found = [route.path for route in app._router.routes if isinstance(route, Route)]
+    app = HttpApp(Scripted(), CollectorRegistry(), ANYONE)
+    found = [route.path for route in app.routes if isinstance(route, Route)]
     assert "/v1/chat/completions" in found
     return tuple(
         path.replace("{model:path}", "baton-tiny").replace("{", "").replace("}", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import grpc
 import pytest
@@ -32,12 +33,13 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(0)
 
 
-async def sent(channel: grpc.aio.Channel, path: str, *messages: bytes) -> grpc.aio.StreamStreamCall:
+async def sent(channel: grpc.aio.Channel, path: str, *messages: bytes) -> Any:
     async def requests() -> AsyncIterator[bytes]:
         for message in messages:
             yield message
 
-    call = channel.stream_stream(path)(requests(), timeout=WITHIN_S)
+    method: Any = channel.stream_stream(path)
+    call = method(requests(), timeout=WITHIN_S)
     with suppress(grpc.aio.AioRpcError):
         async for _ in call:
             pass
