@@ -29,11 +29,16 @@ def fuzz(
         max_examples=count,
         database=None,
         deadline=None,
-        phases=(Phase.generate,),
+        phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
     @given(inputs)
     def run(one: Input) -> None:
+        nonlocal sent
+        sent += 1
         body(one)
 
+    sent = 0
     run()
+    # Hypothesis stops early when it knows no more inputs, or throws too many away.
+    assert sent >= count, f"only {sent} of {count} inputs"
