@@ -23,6 +23,7 @@ def fuzz(
     """
     number = int(os.environ.get(SEED, "0" if fixed else str(secrets.randbits(32))))
     print(f"{SEED}={number}")
+    sent = 0
 
     @seed(number)
     @settings(
@@ -38,7 +39,6 @@ def fuzz(
         sent += 1
         body(one)
 
-    sent = 0
     run()
     # Hypothesis stops early when it knows no more inputs, or throws too many away.
     assert sent >= count, f"only {sent} of {count} inputs"

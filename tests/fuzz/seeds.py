@@ -141,44 +141,25 @@ def seeds(workers: Sequence[Description]) -> Seeds:
             tokenizer_pb2.EncodeInput(token_ids=IDS),
         ]
     )
-    return {
-        path: [[message.SerializeToString() for message in stream] for stream in streams]
-        for path, streams in _by_path(
+    by_path: Mapping[str, Sequence[Sequence[Message]]] = {
+        "/baton.v1.Decode/Session": (
             session,
+            session[:2],
             (hello, decode_pb2.SessionRequest(start=there)),
-            collect,
-            texts,
-            meet,
-            run,
-            give,
-            encode,
-            inference_pb2.GenerateRequest(text="hello", options=options),
-            inference_pb2.ChatRequest(messages=chat, options=options),
-        ).items()
-    }
-
-
-def _by_path(
-    session: Sequence[Message],
-    collecting_session: Sequence[Message],
-    collect: Sequence[Message],
-    texts: Sequence[Message],
-    meet: Message,
-    run: Message,
-    give: Message,
-    encode: Message,
-    generate: Message,
-    chat: Message,
-) -> dict[str, Sequence[Sequence[Message]]]:
-    return {
-        "/baton.v1.Decode/Session": (session, session[:2], collecting_session),
+        ),
         "/baton.v1.Handover/Collect": (collect,),
         "/baton.v1.Handover/Meet": ((meet,),),
         "/baton.v1.Detokenizer/Session": (texts,),
         "/baton.v1.Prefill/Run": ((run,), (give,)),
         "/baton.v1.Tokenizer/Encode": ((encode,),),
-        "/baton.v1.Inference/Generate": ((generate,),),
-        "/baton.v1.Inference/Chat": ((chat,),),
+        "/baton.v1.Inference/Generate": (
+            (inference_pb2.GenerateRequest(text="hello", options=options),),
+        ),
+        "/baton.v1.Inference/Chat": ((inference_pb2.ChatRequest(messages=chat, options=options),),),
+    }
+    return {
+        path: [[message.SerializeToString() for message in stream] for stream in streams]
+        for path, streams in by_path.items()
     }
 
 
