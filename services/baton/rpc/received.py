@@ -51,13 +51,17 @@ class Each:
     """Iterates over messages as they come. Raises InvalidArgument at one that is none."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
-        self._messages = aiter(messages)
+        self._messages = messages
+        # gRPC's iterator complains when it is made and then never asked.
+        self._open: AsyncIterator[Any] | None = None
 
     def __aiter__(self) -> Each:
         return self
 
     async def __anext__(self) -> Any:
-        return _checked(await anext(self._messages))
+        if self._open is None:
+            self._open = aiter(self._messages)
+        return _checked(await anext(self._open))
 
 
 def _checked(message: Any) -> Any:
