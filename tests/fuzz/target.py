@@ -23,7 +23,7 @@ from tests.fuzz.rpcs import served_at
 SETTLED_S = 40.0
 """A bound for liveness: what a hand-over nobody collects holds is freed after 10 s."""
 
-OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0))
+OPTIONS = (("grpc.max_send_message_length", -1),)
 
 
 @dataclass
