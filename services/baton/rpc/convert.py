@@ -229,13 +229,17 @@ def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
 
 
 def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") -> ChoiceTokens:
+    key = SequenceKey(message.request_id, message.choice, message.attempt)
     token_ids = token_ids_from_bytes(message.token_ids, f"{field}.token_ids")
+    # Nearly all are only that, and there is one for every token.
+    if not (message.logprobs or message.finish_reason or message.HasField("stop_token_id")):
+        return ChoiceTokens(key, message.position, token_ids)
     if message.logprobs and len(message.logprobs) != len(token_ids):
         raise InvalidArgument("must have one entry a token, or none", field=f"{field}.logprobs")
     return ChoiceTokens(
-        key=SequenceKey(message.request_id, message.choice, message.attempt),
-        position=message.position,
-        token_ids=token_ids,
+        key,
+        message.position,
+        token_ids,
         logprobs=tuple(_logprobs_from_proto(entry) for entry in message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason, f"{field}.finish_reason"),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
