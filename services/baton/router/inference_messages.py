@@ -94,11 +94,14 @@ def _request(
     )
 
 
-def event_to_proto(event: Event, *, return_token_ids: bool) -> pb.GenerationEvent:
+def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bool) -> None:
+    """Fills an empty message, in its place: there is one for every token."""
     match event:
+        case Delta():
+            _put_delta(event, message.delta, return_token_ids)
         case Accepted():
-            return pb.GenerationEvent(
-                accepted=pb.RequestAccepted(
+            message.accepted.CopyFrom(
+                pb.RequestAccepted(
                     request_id=event.request_id,
                     model=event.model,
                     prompt_tokens=event.prompt_tokens,
@@ -106,11 +109,9 @@ def event_to_proto(event: Event, *, return_token_ids: bool) -> pb.GenerationEven
                     prompt_token_ids=event.prompt_token_ids,
                 )
             )
-        case Delta():
-            return pb.GenerationEvent(delta=_delta_to_proto(event, return_token_ids))
         case Finished():
-            return pb.GenerationEvent(
-                finished=pb.RequestFinished(
+            message.finished.CopyFrom(
+                pb.RequestFinished(
                     prompt_tokens=event.prompt_tokens,
                     completion_tokens=event.completion_tokens,
                     cached_tokens=event.cached_tokens,
@@ -118,22 +119,23 @@ def event_to_proto(event: Event, *, return_token_ids: bool) -> pb.GenerationEven
             )
 
 
-def _delta_to_proto(delta: Delta, return_token_ids: bool) -> pb.ChoiceDelta:
-    return pb.ChoiceDelta(
-        choice=delta.choice,
-        text=delta.text,
-        token_ids=delta.token_ids if return_token_ids else (),
-        logprobs=[
-            pb.TextLogprobs(
-                token=_logprob_to_proto(entry.token),
-                top=[_logprob_to_proto(other) for other in entry.top],
-            )
-            for entry in delta.logprobs
-        ],
-        finish_reason=finish_reason_to_proto(delta.finish_reason),
-        stop_string=delta.stop_string,
-        stop_token_id=delta.stop_token_id,
-    )
+def _put_delta(delta: Delta, message: pb.ChoiceDelta, return_token_ids: bool) -> None:
+    message.SetInParent()
+    message.choice = delta.choice
+    message.text = delta.text
+    if return_token_ids:
+        message.token_ids.extend(delta.token_ids)
+    for entry in delta.logprobs:
+        message.logprobs.add(
+            token=_logprob_to_proto(entry.token),
+            top=[_logprob_to_proto(other) for other in entry.top],
+        )
+    if delta.finish_reason is not None:
+        message.finish_reason = finish_reason_to_proto(delta.finish_reason)
+    if delta.stop_string is not None:
+        message.stop_string = delta.stop_string
+    if delta.stop_token_id is not None:
+        message.stop_token_id = delta.stop_token_id
 
 
 def _logprob_to_proto(entry: TextLogprob) -> pb.TextLogprob:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -14,16 +14,16 @@ from baton.core.validation import REQUEST_RANGES
 from baton.router.grpc_door import CALLER
 from baton.router.inference_messages import (
     chat_from_proto,
-    event_to_proto,
     generate_from_proto,
     in_client_words,
     models_to_proto,
+    put_event,
 )
 from baton.router.pipeline import Pipeline
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
-Write = Callable[[pb.GenerationEvent], Awaitable[None]]
+Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -38,20 +38,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
-        async def write(event: pb.GenerationEvent) -> None:
-            await context.write(pb.GenerateResponse(event=event))
-
-        await self._answer(generate_from_proto(request, _deadline_s(context)), write)
+        asked = generate_from_proto(request, _deadline_s(context))
+        await self._answer(asked, pb.GenerateResponse, context.write)
 
     async def Chat(  # type: ignore[override]
         self,
         request: pb.ChatRequest,
         context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
     ) -> None:
-        async def write(event: pb.GenerationEvent) -> None:
-            await context.write(pb.ChatResponse(event=event))
-
-        await self._answer(chat_from_proto(request, _deadline_s(context)), write)
+        asked = chat_from_proto(request, _deadline_s(context))
+        await self._answer(asked, pb.ChatResponse, context.write)
 
     async def ListModels(
         self,
@@ -60,22 +56,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.ListModelsResponse:
         return models_to_proto(self._pipeline.models())
 
-    async def _answer(self, request: Request, write: Write) -> None:
+    async def _answer(
+        self,
+        request: Request,
+        new: Callable[[], Response],
+        write: Callable[[Response], Awaitable[None]],
+    ) -> None:
         try:
             stream = await self._pipeline.open(request.of(CALLER.get()))
             try:
                 async for event in stream:
-                    message = event_to_proto(event, return_token_ids=request.return_token_ids)
-                    await self._write(write, message)
+                    response = new()
+                    put_event(event, response.event, return_token_ids=request.return_token_ids)
+                    await self._write(write, response)
             finally:
                 await stream.aclose()
         except BatonError as error:
             raise in_client_words(error) from error
 
-    async def _write(self, write: Write, message: pb.GenerationEvent) -> None:
+    async def _write(
+        self, write: Callable[[Response], Awaitable[None]], response: Response
+    ) -> None:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await write(message)
+                await write(response)
         except TimeoutError:
             raise Cancelled("The client took nothing for too long.") from None
 
