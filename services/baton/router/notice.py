@@ -21,6 +21,9 @@ class Notice:
     async def wait(self, timeout_s: float | None = None) -> None:
         """Returns after the next `set`, or after timeout_s."""
         event = self._event
+        if timeout_s is None:
+            await event.wait()
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
