@@ -8,6 +8,7 @@ import logging
 import sys
 
 from baton.core.model import WorkerIdentity
+from baton.router import pacing
 from baton.router.config import RouterConfig
 from baton.router.exposure import warnings
 from baton.router.fleet import Fleet
@@ -105,6 +106,7 @@ async def serve(config: RouterConfig) -> int:
                 asyncio.create_task(Mover(fleet, metrics).run()),
                 asyncio.create_task(door.run()),
                 asyncio.create_task(replicas.run()),
+                asyncio.create_task(pacing.keep(pipeline.pace)),
             )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
             print(json.dumps(started), flush=True)

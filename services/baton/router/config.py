@@ -120,6 +120,12 @@ class RouterConfig(TlsOptions):
     max_unconfirmed: int = option(
         8, "positions decode runs ahead of text that may hold a stop string", minimum=1
     )
+    coalesce_above_cores: float = option(
+        0.6,
+        "CPU this router may use before it sends tokens of a stream together, at most a second's",
+        unit="cores",
+        minimum=0.01,
+    )
     reflection: bool = option(True, "serve gRPC reflection")
     drain_timeout_s: float = option(
         20.0, "longest time to finish on SIGTERM", unit="s", minimum=0.0

@@ -1,7 +1,8 @@
 """What a client reads of one request: Accepted, deltas, Finished. Knows no wire.
 
 There is no queue: whatever is new since the last event becomes one delta a choice when it is asked
-for. A slow reader gets fewer, larger deltas.
+for. A slow reader gets fewer, larger deltas, and so does everyone while the router is too busy to
+send each token by itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from baton.core.pace import Pace
 from baton.core.request import Accepted, Delta, Event, Finished
 from baton.router.relay import Relay
 
@@ -23,11 +25,14 @@ class EventStream(AsyncIterator[Event]):
         task: asyncio.Task[None],
         accepted: Accepted,
         on_first_token: Callable[[], None],
+        pace: Pace,
     ) -> None:
         self._relay = relay
         self._task = task
         self._events: deque[Event] = deque([accepted])
         self._on_first_token = on_first_token
+        self._pace = pace
+        self._told_at = 0.0
         self._began = False
         self._ended = False
 
@@ -44,6 +49,8 @@ class EventStream(AsyncIterator[Event]):
                 self._task.result()
                 return self._finished()
             await self._relay.news.wait()
+            if self._began and self._pace.interval_s:
+                await self._keep_apart()
         return self._events.popleft()
 
     async def aclose(self) -> None:
@@ -60,11 +67,19 @@ class EventStream(AsyncIterator[Event]):
             delta = text.take_delta()
             if delta is not None:
                 deltas.append(delta)
-        if deltas and not self._began:
-            self._began = True
-            self._on_first_token()
+        if deltas:
+            self._told_at = asyncio.get_running_loop().time()
+            if not self._began:
+                self._began = True
+                self._on_first_token()
         self._events.extend(deltas)
         return bool(deltas)
+
+    async def _keep_apart(self) -> None:
+        """Lets more tokens come for the next event. Neither the first waits nor the last."""
+        left = self._told_at + self._pace.interval_s - asyncio.get_running_loop().time()
+        if left > 0:
+            await asyncio.wait((self._task,), timeout=left)
 
     def _finished(self) -> Finished:
         journey = self._relay.journey

@@ -23,6 +23,7 @@ from baton.core.errors import (
 )
 from baton.core.journey import Journey
 from baton.core.model import ModelDescription
+from baton.core.pace import Pace
 from baton.core.refusal import Refusal
 from baton.core.request import Accepted, Request, StopParams
 from baton.core.routing import RoutingPolicy
@@ -66,6 +67,7 @@ class Pipeline:
             max_unconfirmed=config.max_unconfirmed,
         )
         self._guards = Guards.of(config)
+        self.pace = Pace(config.coalesce_above_cores)
         self._num_requests = 0
         self._leaving = False
         self._draining = False
@@ -129,7 +131,7 @@ class Pipeline:
         task.add_done_callback(ended)
         if self._cut:
             relay.fail(_left())
-        stream = EventStream(relay, task, accepted, observe_first_token)
+        stream = EventStream(relay, task, accepted, observe_first_token, self.pace)
         try:
             await held.placed.wait()
             if not held.was_placed and task.cancelled():

@@ -55,6 +55,23 @@ async def test_an_answer_is_the_models_own(world: World) -> None:
     await until(world.nothing_left)
 
 
+async def test_a_busy_router_sends_tokens_together_but_neither_end_of_an_answer_waits(
+    world: World,
+) -> None:
+    await world.start()
+    world.pipeline.pace.interval_s = 1e6
+    stream = await world.pipeline.open(REQUEST)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            deltas = [event async for event in stream if isinstance(event, Delta)]
+    finally:
+        await stream.aclose()
+    assert len(deltas) <= 2
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    await until(world.nothing_left)
+
+
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -1,0 +1,38 @@
+"""Events are kept apart only while the process is too busy, and never for long."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.pace import FIRST_S, LONGEST_S, Pace
+
+
+def test_with_time_to_spare_events_come_as_they_come() -> None:
+    pace = Pace(0.6)
+    for busy in (0.0, 0.3, 0.6):
+        pace.observe(busy)
+        assert pace.interval_s == 0.0
+
+
+def test_what_is_busy_keeps_them_apart_and_what_has_time_lets_them_together() -> None:
+    pace, intervals = Pace(0.6), []
+    for _ in range(6):
+        pace.observe(0.9)
+        intervals.append(pace.interval_s)
+    assert intervals == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
+    pace.observe(0.5)
+    assert pace.interval_s == 1.0, "near the limit nothing changes"
+    pace.observe(0.1)
+    assert pace.interval_s == 0.8
+
+
+@given(st.lists(st.floats(0, 4)))
+def test_it_is_bounded_and_ends(busy: list[float]) -> None:
+    pace = Pace(0.6)
+    for share in busy:
+        pace.observe(share)
+        assert pace.interval_s == 0.0 or FIRST_S <= pace.interval_s <= LONGEST_S
+    for _ in range(20):
+        pace.observe(0.0)
+    assert pace.interval_s == 0.0
