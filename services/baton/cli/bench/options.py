@@ -30,6 +30,7 @@ def add(kinds: Any) -> None:
     _overload(kinds)
     _fairness(kinds)
     _routing(kinds)
+    _router(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -257,6 +258,21 @@ def _routing(kinds: Any) -> None:
     )
     routing.add_argument("--tokens", type=int, default=100_000, metavar="N", help="of a prompt")
     routing.add_argument("--decisions", type=int, default=2000, metavar="N")
+def _router(kinds: Any) -> None:
+    router = _kind(
+        kinds,
+        "router",
+        "what the router adds to the first token's time, and its CPU time per token",
+        "About 2 minutes.",
+        plot=False,
+    )
+    router.add_argument(
+        "--requests", type=int, default=300, metavar="N", help="whose first token is timed"
+    )
+    router.add_argument("--streams", type=int, default=5000, metavar="N", help="at once, at most")
+    router.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="that streams are measured for"
+    )
 
 
 def _kind(
