@@ -25,7 +25,7 @@ from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, drive, request
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Bars, Report
 from baton.cli.bench.stalls import percentile
-from baton.cli.layout import APART, Layout, UpOptions, resolve_model
+from baton.cli.layout import Layout, UpOptions, resolve_model
 from baton.cli.ports import free_ports
 from baton.cli.results import Result, compared
 from baton.cli.supervisor import Supervisor
@@ -114,7 +114,6 @@ async def _measure(args: argparse.Namespace, model: str) -> tuple[Leaving, Leavi
         threads=args.threads,
         http_port=http_port,
         grpc_port=grpc_port,
-        local_prefill_tokens=APART,
     )
     ways = {"drained": signal.SIGTERM, "killed": signal.SIGKILL}
     loads = [

@@ -258,6 +258,8 @@ def _routing(kinds: Any) -> None:
     )
     routing.add_argument("--tokens", type=int, default=100_000, metavar="N", help="of a prompt")
     routing.add_argument("--decisions", type=int, default=2000, metavar="N")
+
+
 def _router(kinds: Any) -> None:
     router = _kind(
         kinds,
