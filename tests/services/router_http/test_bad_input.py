@@ -158,6 +158,7 @@ async def test_completions_name_the_field(
         b"[" * 100_000,
         b'{"extra": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"extra": NaN' + b"[" * 100_000,
+        b'{"\\ud800": NaN}',
         b'{"messages": []} trailing',
         b"\x00" * 100,
     ],

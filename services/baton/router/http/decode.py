@@ -25,6 +25,8 @@ _MISMATCH = re.compile(r"Expected `([a-z |]+)`")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r"`\$([\w.\[\]]*)`")
 _NON_FINITE = object()
+_NAME = re.compile(r"\w{1,64}", re.ASCII)
+"""What an error may repeat of a client's own names: others cannot always be said again in JSON."""
 
 
 def decode(
@@ -79,7 +81,7 @@ def _malformed(text: str) -> InvalidArgument:
         value = None
     if isinstance(value, dict):
         for name, part in value.items():
-            if _has_non_finite(part):
+            if _NAME.fullmatch(name) and _has_non_finite(part):
                 return InvalidArgument(f"{name} must be a finite number", field=name)
     return InvalidArgument("the body is not valid JSON")
 
