@@ -13,7 +13,7 @@ llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv bench-readers tables test-chaos test-slow chaos chaos-kv clean
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv bench-router tables test-chaos test-slow chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -90,14 +90,18 @@ bench-kv: install ## Measure the KV hand-over (about 4 minutes)
 	@$(BIN)/baton bench kv $(call figures,kv)
 	@$(BIN)/python scripts/tables.py
 
-bench-readers: install ## Measure what stalled readers and slow senders cost others (about 4 minutes)
-	@$(BIN)/baton bench readers --json docs/benchmarks/readers.json
-	@$(BIN)/python scripts/tables.py
+bench-router: install ## Measure overload, fairness, slow readers and the router's own cost (about half an hour)
+	@missed=0; for what in overload fairness readers router routing; do \
+		$(BIN)/baton bench $$what --json docs/benchmarks/$$what.json || missed=1; \
+	done; $(BIN)/python scripts/tables.py; exit $$missed
 
-chaos: install ## Kill, cut off and restart processes under load, and count (about half an hour)
+chaos: install ## Kill, stop, cut off and restart processes under load, and count (about half an hour)
 	@missed=0; for schedule in kills routers partitions rolling slow-links; do \
 		$(BIN)/baton chaos run --schedule $$schedule --json docs/benchmarks/chaos-$$schedule.json || missed=1; \
-	done; $(BIN)/python scripts/tables.py; exit $$missed
+	done; $(BIN)/baton chaos hang --json docs/benchmarks/chaos-hang.json || missed=1; \
+	$(BIN)/python scripts/tables.py; exit $$missed
+
+reliability: chaos bench-router ## Every figure of docs/reliability.md again
 
 chaos-kv: install ## Break hand-overs in every way and count (about half an hour)
 	@$(BIN)/baton chaos kv corruptions --json docs/benchmarks/chaos-kv-corruptions.json

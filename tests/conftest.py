@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import leaks
+
+# How long an example takes says nothing about what it tests.
+settings.register_profile("baton", deadline=None)
+settings.load_profile("baton")
 
 # Without a GPU, kernels run in Triton's interpreter. Triton decides when it is first imported, and
 # modules of any test may do that on their way: so this comes before all of them.

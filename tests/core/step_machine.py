@@ -113,4 +113,4 @@ class StepMachine(RuleBasedStateMachine):
         assert self.loop.scheduler.load.free_blocks == NUM_BLOCKS, "blocks leaked"
 
 
-PROFILE = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=40, stateful_step_count=50, derandomize=True)

@@ -221,7 +221,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(run.over for run in self.runs)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestAnyOrder = AnyOrder.TestCase
 
 

@@ -170,7 +170,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == self.pool.num_blocks
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
-)
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True)
 TestPool = PoolMachine.TestCase

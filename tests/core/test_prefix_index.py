@@ -148,7 +148,7 @@ class Index(RuleBasedStateMachine):
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def full(units: int, salt: int = 0) -> list[bytes]:

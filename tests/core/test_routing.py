@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.load import WorkerLoad, WorkerState
@@ -93,7 +93,6 @@ demands = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(demands, prefill_pools, decode_pools)
 def test_only_workers_that_can_run_it_are_picked(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
@@ -115,7 +114,6 @@ def test_only_workers_that_can_run_it_are_picked(
         assert decision.decode is not None or decision.prefill is None
 
 
-@settings(deadline=None)
 @given(demands, prefill_pools, decode_pools)
 def test_the_cheapest_wins_whatever_the_order(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
@@ -131,7 +129,6 @@ def test_the_cheapest_wins_whatever_the_order(
         assert costs[decision.decode] == min(of_decodes)
 
 
-@settings(deadline=None)
 @given(demands, prefill_pools, decode_pools)
 def test_every_candidate_has_a_fate(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]

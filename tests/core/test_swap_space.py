@@ -67,7 +67,7 @@ def test_the_check_finds_a_block_that_is_owned_twice() -> None:
         space.check()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(0, 9),
     st.integers(0, 9),

@@ -111,7 +111,7 @@ def tables(draw: st.DrawFn) -> list[Extents]:
     sinks=st.booleans(),
     lone_rows=st.sampled_from([None, 2, 3]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_steps_are_softmax_over_the_past(
     kernel: Kernel,
     exact: bool,

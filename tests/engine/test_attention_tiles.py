@@ -27,7 +27,7 @@ modes = st.sampled_from(["loose", "lone", "whole"])
 
 
 @given(first=st.integers(0, 300), count=st.integers(1, 200), mode=modes)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_row_is_in_one_tile_at_its_own_position(first: int, count: int, mode: str) -> None:
     tiles = cut(first, count, mode)
     rows = [row for tile in tiles for row in tile.rows() if row >= 0]
@@ -47,7 +47,7 @@ def test_every_row_is_in_one_tile_at_its_own_position(first: int, count: int, mo
 
 
 @given(position=st.integers(0, 300), other=st.integers(0, 20), window=st.integers(1, 90))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_an_exact_tile_reads_depends_on_its_positions_alone(
     position: int, other: int, window: int
 ) -> None:
@@ -66,7 +66,7 @@ def test_what_an_exact_tile_reads_depends_on_its_positions_alone(
     group=st.integers(1, 3),
     mode=modes,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_masks_show_each_position_its_past(
     first: int, count: int, window: int | None, group: int, mode: str
 ) -> None:

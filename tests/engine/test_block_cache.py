@@ -57,7 +57,7 @@ def test_the_payload_is_the_same_from_either_layout(dtype: str, device: str) -> 
     blocks=st.permutations(range(10)),
     span=st.tuples(st.integers(0, 159), st.integers(1, 160)).filter(lambda s: sum(s) <= 160),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_unpacking_writes_these_positions_and_no_others(
     blocks: list[int], span: tuple[int, int]
 ) -> None:

@@ -64,7 +64,7 @@ def dequantize(network: nn.Module) -> nn.Module:
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.floats(1e-20, 1e20), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rows_are_rounded_by_at_most_half_a_level(
     count: int, inputs: int, size: float, seed: int
 ) -> None:

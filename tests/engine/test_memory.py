@@ -38,7 +38,7 @@ def place_of(table: Extents, position: int, block_size: int = 16) -> int:
 
 
 @given(table=tables(), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_spans_are_the_places_of_positions(table: Extents, data: st.DataObject) -> None:
     covered = 16 * sum(count for _, count in table)
     first = data.draw(st.integers(0, covered - 1))
@@ -50,7 +50,7 @@ def test_spans_are_the_places_of_positions(table: Extents, data: st.DataObject) 
 
 
 @given(table=tables(), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_inputs_are_the_rows_of_all_chunks(table: Extents, data: st.DataObject) -> None:
     covered = 16 * sum(count for _, count in table)
     first = data.draw(st.integers(0, covered - 1))

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 @given(rows=st.integers(0, 600), sizes=st.frozensets(st.sampled_from([1, 2, 8, 48, 256])))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_only_proven_sizes_are_computed(rows: int, sizes: frozenset[int]) -> None:
     proven = sizes | {16}
     seen = set()

@@ -46,7 +46,7 @@ def table_of(tensors: StepTensors, chunk: int) -> list[int]:
 
 
 @given(plan=plans(), tile=st.sampled_from((1, 5, 16)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_row_and_tile_is_its_chunks_own(plan: StepPlan, tile: int) -> None:
     builder = StepBuilder(16, tile, CPU)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_every_row_and_tile_is_its_chunks_own(plan: StepPlan, tile: int) -> None
 
 
 @given(plan=plans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_tensor_begins_where_triton_expects_it(plan: StepPlan) -> None:
     tensors = StepBuilder(16, 4, CPU).build(plan)
     base = tensors.token_ids.data_ptr()

@@ -29,7 +29,6 @@ def fuzz(
     @settings(
         max_examples=count,
         database=None,
-        deadline=None,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )

@@ -82,7 +82,7 @@ class RingMachine(RuleBasedStateMachine):
         self.ring.close()
 
 
-RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRing = RingMachine.TestCase
 
 

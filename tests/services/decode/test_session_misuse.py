@@ -85,9 +85,7 @@ async def test_a_malformed_start_ends_nothing_but_itself(name: str) -> None:
         assert await end.ended(one) == reference(one)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_a_start_holds_the_stream_stays(data: st.DataObject) -> None:
     ids = st.one_of(st.binary(max_size=12), st.just(b"\5\0\0\0\6\0\0\0"))

@@ -185,6 +185,7 @@ async def test_prefill_dies_after_its_kv_was_collected(world: World) -> None:
 @pytest.mark.parametrize("stop", ["", TEXT[90:94]])
 async def test_the_detokenizer_dies(world: World, stop: str) -> None:
     await world.start(detokenizers=2)
+    world.decodes[0].step_s = 0.01
     request = replace(REQUEST, sampling=SamplingParams(top_logprobs=2))
     expected, text = EXPECTED, TEXT
     if stop:

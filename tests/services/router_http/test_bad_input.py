@@ -273,9 +273,7 @@ names = st.sampled_from(
 )
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fields=st.dictionaries(names, values, max_size=6),
     start=st.fixed_dictionaries({"messages": messages, "prompt": values}),
@@ -293,9 +291,7 @@ async def test_any_json_object_gets_an_answer_or_a_client_error(
         assert response.json().keys() & {"choices", "error"}
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=200))
 async def test_any_bytes_get_a_client_error(http: httpx.AsyncClient, body: bytes) -> None:
     status, _ = await refusal(http, CHAT, body)
