@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.core.attempt import Logprobs
+from baton.core.prompt_logprobs import PromptLogprobs
 from baton.core.request import SamplingParams
 
 Extents = tuple[tuple[int, int], ...]
@@ -31,7 +32,8 @@ class SampleRow(NamedTuple):
     choice and position (output position of the drawn token) key the random number together with
     params.seed. banned: tokens that must not be drawn (end tokens before min_tokens). history:
     prompt and output so far, given only when params.needs_history; its first num_prompt_tokens are
-    the prompt.
+    the prompt. allowed: a bit for each token id that may be drawn, least significant first (ids
+    behind its end may not), or empty: all may. What is not allowed is banned.
     """
 
     sequence_id: int
@@ -41,6 +43,15 @@ class SampleRow(NamedTuple):
     banned: tuple[int, ...] = ()
     history: Sequence[int] = ()
     num_prompt_tokens: int = 0
+    allowed: bytes = b""
+
+
+class Scored(NamedTuple):
+    """Tokens of a prompt whose log-probabilities are wanted: tokens[i] comes behind a chunk's i-th
+    position. num_top: how many alternatives to tell with each."""
+
+    tokens: Sequence[int]
+    num_top: int
 
 
 class Chunk(NamedTuple):
@@ -48,7 +59,8 @@ class Chunk(NamedTuple):
 
     token_ids are the inputs at positions first_position, first_position + 1, …; extents cover all
     positions up to the last one. samples is empty unless the last position's logits are needed; a
-    prompt with n choices has n samples. sequence_id is local to the worker.
+    prompt with n choices has n samples. scored: set when tokens of the prompt are; none of them
+    lies behind the last position of a chunk with samples. sequence_id is local to the worker.
     """
 
     sequence_id: int
@@ -56,10 +68,17 @@ class Chunk(NamedTuple):
     first_position: int
     extents: Extents
     samples: tuple[SampleRow, ...] = ()
+    scored: Scored | None = None
 
     @property
     def end_position(self) -> int:
         return self.first_position + len(self.token_ids)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Positions, counted from the chunk's first one, whose logits are needed, in order."""
+        rows = [] if self.scored is None else list(range(len(self.scored.tokens)))
+        return [*rows, len(self.token_ids) - 1] if self.samples else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +132,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
+    @property
+    def scores(self) -> bool:
+        """Whether tokens of a prompt are scored."""
+        return any(chunk.scored is not None for chunk in self.chunks)
+
 
 class SampledToken(NamedTuple):
     """One drawn token, in the order of the plan's chunks and their samples."""
@@ -123,14 +147,24 @@ class SampledToken(NamedTuple):
     logprobs: Logprobs | None = None
 
 
+class ScoredTokens(NamedTuple):
+    """The entries that one chunk asked for, from the token behind its first position on."""
+
+    sequence_id: int
+    first_position: int
+    logprobs: PromptLogprobs
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step made. failed: sequences whose own inputs made sampling fail, with a reason.
 
-    swap_s: seconds that moving blocks to and from swap memory took.
+    swap_s: seconds that moving blocks to and from swap memory took. scored: one of each chunk that
+    asked for it.
     """
 
     step: int
     tokens: tuple[SampledToken, ...]
     failed: tuple[tuple[int, str], ...] = ()
     swap_s: float = 0.0
+    scored: tuple[ScoredTokens, ...] = ()

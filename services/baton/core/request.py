@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from baton.core.grammar import Grammar
+from baton.core.stages import StageTimes
 from baton.core.tenants import ANYONE, Tenant
 
 
@@ -15,6 +17,7 @@ class FinishReason(Enum):
     STOP = 1
     LENGTH = 2
     CANCELLED = 3
+    TOOL_CALLS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class SamplingParams:
     seed: int = 0
     top_logprobs: int | None = None
     """How many alternatives to report with each token's log-probability; None reports nothing."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; none named: all may."""
 
     @property
     def greedy(self) -> bool:
@@ -60,11 +65,54 @@ class StopParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant made. arguments: JSON text, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    tool_calls and reasoning: of an assistant. tool_call_id: the call that a tool's message answers.
+    name: who speaks, where several have one role, or which tool.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. parameters: a JSON schema as text; empty: none."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+
+
+class ToolUse(Enum):
+    """Whether an answer calls tools."""
+
+    NONE = 1
+    AUTO = 2
+    REQUIRED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """name: the one tool to call, with REQUIRED only; empty: any."""
+
+    use: ToolUse = ToolUse.AUTO
+    name: str = ""
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +128,16 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """template_kwargs: more variables of the chat template, a JSON object as text, or empty.
+    template: a template instead of the model's own, where the operator allows it, or empty."""
+
     messages: tuple[Message, ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_kwargs: str = ""
+    template: str = ""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -92,8 +147,12 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 class Request:
     """A validated request, as every public entry hands it to the router's pipeline.
 
-    max_tokens: None means up to the model's context. seed: None means the router draws one (then
-    `sampling.seed` is not looked at). deadline_s: seconds from arrival, or None.
+    max_tokens: None means up to the model's context; 0 that only what is asked of the prompt is
+    told. echo: tell the prompt's text. prompt_logprobs: how many alternatives to tell with the
+    log-probability of each of the prompt's tokens; None tells none. truncate_prompt_tokens: keep at
+    most so many of the prompt's tokens, those at its end unless truncation_side is "right"; -1: as
+    many as leave room for the output. seed: None means the router
+    draws one (then `sampling.seed` is not looked at). deadline_s: seconds from arrival, or None.
     """
 
     prompt: Prompt
@@ -113,6 +172,11 @@ class Request:
     deadline_s: float | None = None
     tenant: Tenant = ANYONE
     cache_salt: bytes = b""
+    grammar: Grammar | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
 
     def of(self, tenant: Tenant) -> Request:
         """The same request, of whoever was found to have sent it. Asked once, at the edge."""
@@ -146,11 +210,30 @@ class Accepted:
     seed: int
     prompt_token_ids: tuple[int, ...] = ()
     """Only when token ids were asked for."""
+    prompt_text: str = ""
+    """Only when it was asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One of each of the prompt's tokens, when asked for. The first one's number says nothing, as
+    nothing comes before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of one call. id and name come once, with the first delta of an index; arguments are JSON
+    text that follows what was sent before."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """More of one choice. `text` is whole characters that follow what was sent before.
+
+    Of a chat, what the model thinks aloud is in `reasoning` and its calls are in `tool_calls`
+    instead of in `text`.
 
     token_ids are filled always; entries drop them when the client did not ask. Text may lag behind
     tokens (held back for a stop string or an unfinished character). finish_reason is set on the
@@ -164,6 +247,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     stop_token_id: int | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +258,10 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    stages: StageTimes | None = None
+    """Unless the operator wants it not told."""
+    reasoning_tokens: int = 0
+    """How many of the completion's were reasoning."""
 
 
 Event = Accepted | Delta | Finished

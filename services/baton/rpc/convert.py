@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 from baton.core.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import BatonError, InvalidArgument, Reason, from_reason
-from baton.core.model import DTYPE_BYTES, KvLayout, ModelDescription, WorkerIdentity
+from baton.core.grammar import Grammar, GrammarKind
+from baton.core.model import DTYPE_BYTES, AnswerFormat, KvLayout, ModelDescription, WorkerIdentity
+from baton.core.prompt_logprobs import PromptLogprobs
 from baton.core.request import FinishReason, SamplingParams, StopParams
 from baton.v1 import types_pb2 as pb
 
@@ -50,6 +52,9 @@ def token_ids_to_bytes(token_ids: Sequence[int]) -> bytes:
 
 def token_ids_from_bytes(data: bytes, field: str) -> tuple[int, ...]:
     """The inverse. Raises InvalidArgument for a broken length or a negative id."""
+    # Nearly always it is one: what a step made for a sequence.
+    if len(data) == 4 and data[3] < 0x80:
+        return (int.from_bytes(data, "little"),)
     if len(data) % 4:
         raise InvalidArgument("must be int32 values: its length is no multiple of 4", field=field)
     ids = array("i", data)
@@ -95,6 +100,7 @@ def model_to_proto(model: ModelDescription) -> pb.ModelDescription:
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         tokenizer_digest=model.tokenizer_digest,
+        answer_format=_answer_format_to_proto(model.answer_format),
     )
 
 
@@ -106,7 +112,21 @@ def model_from_proto(message: pb.ModelDescription) -> ModelDescription:
         vocab_size=message.vocab_size,
         eos_token_ids=tuple(message.eos_token_ids),
         tokenizer_digest=message.tokenizer_digest,
+        answer_format=_answer_format_from_proto(message.answer_format),
     )
+
+
+def _answer_format_to_proto(answers: AnswerFormat) -> pb.AnswerFormat:
+    return pb.AnswerFormat(
+        tools=answers.tools,
+        reasoning=answers.reasoning,
+        markers=[pb.MarkerToken(text=text, token_id=token) for text, token in answers.markers],
+    )
+
+
+def _answer_format_from_proto(message: pb.AnswerFormat) -> AnswerFormat:
+    markers = tuple((marker.text, marker.token_id) for marker in message.markers)
+    return AnswerFormat(message.tools, message.reasoning, markers)
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
@@ -114,6 +134,7 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     return pb.SamplingParams(
         **{name: getattr(params, name) for name in _SAMPLING_FIELDS},
         logit_bias=[pb.LogitBias(token_id=t, bias=bias) for t, bias in params.logit_bias],
+        allowed_token_ids=params.allowed_token_ids,
     )
 
 
@@ -128,7 +149,8 @@ def sampling_from_proto(message: pb.SamplingParams, field: str = "sampling") -> 
     bias = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
     if not all(math.isfinite(value) for _, value in bias):
         raise InvalidArgument("must hold finite numbers", field=f"{field}.logit_bias")
-    return SamplingParams(**given, logit_bias=bias)
+    allowed = tuple(message.allowed_token_ids)
+    return SamplingParams(**given, logit_bias=bias, allowed_token_ids=allowed)
 
 
 def stop_to_proto(stop: StopParams) -> pb.StopParams:
@@ -171,6 +193,8 @@ def attempt_to_proto(attempt: Attempt) -> pb.Attempt:
         traceparent=attempt.traceparent,
         tenant=attempt.tenant,
         weight=attempt.weight,
+        prompt_logprobs=attempt.prompt_logprobs,
+        grammar=None if attempt.grammar is None else grammar_to_proto(attempt.grammar),
     )
 
 
@@ -203,6 +227,12 @@ def attempt_from_proto(message: pb.Attempt) -> Attempt:
         traceparent=message.traceparent,
         tenant=message.tenant,
         weight=_weight_from_proto(message.weight),
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=(
+            grammar_from_proto(message.grammar, "attempt.grammar")
+            if message.HasField("grammar")
+            else None
+        ),
     )
 
 
@@ -213,6 +243,17 @@ def _weight_from_proto(weight: float) -> float:
     if not 1e-3 <= weight <= 1e3:
         raise InvalidArgument("must be from 0.001 to 1000", field="attempt.weight")
     return weight
+
+
+def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(kind=_GRAMMAR_TO_PROTO[grammar.kind], text=grammar.text)
+
+
+def grammar_from_proto(message: pb.Grammar, field: str) -> Grammar:
+    """Raises InvalidArgument for a kind that this version does not know."""
+    if message.kind not in _GRAMMAR_FROM_PROTO:
+        raise InvalidArgument(f"has no value {message.kind:d}", field=f"{field}.kind")
+    return Grammar(_GRAMMAR_FROM_PROTO[message.kind], message.text)
 
 
 def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
@@ -244,6 +285,20 @@ def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") ->
         finish_reason=finish_reason_from_proto(message.finish_reason, f"{field}.finish_reason"),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
+
+
+def prompt_logprobs_to_proto(told: PromptLogprobs | None) -> pb.PromptLogprobs | None:
+    if told is None:
+        return None
+    return pb.PromptLogprobs(num_top=told.num_top, own=told.own, top_ids=told.top_ids, top=told.top)
+
+
+def prompt_logprobs_from_proto(message: pb.PromptLogprobs) -> PromptLogprobs:
+    """Raises InvalidArgument where lengths do not fit each other."""
+    told = PromptLogprobs(message.num_top, message.own, message.top_ids, message.top)
+    if not told.fits:
+        raise InvalidArgument("must have as many of each", field="prompt_logprobs")
+    return told
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
@@ -297,6 +352,10 @@ _FINISH_TO_PROTO = {
     reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 _FINISH_FROM_PROTO = {value: reason for reason, value in _FINISH_TO_PROTO.items()}
+_GRAMMAR_TO_PROTO = {
+    kind: pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind
+}
+_GRAMMAR_FROM_PROTO = {value: kind for kind, value in _GRAMMAR_TO_PROTO.items()}
 _REASON_TO_PROTO = {
     reason: pb.ErrorReason.Value(f"ERROR_REASON_{reason.name}") for reason in Reason
 }

@@ -5,7 +5,13 @@ from __future__ import annotations
 from hashlib import blake2b
 from pathlib import Path
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+"""All that tokenizer and detokenizer read."""
 
 
 def tokenizer_digest(folder: Path) -> str:

@@ -20,6 +20,9 @@ DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that carries a serialized google.rpc.Status."""
 
+_PASSING = (Reason.OVERLOADED, Reason.UNAVAILABLE)
+_DEFAULT_RETRY_S = 1.0
+
 _MAX_TEXT = 1024
 """Characters of a message or field that go on the wire: trailers have room for about 8 KiB."""
 
@@ -87,6 +90,16 @@ def grpc_code(error: BatonError) -> grpc.StatusCode:
 
 def http_status(error: BatonError) -> int:
     return TABLE[error.reason].http
+
+
+def with_hint(error: BatonError) -> BatonError:
+    """The same failure for a client: overload and absence pass, so it is told when to try again
+    even if nobody knows."""
+    if error.retry_after_s is not None or error.reason not in _PASSING:
+        return error
+    return from_reason(
+        error.reason, error.message, field=error.field, retry_after_s=_DEFAULT_RETRY_S
+    )
 
 
 def openai_error(error: BatonError) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-import uvloop
-
 from baton.core.errors import BatonError, InvalidArgument
+from baton.rpc.loop import Loop
 from baton.rpc.server import ProcessServer
 
 log = logging.getLogger(__name__)
@@ -45,14 +44,14 @@ def new_incarnation() -> str:
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
-    """Runs a process's main on uvloop and returns its exit code.
+    """Runs a process's main on a `Loop` and returns its exit code.
 
     A failure that `main` foresees becomes one line on stderr. With BATON_PARENT_PID set, the
     process does not outlive that parent.
     """
     die_with_parent()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=Loop) as runner:
             return runner.run(main)
     except BatonError as error:
         text = f"{error.field}: {error.message}" if error.field else error.message

@@ -87,6 +87,11 @@ REMOTE_PREFILL = Spec(
 LOCAL_PREFILL = Spec("baton_local_prefill_total", "Attempts whose KV their decode worker computed.")
 PROMPT_TOKENS = Spec("baton_prompt_tokens_total", "Prompt tokens of accepted requests.")
 CACHED_TOKENS = Spec("baton_cached_tokens_total", "Input tokens found in a prefix cache.")
+CACHE_LOOKUPS = Spec(
+    "baton_tokenizer_cache_lookups_total",
+    "Long texts looked up among encoded conversations.",
+    ("outcome",),
+)
 PREFILL_TOKENS = Spec("baton_prefill_tokens_total", "Input tokens whose KV was computed.")
 DECODE_TOKENS = Spec("baton_decode_tokens_total", "Output tokens sampled.")
 PREEMPTIONS = Spec(

@@ -46,6 +46,14 @@ def open_blocking_channel(target: str, ca: bytes | None = None) -> grpc.Channel:
     return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca or None), options=CLIENT)
 
 
+def open_client_channel(target: str, ca: bytes | None = None) -> grpc.aio.Channel:
+    """As `open_blocking_channel`, for the running event loop."""
+    if ca is None:
+        return grpc.aio.insecure_channel(target, options=CLIENT)
+    credentials = grpc.ssl_channel_credentials(ca or None)
+    return grpc.aio.secure_channel(target, credentials, options=CLIENT)
+
+
 class RenewingChannel(grpc.aio.Channel):
     """A channel whose calls begin with the certificate that is current then.
 

@@ -112,7 +112,6 @@ def description_to_proto(description: WorkerDescription) -> pb.WorkerDescription
         kv_bytes_per_position=description.kv_bytes_per_position,
         exact=description.exact,
         max_sequences=description.max_sequences,
-        step_tokens=description.step_tokens,
     )
 
 
@@ -128,7 +127,6 @@ def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
         kv_bytes_per_position=message.kv_bytes_per_position,
         exact=message.exact,
         max_sequences=message.max_sequences,
-        step_tokens=message.step_tokens,
     )
 
 

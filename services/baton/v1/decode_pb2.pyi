@@ -498,6 +498,7 @@ class SequenceStarted(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_US_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -508,6 +509,10 @@ class SequenceStarted(_message.Message):
     """KV bytes that came from the giver."""
     wait_us: _builtins.int
     """Time from StartSequence until the KV was complete, in microseconds."""
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Of the prompt's tokens, when asked for and computed here."""
+
     def __init__(
         self,
         *,
@@ -516,10 +521,11 @@ class SequenceStarted(_message.Message):
         cached_tokens: _builtins.int = ...,
         received_bytes: _builtins.int = ...,
         wait_us: _builtins.int = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "received_bytes", b"received_bytes", "request_id", b"request_id", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "prompt_logprobs", b"prompt_logprobs", "received_bytes", b"received_bytes", "request_id", b"request_id", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -93,8 +94,13 @@ class ChatRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model; empty means the only one served."""
+    template_kwargs: _builtins.str
+    """More variables of the chat template: a JSON object as text, or empty."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_tokenizer_pb2.ChatMessage]:
         """The messages in order; at least one."""
@@ -103,20 +109,158 @@ class ChatRequest(_message.Message):
     def options(self) -> Global___GenerationOptions:
         """Everything else."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Tool]:
+        """Functions that the model may call."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether it calls them. Default: as it likes."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         messages: _abc.Iterable[_tokenizer_pb2.ChatMessage] | None = ...,
         options: Global___GenerationOptions | None = ...,
+        tools: _abc.Iterable[_types_pb2.Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        template_kwargs: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "options", b"options"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "options", b"options", "template_kwargs", b"template_kwargs", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Whether an answer calls tools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Use:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _UseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ToolChoice._Use.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        USE_UNSPECIFIED: ToolChoice._Use.ValueType  # 0
+        """As the model likes."""
+        USE_NONE: ToolChoice._Use.ValueType  # 1
+        """No calls."""
+        USE_AUTO: ToolChoice._Use.ValueType  # 2
+        """As the model likes."""
+        USE_REQUIRED: ToolChoice._Use.ValueType  # 3
+        """At least one call."""
+
+    class Use(_Use, metaclass=_UseEnumTypeWrapper):
+        """The ways to choose."""
+
+    USE_UNSPECIFIED: ToolChoice.Use.ValueType  # 0
+    """As the model likes."""
+    USE_NONE: ToolChoice.Use.ValueType  # 1
+    """No calls."""
+    USE_AUTO: ToolChoice.Use.ValueType  # 2
+    """As the model likes."""
+    USE_REQUIRED: ToolChoice.Use.ValueType  # 3
+    """At least one call."""
+
+    USE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SINGLE_FIELD_NUMBER: _builtins.int
+    use: Global___ToolChoice.Use.ValueType
+    """How."""
+    name: _builtins.str
+    """The one tool to call, with USE_REQUIRED; empty: any."""
+    single: _builtins.bool
+    """At most one call."""
+    def __init__(
+        self,
+        *,
+        use: Global___ToolChoice.Use.ValueType = ...,
+        name: _builtins.str = ...,
+        single: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "single", b"single", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class StructuredOutput(_message.Message):
+    """The form that an answer has to have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    GBNF_FIELD_NUMBER: _builtins.int
+    json_object: _builtins.bool
+    """Any JSON object."""
+    json_schema: _builtins.str
+    """A JSON schema."""
+    regex: _builtins.str
+    """A regular expression that must match the whole answer."""
+    lark: _builtins.str
+    """A grammar in llguidance's dialect of Lark."""
+    gbnf: _builtins.str
+    """A grammar in llama.cpp's GBNF."""
+    @_builtins.property
+    def choice(self) -> Global___TextChoice:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_object: _builtins.bool = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choice: Global___TextChoice | None = ...,
+        lark: _builtins.str = ...,
+        gbnf: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+
+@_typing.final
+class TextChoice(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextChoice: _TypeAlias = TextChoice  # noqa: Y015
 
 @_typing.final
 class GenerationOptions(_message.Message):
@@ -130,6 +274,7 @@ class GenerationOptions(_message.Message):
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices, 1 to 16. Default 1."""
     return_token_ids: _builtins.bool
@@ -146,6 +291,10 @@ class GenerationOptions(_message.Message):
     def stop(self) -> _types_pb2.StopParams:
         """When to end."""
 
+    @_builtins.property
+    def structured_output(self) -> Global___StructuredOutput:
+        """The form that every choice has to have."""
+
     def __init__(
         self,
         *,
@@ -155,10 +304,11 @@ class GenerationOptions(_message.Message):
         return_token_ids: _builtins.bool = ...,
         keep_special_tokens: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "n", b"n", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "n", b"n", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "keep_special_tokens", b"keep_special_tokens", "n", b"n", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "keep_special_tokens", b"keep_special_tokens", "n", b"n", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -305,6 +455,8 @@ class ChoiceDelta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """The choice, 0-based."""
     text: _builtins.str
@@ -315,6 +467,8 @@ class ChoiceDelta(_message.Message):
     """The stop string that ended the choice, if one did."""
     stop_token_id: _builtins.int
     """The stop token that ended the choice, if one that the request named did."""
+    reasoning: _builtins.str
+    """What the model thinks aloud, apart from its answer."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its token ids, when asked for."""
@@ -322,6 +476,10 @@ class ChoiceDelta(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextLogprobs]:
         """One entry a token, when asked for."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """More of its calls of tools."""
 
     def __init__(
         self,
@@ -333,10 +491,12 @@ class ChoiceDelta(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         stop_string: _builtins.str | None = ...,
         stop_token_id: _builtins.int | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "reasoning", b"reasoning", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -348,6 +508,40 @@ class ChoiceDelta(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___ChoiceDelta: _TypeAlias = ChoiceDelta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """More of one call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which call of this choice, 0-based."""
+    id: _builtins.str
+    """Names the call; comes once."""
+    name: _builtins.str
+    """The tool; comes once."""
+    arguments: _builtins.str
+    """JSON text that follows what was sent before."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class TextLogprobs(_message.Message):
@@ -418,26 +612,150 @@ class RequestFinished(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Output tokens of all choices."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV came from a prefix cache."""
+    reasoning_tokens: _builtins.int
+    """Output tokens of a chat that were reasoning."""
+    @_builtins.property
+    def stages(self) -> Global___StageTimes:
+        """Where the time went and who served; absent when the operator wants it not told."""
+
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        stages: Global___StageTimes | None = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stages", b"stages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestFinished: _TypeAlias = RequestFinished  # noqa: Y015
+
+@_typing.final
+class StageTimes(_message.Message):
+    """Where a request's time went. It is in one stage at a time: the first eight add up to the total."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENIZE_US_FIELD_NUMBER: _builtins.int
+    TURN_US_FIELD_NUMBER: _builtins.int
+    PREFILL_QUEUE_US_FIELD_NUMBER: _builtins.int
+    PREFILL_US_FIELD_NUMBER: _builtins.int
+    NETWORK_US_FIELD_NUMBER: _builtins.int
+    HAND_OVER_US_FIELD_NUMBER: _builtins.int
+    DECODE_US_FIELD_NUMBER: _builtins.int
+    DETOKENIZE_US_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
+    TOTAL_US_FIELD_NUMBER: _builtins.int
+    PREFILL_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    tokenize_us: _builtins.int
+    """Until its prompt was encoded, in microseconds."""
+    turn_us: _builtins.int
+    """Waiting for its turn and for workers, in microseconds."""
+    prefill_queue_us: _builtins.int
+    """Waiting at prefill workers for the first step, as these say, in microseconds."""
+    prefill_us: _builtins.int
+    """Computing the input, in microseconds; where decode did it, its queue is counted here."""
+    network_us: _builtins.int
+    """The rest of the time until prefill had answered, in microseconds."""
+    hand_over_us: _builtins.int
+    """From the first token until decode had all KV, in microseconds."""
+    decode_us: _builtins.int
+    """Decoding, in microseconds."""
+    detokenize_us: _builtins.int
+    """From the last token to the last text, in microseconds."""
+    first_token_us: _builtins.int
+    """From arrival to the first text, in microseconds."""
+    total_us: _builtins.int
+    """From arrival to the last text, in microseconds."""
+    prefill_cached_tokens: _builtins.int
+    """Input tokens whose KV prefill workers had."""
+    decode_cached_tokens: _builtins.int
+    """Input tokens whose KV decode workers had."""
+    kv_bytes: _builtins.int
+    """KV that was handed over, in bytes."""
+    attempts: _builtins.int
+    """How often choices were started on workers."""
+    moves: _builtins.int
+    """How many of these went on with KV of another worker."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServingWorker]:
+        """Who served, in the order of their first use."""
+
+    def __init__(
+        self,
+        *,
+        tokenize_us: _builtins.int = ...,
+        turn_us: _builtins.int = ...,
+        prefill_queue_us: _builtins.int = ...,
+        prefill_us: _builtins.int = ...,
+        network_us: _builtins.int = ...,
+        hand_over_us: _builtins.int = ...,
+        decode_us: _builtins.int = ...,
+        detokenize_us: _builtins.int = ...,
+        first_token_us: _builtins.int = ...,
+        total_us: _builtins.int = ...,
+        prefill_cached_tokens: _builtins.int = ...,
+        decode_cached_tokens: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+        attempts: _builtins.int = ...,
+        moves: _builtins.int = ...,
+        workers: _abc.Iterable[Global___ServingWorker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_cached_tokens", b"decode_cached_tokens", "decode_us", b"decode_us", "detokenize_us", b"detokenize_us", "first_token_us", b"first_token_us", "hand_over_us", b"hand_over_us", "kv_bytes", b"kv_bytes", "moves", b"moves", "network_us", b"network_us", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_queue_us", b"prefill_queue_us", "prefill_us", b"prefill_us", "tokenize_us", b"tokenize_us", "total_us", b"total_us", "turn_us", b"turn_us", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageTimes: _TypeAlias = StageTimes  # noqa: Y015
+
+@_typing.final
+class ServingWorker(_message.Message):
+    """A worker that served a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """tokenizer, prefill, decode or detokenizer."""
+    incarnation: _builtins.str
+    """First 8 hex digits of its incarnation."""
+    address: _builtins.str
+    """host:port where routers reach it."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServingWorker: _TypeAlias = ServingWorker  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

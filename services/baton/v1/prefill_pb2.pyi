@@ -71,6 +71,7 @@ class RunResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Input tokens whose KV came from this worker's prefix cache."""
     queue_us: _builtins.int
@@ -81,6 +82,10 @@ class RunResponse(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChoiceTokens]:
         """One entry a choice, each with exactly one token."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Of the prompt's tokens, when asked for."""
+
     def __init__(
         self,
         *,
@@ -88,10 +93,11 @@ class RunResponse(_message.Message):
         cached_tokens: _builtins.int = ...,
         queue_us: _builtins.int = ...,
         prefill_us: _builtins.int = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "prefill_us", b"prefill_us", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

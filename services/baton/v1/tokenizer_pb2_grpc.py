@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TokenizerStub:
-    """Turns text into token ids. Stateless.
+    """Turns text into token ids. Keeps nothing that an answer depends on.
     """
 
     def __init__(self, channel):
@@ -40,6 +40,11 @@ class TokenizerStub:
                 request_serializer=baton_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
                 _registered_method=True)
+        self.Decode = channel.unary_unary(
+                '/baton.v1.Tokenizer/Decode',
+                request_serializer=baton_dot_v1_dot_tokenizer__pb2.DecodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_tokenizer__pb2.DecodeResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/baton.v1.Tokenizer/Describe',
                 request_serializer=baton_dot_v1_dot_tokenizer__pb2.DescribeRequest.SerializeToString,
@@ -48,11 +53,18 @@ class TokenizerStub:
 
 
 class TokenizerServicer:
-    """Turns text into token ids. Stateless.
+    """Turns text into token ids. Keeps nothing that an answer depends on.
     """
 
     def Encode(self, request, context):
         """Encodes a batch; each item succeeds or fails by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Decode(self, request, context):
+        """Decodes a batch of finished lists of ids; each item succeeds or fails by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +85,11 @@ def add_TokenizerServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_tokenizer__pb2.EncodeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_tokenizer__pb2.EncodeResponse.SerializeToString,
             ),
+            'Decode': grpc.unary_unary_rpc_method_handler(
+                    servicer.Decode,
+                    request_deserializer=baton_dot_v1_dot_tokenizer__pb2.DecodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_tokenizer__pb2.DecodeResponse.SerializeToString,
+            ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=baton_dot_v1_dot_tokenizer__pb2.DescribeRequest.FromString,
@@ -87,7 +104,7 @@ def add_TokenizerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Tokenizer:
-    """Turns text into token ids. Stateless.
+    """Turns text into token ids. Keeps nothing that an answer depends on.
     """
 
     @staticmethod
@@ -107,6 +124,33 @@ class Tokenizer:
             '/baton.v1.Tokenizer/Encode',
             baton_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
             baton_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Decode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Tokenizer/Decode',
+            baton_dot_v1_dot_tokenizer__pb2.DecodeRequest.SerializeToString,
+            baton_dot_v1_dot_tokenizer__pb2.DecodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The token limit or the model's context was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """Cancelled by the client or by its deadline."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
+    """The answer ends in calls of tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a choice ended."""
@@ -45,7 +47,41 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """The token limit or the model's context was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """Cancelled by the client or by its deadline."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
+"""The answer ends in calls of tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    """Never sent."""
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """A JSON schema."""
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 2
+    """A regular expression that must match the whole answer."""
+    GRAMMAR_KIND_LARK: _GrammarKind.ValueType  # 3
+    """llguidance's dialect of Lark."""
+    GRAMMAR_KIND_GBNF: _GrammarKind.ValueType  # 4
+    """llama.cpp's GBNF."""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper):
+    """What a grammar is written in."""
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+"""Never sent."""
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""A JSON schema."""
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 2
+"""A regular expression that must match the whole answer."""
+GRAMMAR_KIND_LARK: GrammarKind.ValueType  # 3
+"""llguidance's dialect of Lark."""
+GRAMMAR_KIND_GBNF: GrammarKind.ValueType  # 4
+"""llama.cpp's GBNF."""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
 
 class _ErrorReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -135,6 +171,7 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Softmax temperature; 0 is greedy. Default 1."""
     top_p: _builtins.float
@@ -157,6 +194,10 @@ class SamplingParams(_message.Message):
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added to the logits of single tokens."""
 
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only tokens that may be drawn; none: all may."""
+
     def __init__(
         self,
         *,
@@ -170,10 +211,11 @@ class SamplingParams(_message.Message):
         logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
         seed: _builtins.int | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -289,6 +331,32 @@ class StopParams(_message.Message):
 Global___StopParams: _TypeAlias = StopParams  # noqa: Y015
 
 @_typing.final
+class Grammar(_message.Message):
+    """A grammar that an answer has to follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___GrammarKind.ValueType
+    """What the text is."""
+    text: _builtins.str
+    """The grammar."""
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
 class TokenLogprobs(_message.Message):
     """Log-probabilities of one sampled token."""
 
@@ -397,6 +465,42 @@ class ChoiceTokens(_message.Message):
 Global___ChoiceTokens: _TypeAlias = ChoiceTokens  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of a prompt's own tokens, but for the first one, in order. Numbers are packed,
+    little-endian.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """Alternatives with every token."""
+    own: _builtins.bytes
+    """Natural logarithm of each token's probability, float32."""
+    top_ids: _builtins.bytes
+    """The most likely tokens at each place, best first, int32."""
+    top: _builtins.bytes
+    """Natural logarithms of their probabilities, float32."""
+    def __init__(
+        self,
+        *,
+        num_top: _builtins.int = ...,
+        own: _builtins.bytes = ...,
+        top_ids: _builtins.bytes = ...,
+        top: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_top", b"num_top", "own", b"own", "top", b"top", "top_ids", b"top_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class Error(_message.Message):
     """A failure of one request on a shared stream."""
 
@@ -472,6 +576,7 @@ class ModelDescription(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use."""
     digest: _builtins.str
@@ -486,6 +591,10 @@ class ModelDescription(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
 
+    @_builtins.property
+    def answer_format(self) -> Global___AnswerFormat:
+        """How its answers are written; only tokenizers tell."""
+
     def __init__(
         self,
         *,
@@ -495,14 +604,73 @@ class ModelDescription(_message.Message):
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokenizer_digest: _builtins.str = ...,
+        answer_format: Global___AnswerFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "digest", b"digest", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelDescription: _TypeAlias = ModelDescription  # noqa: Y015
+
+@_typing.final
+class AnswerFormat(_message.Message):
+    """How a model writes its answers, as far as its chat template tells."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    MARKERS_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """Name of the format of its calls of tools; empty: the template shows none."""
+    reasoning: _builtins.str
+    """Name of the format of its reasoning; empty: none."""
+    @_builtins.property
+    def markers(self) -> _containers.RepeatedCompositeFieldContainer[Global___MarkerToken]:
+        """Markers of any format that are one token of its vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        tools: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        markers: _abc.Iterable[Global___MarkerToken] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["markers", b"markers", "reasoning", b"reasoning", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerFormat: _TypeAlias = AnswerFormat  # noqa: Y015
+
+@_typing.final
+class MarkerToken(_message.Message):
+    """A text that is one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The text."""
+    token_id: _builtins.int
+    """The token."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkerToken: _TypeAlias = MarkerToken  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
@@ -573,6 +741,8 @@ class Attempt(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -593,6 +763,8 @@ class Attempt(_message.Message):
     """Who the request belongs to, for fair order between tenants; empty: nobody in particular."""
     weight: _builtins.float
     """The tenant's share of a busy worker, relative to other tenants'; 0 means 1."""
+    prompt_logprobs: _builtins.int
+    """How many alternatives to tell with the log-probability of each prompt token; absent: tell none."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The choices that run, all from the same input."""
@@ -604,6 +776,10 @@ class Attempt(_message.Message):
     @_builtins.property
     def stop(self) -> Global___StopParams:
         """When to end; max_tokens is set by the router. Counts all output, accepted tokens included."""
+
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """The grammar that every choice follows, if there is one."""
 
     def __init__(
         self,
@@ -621,11 +797,75 @@ class Attempt(_message.Message):
         traceparent: _builtins.str = ...,
         tenant: _builtins.str = ...,
         weight: _builtins.float = ...,
+        grammar: Global___Grammar | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+
+Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call that an assistant made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the call within its conversation."""
+    name: _builtins.str
+    """The tool."""
+    arguments: _builtins.str
+    """JSON text, as the model wrote it."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name."""
+    description: _builtins.str
+    """What it does, for the model."""
+    parameters: _builtins.str
+    """A JSON schema as text; empty: no parameters."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015

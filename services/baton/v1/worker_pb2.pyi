@@ -129,7 +129,6 @@ class WorkerDescription(_message.Message):
     KV_BYTES_PER_POSITION_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
-    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks of the pool."""
     block_size: _builtins.int
@@ -140,8 +139,6 @@ class WorkerDescription(_message.Message):
     """Whether it runs in exact mode."""
     max_sequences: _builtins.int
     """Sequences that may own blocks at once; 0: not known."""
-    step_tokens: _builtins.int
-    """Most prompt tokens that a step computes; 0: not known."""
     @_builtins.property
     def identity(self) -> _types_pb2.WorkerIdentity:
         """The process."""
@@ -170,11 +167,10 @@ class WorkerDescription(_message.Message):
         kv_bytes_per_position: _builtins.int = ...,
         exact: _builtins.bool = ...,
         max_sequences: _builtins.int = ...,
-        step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "exact", b"exact", "identity", b"identity", "kv_bytes_per_position", b"kv_bytes_per_position", "layout", b"layout", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "step_tokens", b"step_tokens", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "exact", b"exact", "identity", b"identity", "kv_bytes_per_position", b"kv_bytes_per_position", "layout", b"layout", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
