@@ -11,7 +11,7 @@ from functools import cache
 from baton.core.attempt import Attempt, SequenceKey
 from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, FirstTokens, Started, Tokens
+from baton.core.events import Event, FirstTokens, Planned, Started, Tokens
 from baton.core.loop import EngineLoop
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
@@ -179,10 +179,12 @@ def handed_over(one: Attempt, eos_every: int = 0) -> tuple[FirstTokens, bytes]:
     """What a prefill worker gives for an attempt: token 0 and the KV of every position."""
     loop = prefill_loop(256, eos_every=eos_every)
     loop.scheduler.add(one, 0.0, keep=True)
-    (first,) = [e for e in loop.step(1.0) if isinstance(e, FirstTokens)]
+    events = loop.step(1.0)
+    (planned,) = [e for e in events if isinstance(e, Planned)]
+    (first,) = [e for e in events if isinstance(e, FirstTokens)]
     count = len(one.token_ids)
     payload = bytearray(count * loop.runner.layout.bytes_per_position)
-    loop.runner.pack(loop.scheduler.extents(one.key), 0, count, memoryview(payload))
+    loop.runner.pack(planned.extents, 0, count, memoryview(payload))
     return first, bytes(payload)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -63,11 +63,13 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(sorted(TENANTS)), output=st.integers(1, 300))
     def open(self, tenant: str, output: int) -> None:
         wanted = ask(TENANTS[tenant], longest_output=output)
+        away = self.turned_away(tenant)
         try:
             grant = self.admission.open(wanted, NOWHERE, 100.0, self.now)
         except Refusal as refusal:
             self.told_when(refusal)
             return
+        assert not away, "it was turned away at a glance and would be let in"
         self.held.append(Held(grant, tenant, 1 + output))
 
     @precondition(lambda self: any(not held.settled for held in self.held))
@@ -110,6 +112,14 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert tenant.max_requests is None or len(own) <= tenant.max_requests
         if not self.held:
             assert self.admission.encoding == self.admission.unplaced == 0
+
+    def turned_away(self, tenant: str) -> bool:
+        try:
+            self.admission.glance(TENANTS[tenant], 0, NOWHERE, self.now)
+        except Refusal as refusal:
+            self.told_when(refusal)
+            return True
+        return False
 
     def told_when(self, refusal: Refusal) -> None:
         assert refusal.retry_after_s is not None
@@ -154,6 +164,47 @@ def test_who_would_wait_for_too_long_is_refused_and_told_to_come_later_the_longe
     assert [refusal.limit for refusal in refusals] == [Limit.WAIT, Limit.WAIT]
     first, second = (refusal.retry_after_s or 0.0 for refusal in refusals)
     assert second > 3 * first
+
+
+@given(
+    queued=st.lists(st.tuples(st.sampled_from(["free", "few"]), st.integers(1, 400)), max_size=6),
+    tenant=st.sampled_from(["free", "few"]),
+    priority=st.integers(-2, 2),
+    wanted=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    kv_tokens=st.none() | st.integers(0, 500),
+)
+def test_a_glance_refuses_nothing_that_would_be_let_in(
+    queued: list[tuple[str, int]],
+    tenant: str,
+    priority: int,
+    wanted: tuple[int, int],
+    kv_tokens: int | None,
+) -> None:
+    busy = waiting(1)
+    for name, tokens in queued:
+        busy._queue.add(Entry(None, name, 1.0, 0, tokens, 0.0))
+    outlook = Outlook(kv_tokens=kv_tokens)
+    asked = ask(TENANTS[tenant], priority=priority, least_tokens=wanted[0], most_tokens=400)
+    refused_anyway = False
+    try:
+        busy.glance(TENANTS[tenant], priority, outlook, 0.0)
+    except Refusal:
+        refused_anyway = True
+    try:
+        busy.open(replace(asked, longest_output=wanted[1]), outlook, 100.0, 0.0)
+    except Refusal:
+        return
+    assert not refused_anyway
+
+
+def test_at_a_glance_a_long_queue_turns_away_all_but_who_would_pass_it() -> None:
+    busy = waiting(1000)
+    with pytest.raises(Refusal) as caught:
+        busy.glance(TENANTS["free"], 0, NOWHERE, 0.0)
+    assert caught.value.limit is Limit.WAIT
+    busy.glance(TENANTS["free"], -1, NOWHERE, 0.0)
+    busy.glance(TENANTS["few"], 0, NOWHERE, 0.0)
+    assert busy.num_requests == busy.tokens == busy.encoding == 0
 
 
 def test_another_tenants_flood_is_not_waited_for() -> None:

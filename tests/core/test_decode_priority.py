@@ -196,6 +196,36 @@ def test_nothing_is_let_in_that_makes_steps_longer_than_the_target() -> None:
         assert not loop.scheduler.has_work, "one always runs, so all ended"
 
 
+def test_time_of_a_step_is_taken_from_the_less_important_too() -> None:
+    loop = targeted(0.0075)
+    lesser = [attempt(f"l{i}", size=4, seed=20 + i, max_tokens=20, priority=1) for i in range(8)]
+    for one in lesser:
+        loop.scheduler.add(one, 0.0)
+    outputs = Outputs().take(steps(loop, 3))
+    assert len(running(loop)) == 5, "as many as the target allows"
+    urgent = attempt("urgent", size=4, seed=40, max_tokens=20)
+    loop.scheduler.add(urgent, 0.0)
+    outputs.take(steps(loop, 2))
+    assert "urgent" in running(loop) and len(running(loop)) == 5
+    assert sum(loop.scheduler.preemptions.values()) == 1
+    outputs.take(run_out(loop))
+    for one in (*lesser, urgent):
+        assert outputs.of(one) == expected(one)
+
+
+def test_nobody_is_pushed_out_when_steps_would_be_too_long_all_the_same() -> None:
+    loop = targeted(0.0075)
+    for i in range(5):
+        one = attempt(f"r{i}", size=4, seed=20 + i, max_tokens=20, priority=i // 4)
+        loop.scheduler.add(one, 0.0)
+    steps(loop, 3)
+    assert len(running(loop)) == 5
+    loop.scheduler.add(attempt("long", size=4, seed=40, n=4, max_tokens=4), 0.0)
+    steps(loop, 2)
+    assert running(loop) == {f"r{i}" for i in range(5)} and not loop.scheduler.preemptions
+    run_out(loop)
+
+
 def test_chunks_are_cut_so_that_steps_stay_within_the_target() -> None:
     loop = targeted(0.012)
     loop.scheduler.add(attempt("runs", size=4, seed=20, max_tokens=60), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.drain_rate import DrainRate
+from baton.core.drain_rate import DOUBT, DrainRate
 
 
 def steady(drain: DrainRate, rate: float, seconds: float, start: float = 0.0) -> float:
@@ -30,6 +30,13 @@ def test_a_steady_queue_is_measured_and_a_change_is_learnt() -> None:
     assert drain.wait_s(500) == pytest.approx(0.5, rel=0.05)
     steady(drain, 100, 20, now)
     assert drain.tokens_per_s == pytest.approx(100, rel=0.25)
+
+
+def test_what_is_certain_is_less_than_what_is_foretold() -> None:
+    drain = DrainRate()
+    assert drain.least_wait_s(10**6) == 0.0
+    steady(drain, 1000, 20)
+    assert drain.least_wait_s(500) == pytest.approx(drain.wait_s(500) / DOUBT)
 
 
 def test_time_without_a_queue_does_not_count() -> None:

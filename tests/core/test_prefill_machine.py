@@ -9,6 +9,7 @@ from baton.core.attempt import Attempt, AttemptKey
 from baton.core.block_pool import BlockPool
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.loop import EngineLoop
+from baton.core.plan import Extents
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.core.scheduling import first_come, shortest_remaining
 from tests.core.attempts import BLOCK_SIZE, expected, handed_over, runner
@@ -33,7 +34,7 @@ class PrefillMachine(StepMachine):
         self.loop = EngineLoop(engine, scheduler)
         self.live: set[AttemptKey] = set()
         self.kept: set[AttemptKey] = set()
-        self.planned: set[AttemptKey] = set()
+        self.planned: dict[AttemptKey, Extents] = {}
         self.computed: dict[AttemptKey, int] = {}
 
     def budget(self) -> int:
@@ -75,7 +76,7 @@ class PrefillMachine(StepMachine):
             assert not isinstance(event, Failed)
             if isinstance(event, Planned):
                 assert event.key not in self.planned
-                self.planned.add(event.key)
+                self.planned[event.key] = event.extents
             elif isinstance(event, Computed) and event.key in self.live:
                 before = self.computed.get(event.key, event.cached)
                 assert event.key in self.planned and event.num_positions > before
@@ -98,8 +99,7 @@ class PrefillMachine(StepMachine):
     def holds_kv(self, key: AttemptKey, one: Attempt) -> None:
         _, kv = handed_over(one, EOS_EVERY)
         found = bytearray(len(kv))
-        extents = self.loop.scheduler.extents(key)
-        self.loop.runner.pack(extents, 0, len(one.token_ids), memoryview(found))
+        self.loop.runner.pack(self.planned[key], 0, len(one.token_ids), memoryview(found))
         assert found == kv
 
     def teardown(self) -> None:

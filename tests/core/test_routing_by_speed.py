@@ -50,6 +50,23 @@ def test_what_is_cached_is_no_work() -> None:
         assert picked.decode.incarnation == expected
 
 
+@pytest.mark.parametrize(("rate", "running", "expected"), [(0.0, 0, 0), (1e9, 0, 0), (1e9, 4, 1)])
+def test_kv_that_decode_has_need_not_travel(rate: float, running: int, expected: int) -> None:
+    """Among equals the one that has the prefix collects; a busier one does not."""
+    speed = replace(SPEED, link_bytes_per_s=rate)
+    prefills = PoolView([measured("p", "prefill")])
+    decodes = [
+        replace(measured(name, speed=speed, free_blocks=1000), number=i, kv_bytes_per_position=9999)
+        for i, name in enumerate(("a", "b"))
+    ]
+    decodes[0] = replace(decodes[0], load=replace(decodes[0].load, running_sequences=running))
+    for number in range(20):
+        demand = replace(DEMAND, request_id=str(number), input_tokens=4096)
+        picked = decide(demand, prefills, PoolView(decodes, Overlap(((8, 1),))), RoutingPolicy(0))
+        assert picked.prefill is not None
+        assert picked.decode == decodes[expected].identity
+
+
 def test_a_short_rest_of_a_long_prompt_is_prefilled_on_decode() -> None:
     demand = replace(DEMAND, input_tokens=8 * 64 + 32)
     decodes = [replace(worker("d"), number=3)]

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
+from baton.core.grammar import Grammar
 from baton.core.request import FinishReason, StopParams
 from baton.core.stops import StopRule
 from tests.core.attempts import attempt
+from tests.core.grammars import ANY
 
 EOS = (2, 3)
 
 
-def rule(max_model_len: int = 100, **stop: Any) -> StopRule:
+def rule(max_model_len: int = 100, *, grammar: Grammar | None = None, **stop: Any) -> StopRule:
     """Over a prompt of 10 tokens and, if nothing else is said, at most 5 more."""
     params = StopParams(**{"max_tokens": 5, **stop})
-    return StopRule(replace(attempt(size=10), stop=params), EOS, max_model_len)
+    asked = replace(attempt(size=10), stop=params, grammar=grammar)
+    return StopRule(asked, EOS, max_model_len)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,15 @@ def test_end_tokens_are_banned_before_min_tokens() -> None:
     assert one.banned(0) == one.banned(1) == (2, 3, 7)
     assert one.banned(2) == ()
     assert rule(min_tokens=2, ignore_eos=True).banned(0) == ()
+
+
+def test_end_tokens_always_end_what_follows_a_grammar() -> None:
+    """Ignored ones are banned instead, which holds until nothing else can be drawn."""
+    one = rule(grammar=ANY, ignore_eos=True, min_tokens=2, stop_token_ids=(3, 7))
+    assert one.ends(0, 2) == (FinishReason.STOP, 2)
+    assert set(one.banned(1)) == {2, 3, 7}
+    assert one.banned(2) == (2,)
+    assert rule(grammar=ANY).banned(0) == ()
 
 
 def test_the_most_positions_a_choice_can_have() -> None:

@@ -84,6 +84,9 @@ def test_numbers_that_are_not_finite_are_refused(field: str, value: float) -> No
         ("max_tokens", [None, 1, 2**31 - 1], [0, -5, 2**31]),
         ("min_tokens", [0, 7], [-1, 2**31]),
         ("seed", [None, 0, 2**64 - 1], [-1, 2**64]),
+        ("prompt_logprobs", [None, 0, 20], [-1, 21]),
+        ("truncate_prompt_tokens", [None, -1, 1, 2**31 - 1], [0, -2, 2**31]),
+        ("truncation_side", ["left", "right"], ["", "both"]),
         ("priority", [-(2**31), 0, 2**31 - 1], [2**31, -(2**31) - 1]),
         ("deadline_s", [None, 0.5], [0.0, -1.0, math.nan, math.inf]),
     ],
@@ -100,7 +103,14 @@ def test_every_range_is_tested_above() -> None:
         *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "top_logprobs"),
         *("n", "max_tokens", "min_tokens", "seed", "priority", "deadline_s"),
+        *("prompt_logprobs", "truncate_prompt_tokens"),
     }
+
+
+def test_nothing_is_generated_only_where_something_is_asked_of_the_prompt() -> None:
+    validate(replace(GOOD, max_tokens=0, echo=True))
+    validate(replace(GOOD, max_tokens=0, prompt_logprobs=0))
+    assert refused(replace(GOOD, max_tokens=0)) == "max_tokens"
 
 
 def test_min_tokens_may_equal_but_not_exceed_max_tokens() -> None:
@@ -178,7 +188,8 @@ def test_conversations_are_refused(request_: Request, field: str) -> None:
 
 
 def test_conversations_pass() -> None:
-    validate(chat(Message("system", ""), USER, Message("assistant", "hi"), Message("tool", "1")))
+    tool = Message("tool", "1", tool_call_id="c")
+    validate(chat(Message("system", ""), USER, Message("assistant", "hi"), tool))
     validate(
         chat(
             USER,

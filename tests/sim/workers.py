@@ -5,7 +5,8 @@ Only engines (`engine`), hand-overs (`kv`) and encoding are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,18 +18,22 @@ from baton.core.decode_scheduler import DecodePolicy
 from baton.core.events import Event
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.request import Prompt, TokenPrompt
+from baton.core.request import TokenPrompt
+from baton.core.speed import WorkerSpeed
 from baton.decode.begin import Beginner
 from baton.decode.departures import Departures
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.detokenizer.servicer import DetokenizerServicer
 from baton.detokenizer.vocabulary import Vocabulary
+from baton.grammar.book import GrammarBook
+from baton.grammar.checker import Checker
 from baton.prefill.service import PrefillService
 from baton.prefill.servicer import PrefillServicer
 from baton.rpc.lifecycle import new_incarnation
 from baton.rpc.worker import WorkerServicer
-from baton.tokenizer.encoder import Encoded
+from baton.tokenizer.encoder import Asked, Encoded
+from baton.tokenizer.lanes import Lanes
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1 import decode_pb2_grpc, detokenizer_pb2_grpc, prefill_pb2_grpc, tokenizer_pb2_grpc
 from baton.v1.worker_pb2_grpc import add_WorkerServicer_to_server
@@ -63,7 +68,8 @@ def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
         _Encoder(),  # type: ignore[arg-type]
         model,
         lambda: identity,
-        _AtOnce(),
+        Lanes(_AtOnce(), 1),
+        Checker(Path(), (), cpu_s=1.0, num_processes=1),
         max_waiting_bytes=1 << 20,
     )
     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(servicer, host.handlers)
@@ -93,7 +99,7 @@ def start_prefill(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     made: list[PrefillService] = []
     engine: Any = SimEngine(host, loop, lambda events: made[0].deliver(events), step_s)
     giver: Any = SimGiver(host, kv)
-    service = PrefillService(engine, giver, handover_timeout_s=HANDOVER_S)
+    service = PrefillService(engine, giver, GrammarBook(None), handover_timeout_s=HANDOVER_S)
     made.append(service)
     identity = WorkerIdentity("prefill", new_incarnation(), host.address)
     servicer = PrefillServicer(service, identity.incarnation)
@@ -114,7 +120,7 @@ def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     giver: Any = SimGiver(host, kv)
     service = DecodeService(
         engine,
-        Beginner(engine, collector, handover_timeout_s=HANDOVER_S),
+        Beginner(engine, collector, GrammarBook(None), handover_timeout_s=HANDOVER_S),
         Departures(engine, giver, handover_timeout_s=HANDOVER_S),
         resume_window_s=RESUME_S,
     )
@@ -158,9 +164,10 @@ def _watch_engine(
             now.free_blocks,
             round(engine.step_age_s * 1e6),
             round(engine.step_predicted_s * 1e6),
+            speed=WorkerSpeed(prefill_step_tokens=64),
         )
 
-    _watched(host, describe(engine.loop.runner, identity, ("sim",), 16, 64), load)
+    _watched(host, describe(engine.loop.runner, identity, ("sim",), 16), load)
 
 
 def _watched(host: Host, description: WorkerDescription, load: Callable[[], WorkerLoad]) -> None:
@@ -188,9 +195,13 @@ class _Encoder:
     vocab_size = VOCAB_SIZE
     has_chat_template = False
 
-    def encode(self, prompt: Prompt, cache_salt: bytes) -> Encoded:
-        assert isinstance(prompt, TokenPrompt)
-        return Encoded(prompt.token_ids, b"")
+    def encode(self, asked: Sequence[Asked]) -> list[Encoded]:
+        prompts = [prompt for prompt, _ in asked]
+        return [
+            Encoded(array("i", prompt.token_ids), b"")
+            for prompt in prompts
+            if isinstance(prompt, TokenPrompt)
+        ]
 
 
 class _AtOnce(Executor):

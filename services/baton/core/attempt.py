@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.core.grammar import Grammar
 from baton.core.request import FinishReason, SamplingParams, StopParams
 
 
@@ -33,8 +34,10 @@ class Attempt:
 
     token_ids: prompt followed by all accepted output tokens; the first num_prompt_tokens are the
     prompt. All choices run from this same input, so choices with different accepted tokens run as
-    attempts of their own. remaining_s: time left when the message was made, or None. tenant and
-    weight: whose turn it is that it takes, and how large that one's turns are.
+    attempts of their own. prompt_logprobs: how many alternatives to tell with the log-probability
+    of each of the prompt's tokens, or None to tell none. remaining_s: time left when the message
+    was made, or None. tenant and weight: whose turn it is that it takes, and how large that one's
+    turns are.
     """
 
     request_id: str
@@ -50,6 +53,8 @@ class Attempt:
     traceparent: str = ""
     tenant: str = ""
     weight: float = 1.0
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def position(self) -> int:

@@ -91,9 +91,14 @@ def ranked(demand: Demand, scored: Iterable[Scored]) -> list[Scored]:
     ranked = sorted(scored, key=_total)
     best = [entry for entry in ranked if entry.cost.total == ranked[0].cost.total]
     if len(best) > 1:
-        best.sort(key=lambda entry: _tie_break(demand, entry.worker))
+        best.sort(key=lambda entry: tie_break(demand.request_id, entry.worker.identity))
         ranked[: len(best)] = best
     return ranked
+
+
+def tie_break(request_id: str, worker: WorkerIdentity) -> bytes:
+    """Tells workers apart that are equally good for a request; each request in another order."""
+    return blake2b(f"{request_id} {worker.incarnation}".encode(), digest_size=8).digest()
 
 
 def told(ranked: Sequence[Scored], *, picked: bool = True) -> tuple[Candidate, ...]:
@@ -186,9 +191,3 @@ def _fits(wanted: str, offered: str) -> bool:
 
 def _total(entry: Scored) -> float:
     return entry.cost.total
-
-
-def _tie_break(demand: Demand, worker: WorkerSnapshot) -> bytes:
-    return blake2b(
-        f"{demand.request_id} {worker.identity.incarnation}".encode(), digest_size=8
-    ).digest()

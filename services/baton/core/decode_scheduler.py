@@ -29,7 +29,6 @@ from baton.core.errors import (
     HandoverFailed,
     Internal,
     InvalidArgument,
-    NotFound,
 )
 from baton.core.events import Event, Failed, Held, Started, Tokens
 from baton.core.intake import Intake
@@ -38,6 +37,7 @@ from baton.core.local_prefill import LocalPrefill
 from baton.core.meter import DecodeMeter
 from baton.core.model import ModelDescription
 from baton.core.plan import BlockCopy, Extents, StepPlan, StepResult, StepWork
+from baton.core.ports import CompiledGrammar
 from baton.core.room import Room
 from baton.core.roster import Roster
 from baton.core.scheduling import Load, earliest
@@ -118,14 +118,21 @@ class DecodeScheduler:
     def preemptions(self) -> dict[str, int]:
         return dict(self._room.preemptions)
 
-    def reserve(self, attempt: Attempt, now: float, *, max_unconfirmed: int = 0) -> int | None:
+    def reserve(
+        self,
+        attempt: Attempt,
+        now: float,
+        *,
+        max_unconfirmed: int = 0,
+        grammar: CompiledGrammar | None = None,
+    ) -> int | None:
         """Takes blocks for an input whose KV another worker will hand over, and its growth.
 
         Returns the first position that is needed (those before it are here; it may be the input's
         length), or None when there is no room now (but see `making_room`). Raises InvalidArgument
         or ContextLengthExceeded. What is reserved stays until `admit` or `cancel`.
         """
-        shared = self._open(attempt, now, max_unconfirmed)
+        shared = self._open(attempt, now, max_unconfirmed, grammar)
         if self._must_not_pass(attempt, now):
             return None
         size = len(shared.tokens)
@@ -155,16 +162,8 @@ class DecodeScheduler:
         not reserved (any more), InvalidArgument for tokens that do not fit it; then it stays
         reserved.
         """
-        shared = self._roster.arriving.get(key)
-        if shared is None:
-            raise NotFound("This attempt is not reserved here.")
-        # By choice: a worker that ran it before says its number of the attempt.
-        first = {given.key.choice: given for given in tokens if given.key[0] == key.request_id}
-        for sequence in shared.sequences:
-            given = first.get(sequence.key.choice)
-            if given is None or given.position != sequence.position or len(given.token_ids) != 1:
-                raise InvalidArgument("Every choice needs the token of its next position.")
-            self._intake.check_token(given.token_ids[0], "tokens")
+        shared = self._roster.reserved(key)
+        first = self._intake.first_tokens(shared, tokens)
         shared.publish(self._pool, len(shared.tokens))
         self._events.append(Started(key, shared.cached, now - shared.arrived))
         self._roster.part(shared, awaited=False)
@@ -177,12 +176,19 @@ class DecodeScheduler:
                 self._roster.end(sequence, SequenceEvent.FINISH)
         self._events.append(Tokens(tuple(made), self._step))
 
-    def add(self, attempt: Attempt, now: float, *, max_unconfirmed: int = 0) -> None:
-        """Queues an attempt whose input is computed here.
+    def add(
+        self,
+        attempt: Attempt,
+        now: float,
+        *,
+        max_unconfirmed: int = 0,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
+        """Queues an attempt whose input is computed here. grammar: its own, compiled.
 
         Raises InvalidArgument, ContextLengthExceeded or Overloaded.
         """
-        shared = self._open(attempt, now, max_unconfirmed)
+        shared = self._open(attempt, now, max_unconfirmed, grammar)
         self._policy.limit.check(self.load, attempt)
         self._roster.wait(shared)
 
@@ -205,10 +211,8 @@ class DecodeScheduler:
 
     def extents(self, key: AttemptKey) -> Extents:
         """Where a reserved attempt's KV goes. Raises NotFound when it is not reserved."""
-        shared = self._roster.arriving.get(key)
-        if shared is None or shared.table is None:
-            raise NotFound("This attempt is not reserved here.")
-        return shared.table.extents
+        table = self._roster.reserved(key).table
+        return () if table is None else table.extents
 
     def hold(self, key: SequenceKey) -> bool:
         """Stops a running sequence, for its KV to be handed over. A Held event follows, unless an
@@ -222,10 +226,8 @@ class DecodeScheduler:
 
     def held_extents(self, key: SequenceKey) -> Extents:
         """Where a held sequence's KV is. Raises NotFound when it is not held."""
-        sequence = self._roster.held.get(key)
-        if sequence is None or sequence.table is None:
-            raise NotFound("This sequence is not held here.")
-        return sequence.table.extents
+        table = self._roster.held_one(key).table
+        return () if table is None else table.extents
 
     def plan(self, now: float) -> StepPlan | None:
         self._expire(now)
@@ -268,6 +270,7 @@ class DecodeScheduler:
         self._pool.completed(result.step)
         self._swapping.completed(result.step, result.swap_s)
         for chunk in launched.inputs:
+            chunk.input.note_scores(result)
             self._computed(chunk, now)
         size = self._pool.block_size
         running = SequenceState.RUNNING
@@ -305,17 +308,14 @@ class DecodeScheduler:
     def check(self) -> None:
         self._roster.check()
 
-    def _open(self, attempt: Attempt, now: float, max_unconfirmed: int) -> SharedInput:
+    def _open(
+        self, attempt: Attempt, now: float, max_unconfirmed: int, grammar: CompiledGrammar | None
+    ) -> SharedInput:
         """Raises InvalidArgument when its choices can never own enough blocks at once."""
-        shared = self._intake.admit(attempt, now, max_unconfirmed=max_unconfirmed)
+        shared = self._intake.admit(attempt, now, max_unconfirmed=max_unconfirmed, grammar=grammar)
         if attempt.key in self._roster:
             raise InvalidArgument("This attempt already runs here.", field="attempt")
-        choices = len(attempt.choices)
-        too_many = choices > self._policy.max_sequences
-        if too_many or self._room.wanted(shared) > self._pool.num_blocks:
-            raise InvalidArgument(
-                f"This worker cannot run {choices} choices of this input at once.", field="n"
-            )
+        self._room.check(shared)
         return shared
 
     def _must_not_pass(self, attempt: Attempt, now: float) -> bool:
@@ -373,7 +373,8 @@ class DecodeScheduler:
         for sequence in shared.sequences:
             sequence.publish(self._pool, chunk.end)
         if not shared.resumed and not all(sequence.ended for sequence in shared.sequences):
-            self._events.append(Started(shared.key, shared.cached, now - shared.arrived))
+            waited_s, told = now - shared.arrived, shared.prompt_logprobs
+            self._events.append(Started(shared.key, shared.cached, waited_s, told))
 
     def _without_token(self, sequence: Sequence, launched: Launched, now: float) -> None:
         """Its KV could not be brought back, so it is computed again; or its own input is bad."""
@@ -383,7 +384,7 @@ class DecodeScheduler:
         elif sequence.id in launched.fetched and sequence.state is SequenceState.HELD:
             self._fail(sequence, HandoverFailed("The KV to hand over could not be brought back."))
         else:
-            self._fail(sequence, Internal("The model gave no token for this sequence."))
+            self._fail(sequence, sequence.without_token())
 
     def _expire(self, now: float) -> None:
         """Drops what is out of time before it costs any."""

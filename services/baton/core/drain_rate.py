@@ -14,6 +14,10 @@ FORGET_S = 5.0
 ENOUGH_S = 0.25
 """With less than this seen, nothing is said."""
 
+DOUBT = 2.0
+"""A foretold wait may turn out so many times shorter: entries leave in the batches of whoever takes
+them, and what one of them comes to is a guess."""
+
 
 class DrainRate:
     """Times are readings of one clock, in seconds."""
@@ -38,6 +42,10 @@ class DrainRate:
         if rate is None or tokens <= 0:
             return 0.0
         return tokens / rate if rate > 0 else math.inf
+
+    def least_wait_s(self, tokens: float) -> float:
+        """How long at least, as far as so few sightings can tell."""
+        return self.wait_s(tokens) / DOUBT
 
     def waiting(self, now: float, next_tokens: float | None) -> None:
         """Whether anybody waits, from now on, and what the next one comes to, about; None: nobody

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.core.attempt import AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.errors import BatonError
 from baton.core.plan import Extents
+from baton.core.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,17 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """Prefill: token 0 of every choice. queue_s: until its first step; prefill_s: from there on."""
+    """Prefill: token 0 of every choice. queue_s: until its first step; prefill_s: from there on.
+
+    prompt_logprobs: of the input, when asked for.
+    """
 
     key: AttemptKey
     tokens: tuple[ChoiceTokens, ...]
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,13 @@ class Started:
     """Decode: the attempt's KV is complete, its tokens follow.
 
     cached_tokens: input tokens whose KV this worker had. wait_s: since it was reserved or added.
+    prompt_logprobs: of an input that was computed here, when asked for.
     """
 
     key: AttemptKey
     cached_tokens: int
     wait_s: float
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from baton.core.attempt import Attempt
+from collections.abc import Sequence as Tokens
+
+from baton.core.attempt import Attempt, ChoiceTokens
 from baton.core.errors import ContextLengthExceeded, InvalidArgument
 from baton.core.model import ModelDescription
+from baton.core.ports import CompiledGrammar
 from baton.core.prefix import PrefixChain, namespace
+from baton.core.prompt_logprobs import MAX_BYTES, entries_bytes
 from baton.core.sequence import Sequence
 from baton.core.shared_input import SharedInput
 from baton.core.stops import StopRule
@@ -30,13 +34,26 @@ class Intake:
         self._tokenizer_digest = model.tokenizer_digest
         self._next_id = 0
 
-    def admit(self, attempt: Attempt, now: float, *, max_unconfirmed: int = 0) -> SharedInput:
-        """Raises InvalidArgument or ContextLengthExceeded, naming the field."""
+    def admit(
+        self,
+        attempt: Attempt,
+        now: float,
+        *,
+        max_unconfirmed: int = 0,
+        grammar: CompiledGrammar | None = None,
+    ) -> SharedInput:
+        """grammar: the attempt's, compiled. Raises InvalidArgument or ContextLengthExceeded, naming
+        the field."""
         self._check(attempt)
+        if (grammar is None) != (attempt.grammar is None):
+            raise InvalidArgument("This worker has no way to follow it.", field="grammar")
         rule = StopRule(attempt, self._eos, self._max_model_len)
         sequences = []
         for choice in attempt.choices:
-            sequences.append(Sequence(self._next_id, attempt, choice, rule, max_unconfirmed))
+            matcher = None if grammar is None else grammar.matcher()
+            sequences.append(
+                Sequence(self._next_id, attempt, choice, rule, max_unconfirmed, matcher)
+            )
             self._next_id += 1
         chain = PrefixChain(
             namespace(attempt.cache_salt, self._model_digest),
@@ -44,6 +61,20 @@ class Intake:
             self._block_size,
         )
         return SharedInput(sequences, chain, now)
+
+    def first_tokens(
+        self, shared: SharedInput, tokens: Tokens[ChoiceTokens]
+    ) -> dict[int, ChoiceTokens]:
+        """The next token of every sequence, by choice. Raises InvalidArgument if one lacks or is no
+        token of this model."""
+        # By choice: a worker that ran it before says its number of the attempt.
+        first = {g.key.choice: g for g in tokens if g.key[0] == shared.key.request_id}
+        for sequence in shared.sequences:
+            given = first.get(sequence.key.choice)
+            if given is None or given.position != sequence.position or len(given.token_ids) != 1:
+                raise InvalidArgument("Every choice needs the token of its next position.")
+            self.check_token(given.token_ids[0], "tokens")
+        return first
 
     def check_token(self, token_id: int, field: str) -> None:
         """Raises InvalidArgument for what is no token id of this model."""
@@ -75,8 +106,19 @@ class Intake:
                 f"There are {attempt.position} output tokens of at most {attempt.stop.max_tokens}.",
                 field="max_tokens",
             )
+        if attempt.prompt_logprobs is not None:
+            self._check_scores(size, attempt.prompt_logprobs)
         for token_id, _ in attempt.sampling.logit_bias:
             self.check_token(token_id, "logit_bias")
+        for token_id in attempt.sampling.allowed_token_ids:
+            self.check_token(token_id, "allowed_token_ids")
         # Below min_tokens the sampler bans these, row by row of one tensor.
         for token_id in attempt.stop.stop_token_ids:
             self.check_token(token_id, "stop_token_ids")
+
+    def _check_scores(self, size: int, num_top: int) -> None:
+        if num_top > self._vocab_size or entries_bytes(size, num_top) > MAX_BYTES:
+            raise InvalidArgument(
+                f"{num_top} alternatives to each of {size} tokens are too many.",
+                field="prompt_logprobs",
+            )

@@ -28,6 +28,7 @@ from baton.core.attempt_states import (
     Leg,
 )
 from baton.core.errors import BatonError, Internal, Quarantined, WorkerLost
+from baton.core.grammar import Grammar
 from baton.core.losses import VERDICTS, Verdict
 from baton.core.quarantine import Suspicion
 from baton.core.request import SamplingParams, StopParams
@@ -83,6 +84,8 @@ class Journey:
         cache_salt: bytes = b"",
         traceparent: str = "",
         tenant: Tenant = ANYONE,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -96,6 +99,8 @@ class Journey:
         self._cache_salt = cache_salt
         self._traceparent = traceparent
         self._tenant = tenant
+        self._prompt_logprobs = prompt_logprobs
+        self._grammar = grammar
         self._runs: dict[int, AttemptRun] = {}
         self._barren = [0] * n
         self._given_away: set[int] = set()
@@ -148,6 +153,8 @@ class Journey:
             traceparent=self._traceparent,
             tenant=self._tenant.name,
             weight=self._tenant.weight,
+            prompt_logprobs=self._prompt_logprobs,
+            grammar=self._grammar,
         )
         run = self._runs[number] = AttemptRun(
             attempt,
@@ -194,11 +201,12 @@ class Journey:
             return False
         if leg is Leg.DECODE and tokens.finish_reason is not None:
             run.freed_by_decode.add(choice)
-        if accepted and self.gained(run, Leg.DECODE):
+        if accepted and self.suspicion.suspect and self.gained(run, Leg.DECODE):
             self.suspicion.cleared()
-        if log.ended:
+        ended = log.finish_reason is not None
+        if ended:
             self._left(run, choice)
-        return accepted > 0 or log.ended
+        return accepted > 0 or ended
 
     def gained(self, run: AttemptRun, leg: Leg) -> bool:
         """Whether a leg's worker is seen to have computed for the attempt. Where decode gets KV,

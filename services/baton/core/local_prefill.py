@@ -61,17 +61,20 @@ class LocalPrefill:
         return self.budget(rows) - begun
 
     def plan(self, rows: Many[Sequence]) -> tuple[list[Chunk], list[InputChunk]]:
-        """Chunks of inputs that have their blocks, the most important first, in the budget."""
+        """Chunks of inputs that have their blocks, the most important first, in the budget; one of
+        an input that is scored at most."""
         chunks: list[Chunk] = []
         inputs: list[InputChunk] = []
         budget = self.budget(rows)
+        may_score = True
         for shared in sorted(self._roster.prefilling, key=rank):
-            if not self._goes_on(shared):
+            if not self._goes_on(shared) or (shared.scores is not None and not may_score):
                 continue
             if budget < min(shared.remaining, self._block_size):
                 break
             chunk = shared.next_chunk(budget, self._block_size)
             chunks.append(chunk)
+            may_score = may_score and chunk.scored is None
             inputs.append(InputChunk(shared, chunk.end_position, not shared.remaining))
             budget -= len(chunk.token_ids)
         return chunks, inputs

@@ -24,8 +24,9 @@ class DecodeMeter:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long."""
-        # What moving blocks takes is told apart, in StepResult.swap_s.
-        if plan.swap_out or plan.swap_in:
+        # What moving blocks takes is told apart, in StepResult.swap_s. Rows of logits, with which a
+        # prompt is scored, take time that no other step's positions do.
+        if plan.swap_out or plan.swap_in or plan.scores:
             return
         if plan.work.prefill:
             added_s = self.cost.added(plan.work, seconds)

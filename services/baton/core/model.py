@@ -53,10 +53,23 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes its answers, as far as its chat template tells.
+
+    tools, reasoning: names of formats, empty where the template shows none. markers: texts that
+    are one token of its vocabulary, with the token.
+    """
+
+    tools: str = ""
+    reasoning: str = ""
+    markers: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDescription:
     """What other processes need to know of a model.
 
-    tokenizer_digest: hex, over the tokenizer's files.
+    tokenizer_digest: hex, over the tokenizer's files. answer_format: only tokenizers tell.
     """
 
     name: str
@@ -65,6 +78,7 @@ class ModelDescription:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer_digest: str = ""
+    answer_format: AnswerFormat = AnswerFormat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +88,8 @@ class WorkerIdentity:
     role: str
     incarnation: str
     address: str
+
+    @property
+    def short(self) -> str:
+        """Of the incarnation: enough to tell processes apart, too little to speak to one."""
+        return self.incarnation[:8]

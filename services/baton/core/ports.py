@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from baton.core.model import KvLayout, ModelDescription
@@ -65,3 +66,29 @@ class ModelRunner(Protocol):
     def close(self) -> None:
         """Frees memory and threads, once no step in flight can touch them; such steps are dropped.
         Idempotent."""
+
+
+class Matcher(Protocol):
+    """One choice's way through a grammar: a function of the tokens it has so far, so that a choice
+    may go on wherever these are known. Engine thread only. Double: `tests.core.grammars`, real:
+    `baton.grammar.matcher.TokenMatcher`.
+    """
+
+    def allowed(self, tokens: Sequence[int], first: int) -> bytes:
+        """Which tokens may be drawn next: a bit for each id, least significant first.
+
+        tokens: of the choice; its output begins at index `first` and only ever grows. An end token
+        is among them where the grammar is satisfied, and alone where nothing can follow. All bits
+        are 0 when no token can be drawn; then `stuck` says why.
+        """
+
+    @property
+    def stuck(self) -> str:
+        """Why nothing can be drawn any more, in words for the client, or ""."""
+
+
+class CompiledGrammar(Protocol):
+    """A grammar in terms of one model's tokens."""
+
+    def matcher(self) -> Matcher:
+        """A new choice's, which has no output yet."""

@@ -18,11 +18,12 @@ from typing import NamedTuple
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens
 from baton.core.block_pool import BlockPool, InvariantBroken
 from baton.core.blocks import blocks_for
-from baton.core.errors import BatonError, DeadlineExceeded, Internal, InvalidArgument, NotFound
+from baton.core.errors import BatonError, DeadlineExceeded, Internal, InvalidArgument
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.intake import Intake
 from baton.core.model import ModelDescription
-from baton.core.plan import Chunk, Extents, SampledToken, StepPlan, StepResult
+from baton.core.plan import Chunk, SampledToken, StepPlan, StepResult
+from baton.core.ports import CompiledGrammar
 from baton.core.prefill_cost import PrefillCost
 from baton.core.scheduling import (
     Load,
@@ -130,13 +131,22 @@ class PrefillScheduler:
         """None ever: an input that has its blocks keeps them."""
         return {}
 
-    def add(self, attempt: Attempt, now: float, *, keep: bool, collector: str = "") -> None:
+    def add(
+        self,
+        attempt: Attempt,
+        now: float,
+        *,
+        keep: bool,
+        collector: str = "",
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """Queues an attempt. keep: its KV stays pinned after token 0 until `release`.
 
         collector: who will collect what is kept; it counts against that worker's share until
-        `grant`. Raises InvalidArgument, ContextLengthExceeded or Overloaded; then nothing is kept.
+        `grant`. grammar: the attempt's, compiled. Raises InvalidArgument, ContextLengthExceeded or
+        Overloaded; then nothing is kept.
         """
-        shared = self._intake.admit(attempt, now)
+        shared = self._intake.admit(attempt, now, grammar=grammar)
         if attempt.key in self._jobs:
             raise InvalidArgument("This attempt already runs here.", field="attempt")
         self._policy.limit.check(self.load, attempt)
@@ -165,13 +175,6 @@ class PrefillScheduler:
         if key in self._jobs:
             self._end(self._jobs[key], SequenceEvent.CANCEL)
 
-    def extents(self, key: AttemptKey) -> Extents:
-        """Where an attempt's KV lies. Raises NotFound when it has none here (any more)."""
-        job = self._jobs.get(key)
-        if job is None or job.input.table is None:
-            raise NotFound("This attempt has no KV here.")
-        return job.input.table.extents
-
     def plan(self, now: float) -> StepPlan | None:
         self._expire(now)
         if not self._due(now):
@@ -185,7 +188,9 @@ class PrefillScheduler:
         return StepPlan(step, tuple(chunk for _, chunk in chunks))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        self._cost.observe(plan.chunks, seconds)
+        # Rows of logits take time that no other input's positions take.
+        if not plan.scores:
+            self._cost.observe(plan.chunks, seconds)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         if not self._launched or self._launched[0].step != result.step:
@@ -198,6 +203,7 @@ class PrefillScheduler:
             if job.input.table is None:
                 continue
             end = chunk.end_position
+            job.input.note_scores(result)
             job.input.publish(self._pool, end)
             self._events.append(Computed(job.input.key, end, job.input.cached))
             if chunk.samples:
@@ -233,13 +239,15 @@ class PrefillScheduler:
     def _fill(self, now: float) -> list[tuple[_Job, Chunk]]:
         budget = self._policy.token_budget
         chunks: list[tuple[_Job, Chunk]] = []
-        may_start = True
+        may_start, may_score = True, True
         ordered = self._policy.order([job.input for job in self._unfinished.values()], now)
         if self._turns is not None:
             ordered = self._turns.order(ordered)
         for shared in ordered:
             job = self._jobs[shared.key]
             if not shared.remaining or budget < min(shared.remaining, self._pool.block_size):
+                continue
+            if shared.scores is not None and not may_score:
                 continue
             if shared.started is None:
                 if not may_start or not self._within_share(job):
@@ -249,6 +257,7 @@ class PrefillScheduler:
                     continue
             chunk = shared.next_chunk(budget, self._pool.block_size)
             chunks.append((job, chunk))
+            may_score = may_score and chunk.scored is None
             budget -= len(chunk.token_ids)
             if self._turns is not None:
                 self._turns.served(shared, len(chunk.token_ids))
@@ -282,8 +291,9 @@ class PrefillScheduler:
     def _finish(self, job: _Job, tokens: dict[int, SampledToken], now: float) -> None:
         """All positions are computed: tells token 0 of every choice, or that there is none."""
         shared = job.input
-        if any(sequence.id not in tokens for sequence in shared.sequences):
-            return self._fail(job, Internal("The model gave no token for this input."))
+        without = next((s for s in shared.sequences if s.id not in tokens), None)
+        if without is not None:
+            return self._fail(job, without.without_token())
         first: list[ChoiceTokens] = []
         for sequence in shared.sequences:
             sampled = tokens[sequence.id]
@@ -296,6 +306,7 @@ class PrefillScheduler:
                 shared.cached,
                 started - shared.arrived,
                 now - started,
+                shared.prompt_logprobs,
             )
         )
         if job.keep:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton.core.block_pool import BlockPool
+from baton.core.errors import InvalidArgument
 from baton.core.plan import StepWork
 from baton.core.roster import Roster
 from baton.core.sequence import Sequence
@@ -49,6 +50,15 @@ class Room:
         self._target_step_s = target_step_s
         self.preemptions: Counter[str] = Counter()
         self._swapped: list[SharedInput] = []
+
+    def check(self, shared: SharedInput) -> None:
+        """Raises InvalidArgument when its choices can never own enough blocks at once."""
+        choices = len(shared.sequences)
+        too_many = choices > self._max_sequences
+        if too_many or self.wanted(shared) > self._pool.num_blocks:
+            raise InvalidArgument(
+                f"This worker cannot run {choices} choices of this input at once.", field="n"
+            )
 
     def wanted(self, shared: SharedInput) -> int:
         """Blocks that an input and its choices take, with headroom."""
@@ -99,7 +109,8 @@ class Room:
         return restored
 
     def make(self, shared: SharedInput, now: float, *, may_swap: bool) -> bool:
-        """Preempts less important ones until an input that was refused fits, if that can help.
+        """Preempts less important ones until an input that was refused fits, in blocks, places and
+        the time of a step, if that can help.
 
         What they gave comes free at once, or with the steps in flight. Returns whether there is
         more room now or then.
@@ -110,11 +121,12 @@ class Room:
         free = self._pool.num_free + self._pool.num_returning
         gain = sum(len(v.table.blocks) for v in lesser if v.table is not None)
         wanted = self.wanted(shared)
-        if wanted > free + gain:
+        if wanted > free + gain or not self._keeps_target(shared, lesser):
             return False
         made = False
         for victim in sorted(lesser, key=rank, reverse=True):
-            if self._has_places(shared) and free >= wanted + self._blocks_to_keep():
+            fits = self._has_places(shared) and self._keeps_target(shared)
+            if fits and free >= wanted + self._blocks_to_keep():
                 break
             assert victim.table is not None
             free += len(victim.table.blocks)
@@ -183,17 +195,27 @@ class Room:
     def _has_places(self, shared: SharedInput) -> bool:
         return self._roster.num_owning + len(shared.sequences) <= self._max_sequences
 
-    def _keeps_target(self, shared: SharedInput) -> bool:
-        """Whether all that owns blocks, and this one, can run in one step in time."""
-        owning = self._roster.num_owning
-        if not self._target_step_s or not owning:
+    def _keeps_target(
+        self, shared: SharedInput, without: Iterable[Sequence | SharedInput] = ()
+    ) -> bool:
+        """Whether all that owns blocks but these, and this one, can run in one step in time."""
+        if not self._target_step_s:
             return True
+        gone = set(map(id, without))
         context = len(shared.tokens) * len(shared.sequences)
-        context += sum(sequence.reach for sequence in self._roster.running.values())
+        owning = self._roster.num_owning
+        for running in self._roster.running.values():
+            if id(running) in gone:
+                owning -= 1
+            else:
+                context += running.reach
         for other in (*self._roster.prefilling, *self._roster.arriving.values()):
-            context += len(other.tokens) * len(other.sequences)
+            if id(other) in gone:
+                owning -= len(other.sequences)
+            else:
+                context += len(other.tokens) * len(other.sequences)
         work = StepWork(owning + len(shared.sequences), context)
-        return self._cost.predict(work) <= self._target_step_s
+        return not owning or self._cost.predict(work) <= self._target_step_s
 
     def _blocks_to_keep(self) -> int:
         """Blocks that all running sequences still need to grow by the headroom."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from baton.core.attempt import AttemptKey, SequenceKey
 from baton.core.block_pool import BlockPool, InvariantBroken
+from baton.core.errors import NotFound
 from baton.core.scheduling import Load
 from baton.core.sequence import Sequence, SequenceEvent, SequenceState
 from baton.core.shared_input import SharedInput
@@ -68,6 +69,20 @@ class Roster:
 
     def find(self, key: SequenceKey) -> Sequence | None:
         return self._attempts.get(AttemptKey(key.request_id, key.attempt), {}).get(key.choice)
+
+    def reserved(self, key: AttemptKey) -> SharedInput:
+        """Raises NotFound for an attempt that is not reserved here (any more)."""
+        shared = self.arriving.get(key)
+        if shared is None:
+            raise NotFound("This attempt is not reserved here.")
+        return shared
+
+    def held_one(self, key: SequenceKey) -> Sequence:
+        """Raises NotFound for a sequence that is not held here (any more)."""
+        sequence = self.held.get(key)
+        if sequence is None:
+            raise NotFound("This sequence is not held here.")
+        return sequence
 
     def wait(self, shared: SharedInput) -> None:
         """An attempt enters, to be computed here."""

@@ -42,6 +42,15 @@ class RoutingPolicy:
     local_prefill_tokens: int = -1
     slow_start_s: float = 0.0
 
+    @property
+    def by_speed(self) -> bool:
+        return self.local_prefill_tokens < 0
+
+    @property
+    def short(self) -> int:
+        """Inputs with at most so many uncached tokens never wait for a prefill worker."""
+        return SHORT_INPUT if self.by_speed else self.local_prefill_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -93,10 +102,8 @@ def decide(
     here = _Choice(local, found.others)
     if here.best is None:
         return Decision(None, None, "no decode worker can take it", here.told())
-    by_speed = policy.local_prefill_tokens < 0
-    limit = SHORT_INPUT if by_speed else policy.local_prefill_tokens
-    short = here.best.cost.uncached_tokens <= limit
-    if short and not by_speed:
+    short = here.best.cost.uncached_tokens <= policy.short
+    if short and not policy.by_speed:
         return _on_decode(here, None, "short enough to prefill on decode")
     collecting = ranked(demand, [Scored(cost[1], worker) for cost, worker in costs])
     there = _Choice(collecting, found.others)
@@ -107,7 +114,7 @@ def decide(
             seen = (*here.told(picked=False), *apart.told())
             return Decision(None, None, "every prefill worker that fits is busy", seen)
         return _on_decode(here, apart, "no prefill worker fits: prefill on decode")
-    times = _compared(demand, here.best, there.best, apart.best) if by_speed else None
+    times = _compared(demand, here.best, there.best, apart.best) if policy.by_speed else None
     if times is None and short:
         return _on_decode(here, apart, "short enough to prefill on decode")
     if times is not None and times[0] <= times[1]:
@@ -178,7 +185,9 @@ def _compared(
     if not (decode.prefills and prefill.prefills and collector.handover_s):
         return None
     tail_s = handover_tail_s(demand, apart.worker, there.worker, apart.cost.uncached_tokens)
-    return here.cost.total, apart.cost.total + tail_s + there.cost.total
+    # KV on the link holds up nobody who computes; the tail is what is waited for.
+    collecting_s = there.cost.total - there.cost.harm_s
+    return here.cost.total, apart.cost.total + tail_s + collecting_s
 
 
 def _on_decode(

@@ -27,8 +27,9 @@ from enum import Enum, auto
 from baton.core.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.block_pool import BlockPool
 from baton.core.blocks import BlockTable
-from baton.core.errors import Internal
+from baton.core.errors import BatonError, Internal, InvalidArgument
 from baton.core.plan import PENDING, Chunk, Extents, SampleRow
+from baton.core.ports import Matcher
 from baton.core.prefix import PrefixChain
 from baton.core.stops import StopRule
 
@@ -104,7 +105,8 @@ class Sequence:
     id: local to the worker, names the sequence to the runner; later sequences have higher ones.
     in_flight: launched steps that sample for it. lost: what those steps sample is worth nothing.
     confirmed: first output position not confirmed yet; at most max_unconfirmed positions are
-    sampled from there on (0: no limit). serial: a row of it needs all tokens before.
+    sampled from there on (0: no limit). serial: a row of it needs all tokens before. matcher: the
+    way through its grammar, or None.
 
     While it runs: reach is how many positions have KV once all launched steps are done, so it is
     the next position to compute; it must stay below ceiling, and needs a block from room on. limit
@@ -114,6 +116,7 @@ class Sequence:
     __slots__ = (
         "_extents",
         "_last",
+        "_matcher",
         "_num_prompt",
         "_own",
         "_plain_from",
@@ -145,6 +148,7 @@ class Sequence:
         choice: int,
         rule: StopRule,
         max_unconfirmed: int = 0,
+        matcher: Matcher | None = None,
     ):
         self.id = sequence_id
         self.attempt = attempt
@@ -152,7 +156,7 @@ class Sequence:
         self.rule = rule
         self.max_unconfirmed = max_unconfirmed
         self.confirmed = attempt.position
-        self.serial = attempt.sampling.needs_history
+        self.serial = attempt.sampling.needs_history or matcher is not None
         self.state = SequenceState.QUEUED
         self.tokens: collections.abc.Sequence[int] = attempt.token_ids
         self.logprobs: list[Logprobs] = []
@@ -163,6 +167,7 @@ class Sequence:
         self.reach = 0
         self.room = 0
         self.limit = 0
+        self._matcher = matcher
         self._sampling = attempt.sampling
         self._num_prompt = attempt.num_prompt_tokens
         self._own: list[int] = []
@@ -228,15 +233,29 @@ class Sequence:
         """Asks for the token behind the launched ones. The row's history is only valid until the
         step is applied."""
         position = self.position + self.in_flight
+        banned = self.rule.banned(position)
+        allowed = b""
+        if self._matcher is not None:
+            allowed = self._matcher.allowed(self.tokens, self._num_prompt)
+            # An answer that is complete has to end, however early.
+            if banned and not _leaves_some(allowed, banned):
+                banned = ()
         return SampleRow(
             self.id,
             self.key.choice,
             position,
             self._sampling,
-            self.rule.banned(position),
-            self.tokens if self.serial else (),
+            banned,
+            self.tokens if self._sampling.needs_history else (),
             self._num_prompt,
+            allowed,
         )
+
+    def without_token(self) -> BatonError:
+        """What went wrong when nothing could be drawn for it."""
+        if self._matcher is not None and self._matcher.stuck:
+            return InvalidArgument(self._matcher.stuck, field="grammar")
+        return Internal("The model gave no token for this sequence.")
 
     def accept(self, token_id: int, logprobs: Logprobs | None) -> ChoiceTokens:
         """Appends the token of the next position and decides whether it ends the choice."""
@@ -292,6 +311,15 @@ class Sequence:
         self.limit = min(self.room, self.ceiling)
 
 
+def _leaves_some(allowed: bytes, banned: Iterable[int]) -> bool:
+    """Whether bits are left without those of some ids."""
+    bits = bytearray(allowed)
+    for token_id in banned:
+        if token_id >> 3 < len(bits):
+            bits[token_id >> 3] &= ~(1 << (token_id & 7))
+    return bits.count(0) < len(bits)
+
+
 def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
     """The next position of each, for the step that is planned now and launched next; and how many
     positions they look back on together.
@@ -305,12 +333,12 @@ def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
         context += position
         end = position + 1
         if end >= one._plain_from:
-            fields = (one.id, one.key[1], end - num_prompt, one._sampling, (), (), num_prompt)
+            fields = (one.id, one.key[1], end - num_prompt, one._sampling, (), (), num_prompt, b"")
             row = _made(SampleRow, fields)
         else:
             row = one.sample_row()
         one.reach = end
         one.in_flight = in_flight + 1
         token_ids = _PENDING_ID if in_flight else one._last
-        chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,))))
+        chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,), None)))
     return chunks, context

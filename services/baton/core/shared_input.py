@@ -13,8 +13,9 @@ from collections.abc import Sequence as Tokens
 from baton.core.attempt import AttemptKey
 from baton.core.block_pool import BlockPool
 from baton.core.blocks import BlockTable, blocks_for
-from baton.core.plan import Chunk, SampleRow
+from baton.core.plan import Chunk, SampleRow, Scored, StepResult
 from baton.core.prefix import PrefixChain
+from baton.core.prompt_logprobs import SCORED_POSITIONS, Gathered, PromptLogprobs
 from baton.core.sequence import Sequence, SequenceEvent
 from baton.core.swap_space import SwapGrant
 
@@ -28,7 +29,8 @@ class SharedInput:
     some of it. arrived, started: clock readings in seconds. resumed: its sequences have run before.
     deadline: a clock reading after which it need not start, or None; what was told to the client
     cannot be taken back, so one that is resumed has none here. held_back: it was refused room, or
-    lost it. stored: the swap memory that keeps all its KV while it waits, or None.
+    lost it. scores: what is known of its own tokens, None when they are not scored. stored: the
+    swap memory that keeps all its KV while it waits, or None.
     """
 
     __slots__ = (
@@ -44,6 +46,7 @@ class SharedInput:
         "key",
         "priority",
         "resumed",
+        "scores",
         "sequences",
         "started",
         "stored",
@@ -67,6 +70,8 @@ class SharedInput:
         self.deadline = None if remaining_s is None else now + remaining_s
         self.resumed = resumed
         self.held_back = False
+        num_top = None if resumed else attempt.prompt_logprobs
+        self.scores = None if num_top is None else Gathered(num_top)
         self.stored: SwapGrant | None = None
         self.table: BlockTable | None = None
         self.computed = 0
@@ -84,6 +89,11 @@ class SharedInput:
     @property
     def tokens(self) -> Tokens[int]:
         return self.first.tokens
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """What is known of its tokens, if they are scored."""
+        return None if self.scores is None else self.scores.whole()
 
     @property
     def remaining(self) -> int:
@@ -123,11 +133,14 @@ class SharedInput:
     ) -> bool:
         """Takes blocks for the input, or none at all.
 
-        max_cached: positions that may come from the prefix cache. headroom: also take what all
+        max_cached: positions that may come from the prefix cache; none of an input that is scored,
+        because the logits of all its positions are needed. headroom: also take what all
         sequences need until each has grown by so many positions; None: they do not run here.
         keep_free: blocks to leave free.
         """
         size = pool.block_size
+        if self.scores is not None:
+            max_cached = 0
         self.chain.extend(self.tokens, len(self.tokens) // size)
         whole, fork = self.blocks_wanted(size, headroom or 0)
         heirs = [] if headroom is None else self.sequences[1:]
@@ -151,13 +164,24 @@ class SharedInput:
         assert self.table is not None
         first, end = self.computed, len(self.tokens)
         rows: tuple[SampleRow, ...] = ()
+        scored = None
+        if self.scores is not None:
+            budget = min(budget, max(SCORED_POSITIONS, block_size))
         if self.remaining > budget:
             end = (first + budget) // block_size * block_size
         else:
             rows = tuple(sequence.sample_row() for sequence in self.sequences)
+        if self.scores is not None:
+            scored = Scored(self.tokens[first + 1 : end + 1], self.scores.num_top)
         self.computed = end
         self.in_flight += 1
-        return Chunk(self.id, self.tokens[first:end], first, self.table.extents, rows)
+        return Chunk(self.id, self.tokens[first:end], first, self.table.extents, rows, scored)
+
+    def note_scores(self, result: StepResult) -> None:
+        """Keeps what a step says of its tokens."""
+        for scored in result.scored:
+            if scored.sequence_id == self.id and self.scores is not None:
+                self.scores.add(scored.first_position, scored.logprobs)
 
     def publish(self, pool: BlockPool, end: int) -> None:
         """Lets others find the full blocks up to a position; they have KV now."""

@@ -91,5 +91,6 @@ class WorkerSpeed:
 
 UNMEASURED = WorkerSpeed()
 
-NOMINAL = WorkerSpeed(prefill_position_s=1e-4)
-"""Stands in while nobody of a role has measured anything: queues then count by their tokens."""
+NOMINAL = WorkerSpeed(prefill_position_s=1e-4, link_bytes_per_s=1e9)
+"""Stands in while nobody of a role has measured anything: queues then count by their tokens, and KV
+that would have to come by its bytes."""

@@ -46,6 +46,11 @@ class TokenLog:
     def ended(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the workers were asked for log-probabilities, and told the first."""
+        return bool(self._logprobs)
+
     def token_ids(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
         return tuple(self._token_ids[start:end])
 
@@ -58,16 +63,17 @@ class TokenLog:
 
         Raises PositionGap when the message begins above the next position.
         """
-        if tokens.key.attempt != self.attempt or self.ended:
+        if tokens.key.attempt != self.attempt or self.finish_reason is not None:
             return 0
-        known = len(self) - tokens.position
+        known = len(self._token_ids) - tokens.position
         if known < 0:
             raise PositionGap
         if known > len(tokens.token_ids):
             return 0
-        fresh = tokens.token_ids[known:]
+        fresh = tokens.token_ids[known:] if known else tokens.token_ids
         self._token_ids.extend(fresh)
-        self._logprobs.extend(tokens.logprobs[known:])
+        if tokens.logprobs:
+            self._logprobs.extend(tokens.logprobs[known:])
         if tokens.finish_reason is not None:
             self.finish_reason = tokens.finish_reason
             self.stop_token_id = tokens.stop_token_id

@@ -12,8 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton.core.errors import InvalidArgument
-from baton.core.request import ChatPrompt, Message, Request, SamplingParams, TextPrompt, TokenPrompt
+from baton.core.chat_validation import check_chat
+from baton.core.checks import check_length, check_text, wrong
+from baton.core.grammar import Grammar
+from baton.core.request import (
+    ChatPrompt,
+    Prompt,
+    Request,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+    ToolUse,
+)
 
 
 class Range(NamedTuple):
@@ -36,16 +46,16 @@ class Range(NamedTuple):
 INT32_MAX = 2**31 - 1
 MAX_PROMPT_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
-MAX_MESSAGES = 2048
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_STRINGS = 8
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_CACHE_SALT_BYTES = 1024
 MAX_MODEL_NAME_BYTES = 256
+MAX_GRAMMAR_BYTES = 1 << 17
 
-ROLES = ("system", "user", "assistant", "tool")
-
+TRUNCATION_SIDES = ("left", "right")
 TOKEN_ID = Range(0, INT32_MAX)
 
 SAMPLING_RANGES = {
@@ -62,9 +72,11 @@ LOGIT_BIAS = Range(-100, 100)
 
 REQUEST_RANGES = {
     "n": Range(1, 16),
-    "max_tokens": Range(1, INT32_MAX),
+    "max_tokens": Range(0, INT32_MAX),
     "min_tokens": Range(0, INT32_MAX),
     "seed": Range(0, 2**64 - 1),
+    "prompt_logprobs": Range(0, 20),
+    "truncate_prompt_tokens": Range(-1, INT32_MAX),
     "priority": Range(-(2**31), INT32_MAX),
     "deadline_s": Range(0, 86_400, above=True),
 }
@@ -77,9 +89,15 @@ def validate(request: Request) -> Request:
         _check_number(field, getattr(request, field), bounds)
     _check_sampling(request.sampling)
     _check_stops(request)
-    _check_text("model", request.model, MAX_MODEL_NAME_BYTES)
+    if request.truncate_prompt_tokens == 0:
+        raise wrong("truncate_prompt_tokens", "must not be 0")
+    if request.truncation_side not in TRUNCATION_SIDES:
+        raise wrong("truncation_side", f"must be one of {', '.join(TRUNCATION_SIDES)}")
+    if request.grammar is not None:
+        _check_grammar(request.grammar, request.prompt)
+    check_text("model", request.model, MAX_MODEL_NAME_BYTES)
     if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
-        raise _wrong("cache_salt", f"must have at most {MAX_CACHE_SALT_BYTES} bytes")
+        raise wrong("cache_salt", f"must have at most {MAX_CACHE_SALT_BYTES} bytes")
     return request
 
 
@@ -87,92 +105,59 @@ def _check_prompt(request: Request) -> None:
     match request.prompt:
         case TextPrompt(text=text):
             if not text:
-                raise _wrong("prompt", "must not be empty")
-            _check_text("prompt", text, MAX_PROMPT_BYTES)
+                raise wrong("prompt", "must not be empty")
+            check_text("prompt", text, MAX_PROMPT_BYTES)
         case TokenPrompt(token_ids=ids):
             if not ids:
-                raise _wrong("prompt", "must not be empty")
-            _check_length("prompt", ids, MAX_PROMPT_TOKENS, "tokens")
+                raise wrong("prompt", "must not be empty")
+            check_length("prompt", ids, MAX_PROMPT_TOKENS, "tokens")
             _check_token_ids("prompt", ids)
         case ChatPrompt() as chat:
-            _check_chat(chat)
-
-
-def _check_chat(chat: ChatPrompt) -> None:
-    if not chat.messages:
-        raise _wrong("messages", "must not be empty")
-    _check_length("messages", chat.messages, MAX_MESSAGES, "messages")
-    room = MAX_PROMPT_BYTES
-    for index, message in enumerate(chat.messages):
-        room -= _check_message(f"messages[{index}]", message)
-        if room < 0:
-            raise _wrong("messages", f"must have at most {MAX_PROMPT_BYTES} bytes of content")
-    if chat.continue_final_message:
-        if chat.add_generation_prompt:
-            raise _wrong(
-                "continue_final_message", "cannot be combined with add_generation_prompt = true"
-            )
-        if chat.messages[-1].role != "assistant":
-            raise _wrong("continue_final_message", "needs a last message of role assistant")
-
-
-def _check_message(field: str, message: Message) -> int:
-    if message.role not in ROLES:
-        raise _wrong(f"{field}.role", f"must be one of {', '.join(ROLES)}")
-    return _check_text(f"{field}.content", message.content, MAX_PROMPT_BYTES)
+            check_chat(chat)
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
     for field, bounds in SAMPLING_RANGES.items():
         _check_number(field, getattr(sampling, field), bounds)
-    _check_length("logit_bias", sampling.logit_bias, MAX_LOGIT_BIASES, "entries")
+    allowed = sampling.allowed_token_ids
+    check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS, "entries")
+    _check_token_ids("allowed_token_ids", allowed)
+    check_length("logit_bias", sampling.logit_bias, MAX_LOGIT_BIASES, "entries")
     _check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
     if len({token_id for token_id, _ in sampling.logit_bias}) < len(sampling.logit_bias):
-        raise _wrong("logit_bias", "names a token twice")
+        raise wrong("logit_bias", "names a token twice")
     for _, bias in sampling.logit_bias:
         _check_number("logit_bias", bias, LOGIT_BIAS)
 
 
 def _check_stops(request: Request) -> None:
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        raise wrong("max_tokens", f"must be {Range(1, INT32_MAX)}")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-        raise _wrong("min_tokens", "must not be above max_tokens")
-    _check_length("stop_strings", request.stop_strings, MAX_STOP_STRINGS, "entries")
+        raise wrong("min_tokens", "must not be above max_tokens")
+    check_length("stop_strings", request.stop_strings, MAX_STOP_STRINGS, "entries")
     for stop in request.stop_strings:
         if not stop:
-            raise _wrong("stop_strings", "must not contain an empty string")
-        _check_text("stop_strings", stop, MAX_STOP_STRING_BYTES)
-    _check_length("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKEN_IDS, "entries")
+            raise wrong("stop_strings", "must not contain an empty string")
+        check_text("stop_strings", stop, MAX_STOP_STRING_BYTES)
+    check_length("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKEN_IDS, "entries")
     _check_token_ids("stop_token_ids", request.stop_token_ids)
+
+
+def _check_grammar(grammar: Grammar, prompt: Prompt) -> None:
+    if not grammar.text:
+        raise wrong("grammar", "must not be empty")
+    check_text("grammar", grammar.text, MAX_GRAMMAR_BYTES)
+    if isinstance(prompt, ChatPrompt) and prompt.tool_choice.use is ToolUse.REQUIRED:
+        raise wrong("grammar", "cannot be combined with a tool that must be called")
 
 
 def _check_number(field: str, value: float | None, bounds: Range) -> None:
     if value is not None and not bounds.holds(value):
-        raise _wrong(field, f"must be {bounds}")
+        raise wrong(field, f"must be {bounds}")
 
 
 def _check_token_ids(field: str, ids: Sequence[int]) -> None:
     # min and max run in C: a prompt of 262 144 tokens is checked in milliseconds.
     if ids and not (TOKEN_ID.holds(min(ids)) and TOKEN_ID.holds(max(ids))):
-        raise _wrong(field, f"has a token id that is not {TOKEN_ID}")
-
-
-def _check_length(field: str, items: Sequence[object], most: int, noun: str) -> None:
-    if len(items) > most:
-        raise _wrong(field, f"must have at most {most} {noun}")
-
-
-def _check_text(field: str, text: str, most: int) -> int:
-    """The text's size in UTF-8 bytes. Refuses lone surrogates, which no wire can carry."""
-    if len(text) > most:
-        raise _wrong(field, f"must have at most {most} bytes")
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise _wrong(field, "is not valid Unicode text") from None
-    if size > most:
-        raise _wrong(field, f"must have at most {most} bytes")
-    return size
-
-
-def _wrong(field: str, what: str) -> InvalidArgument:
-    return InvalidArgument(f"{field} {what}", field=field)
+        raise wrong(field, f"has a token id that is not {TOKEN_ID}")

@@ -13,7 +13,7 @@ from baton.core.load import WorkerLoad
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.prefix import UNIT_TOKENS
 from baton.core.prefix_index import Overlap
-from baton.core.speed import WorkerSpeed
+from baton.core.speed import NOMINAL, WorkerSpeed
 
 SEQUENCE_S = 0.0016
 """What a sequence on a worker counts besides what it was measured to cost: sequences spread also
@@ -109,7 +109,8 @@ class Cost(NamedTuple):
     """Why a worker costs what it does; all but the tokens in seconds. total: what is compared.
 
     queue_s, compute_s: until the first token, by what is before the attempt and by its own uncached
-    tokens. crowd_s: the steps its output takes with the others there. harm_s: added to others.
+    tokens. crowd_s: the steps its output takes with the others there. harm_s: added to others, to
+    sequences that run or to hand-overs that want the same link.
     shortage_s: for blocks that are not free. share: below 1 for a worker that is new.
     """
 
@@ -166,8 +167,9 @@ def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tupl
     crowd_s = SEQUENCE_S * rows + output * step_s
     shortage_s = _shortage_s(demand, worker, speed)
     queue_s = speed.queue_s(waiting, sequences)
-    total = queue_s / share + crowd_s + shortage_s
-    collecting = Cost(total, queue_s, 0.0, crowd_s, 0.0, shortage_s, share, uncached)
+    link_s = _link_s(worker, uncached, moment)
+    total = queue_s / share + crowd_s + shortage_s + link_s
+    collecting = Cost(total, queue_s, 0.0, crowd_s, link_s, shortage_s, share, uncached)
     added_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
     # Chunks share their steps with what runs; alone they are larger.
     step_s = speed.decode_s(sequences, used)
@@ -196,6 +198,14 @@ def shortage(demand: Demand, worker: WorkerSnapshot) -> int:
 
 def _shortage_s(demand: Demand, worker: WorkerSnapshot, speed: WorkerSpeed) -> float:
     return SHORTAGE_COST * shortage(demand, worker) * speed.prefill_position_s
+
+
+def _link_s(worker: WorkerSnapshot, uncached: int, moment: Moment) -> float:
+    """How long KV that the worker lacks takes up its link. The attempt itself hardly waits: most of
+    it comes while the prompt is computed."""
+    speeds = (worker.load.speed, moment.stand_in, NOMINAL)
+    rate = next(speed.link_bytes_per_s for speed in speeds if speed.link_bytes_per_s)
+    return uncached * worker.kv_bytes_per_position / rate
 
 
 def _plain(own_s: float, middling_s: float) -> float:
