@@ -9,10 +9,10 @@ from typing import Any
 from baton.core.attempt import Attempt, Logprobs, SequenceKey
 from baton.core.block_pool import BlockPool
 from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, FirstTokens, Started, Tokens
+from baton.core.events import Event, FirstTokens, Planned, Started, Tokens
 from baton.core.loop import EngineLoop
 from baton.core.plan import PENDING, StepPlan, StepResult
-from baton.core.ports import ModelRunner
+from baton.core.ports import CompiledGrammar, ModelRunner
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.core.request import SamplingParams, StopParams
 from tests.core.attempts import Outputs
@@ -133,7 +133,12 @@ def run(loop: EngineLoop[DecodeScheduler], attempts: Sequence[Attempt]) -> Heard
 
 
 def hand_over(
-    giver: ModelRunner, loop: EngineLoop[DecodeScheduler], one: Attempt, heard: Heard, budget: int
+    giver: ModelRunner,
+    loop: EngineLoop[DecodeScheduler],
+    one: Attempt,
+    heard: Heard,
+    budget: int,
+    grammar: CompiledGrammar | None = None,
 ) -> None:
     """Prefills in chunks of `budget` on another worker; the loop steps on until it has room."""
     scheduler = PrefillScheduler(
@@ -142,17 +147,20 @@ def hand_over(
         giver.model,
     )
     prefill = EngineLoop(giver, scheduler)
-    scheduler.add(one, 0.0, keep=True)
+    scheduler.add(one, 0.0, keep=True, grammar=grammar)
+    planned: list[Planned] = []
     first: list[FirstTokens] = []
     while not first:
-        first = [event for event in prefill.step(1.0) if isinstance(event, FirstTokens)]
-    while (needed := loop.scheduler.reserve(one, 0.0)) is None:
+        events = prefill.step(1.0)
+        planned += [event for event in events if isinstance(event, Planned)]
+        first = [event for event in events if isinstance(event, FirstTokens)]
+    while (needed := loop.scheduler.reserve(one, 0.0, grammar=grammar)) is None:
         assert loop.scheduler.has_work, "refused though nobody else is there"
         heard.take(loop.step(0.0))
     count = len(one.token_ids) - needed
     if count:
         payload = bytearray(count * giver.layout.bytes_per_position)
-        giver.pack(scheduler.extents(one.key), needed, count, memoryview(payload))
+        giver.pack(planned[0].extents, needed, count, memoryview(payload))
         loop.runner.unpack(loop.scheduler.extents(one.key), needed, count, memoryview(payload))
     loop.scheduler.admit(one.key, first[0].tokens, 0.0)
     scheduler.release(one.key)

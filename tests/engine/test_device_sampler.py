@@ -72,6 +72,7 @@ def mixed(count: int) -> list[SampleRow]:
             banned=(i, 17) if i % 4 == 0 else (),
             history=(1, 2, 2, 800, i) if WISHES[i % len(WISHES)].needs_history else (),
             num_prompt_tokens=2,
+            allowed=bytes((i * 37 + j * 11) % 256 for j in range(100)) if i % 3 == 0 else b"",
         )
         for i in range(count)
     ]
@@ -108,6 +109,19 @@ def test_bias_and_bans_do_not_change_the_callers_logits() -> None:
     assert one(scores, row(params)).token_id == 17
     assert one(scores, row(params, banned=(17,))).token_id == 18
     assert torch.equal(scores, before)
+
+
+def test_logprobs_are_those_of_all_tokens_whatever_is_allowed() -> None:
+    scores = logits()
+    free = one(scores, row(replace(GREEDY, top_logprobs=3)))
+    best = free.token_id
+    only = next(i for i in range(VOCAB) if i != best)
+    mask = (1 << only).to_bytes(VOCAB // 8, "little")
+    bound = one(scores, row(replace(GREEDY, top_logprobs=3), allowed=mask))
+    assert bound.token_id == only
+    assert free.logprobs is not None and bound.logprobs is not None
+    assert bound.logprobs.top == free.logprobs.top
+    assert bound.logprobs.logprob == pytest.approx(torch.log_softmax(scores, 0)[only].item())
 
 
 def test_rows_that_cannot_be_sampled_fail_alone() -> None:

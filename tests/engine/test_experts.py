@@ -16,6 +16,7 @@ from baton.engine.choice import Chooser
 from baton.engine.exact import confine
 from baton.engine.experts import PackedExperts, are_known_experts
 from baton.engine.linear import loosen, swap
+from tests.engine.machine import needs_int8
 from tests.engine.tiny_models import build
 
 ARCHS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -49,7 +50,7 @@ def test_they_compute_what_the_loop_does(arch: str, exact: bool) -> None:
         torch.testing.assert_close(packed(*inputs), own(*inputs), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", pytest.param("int8", marks=needs_int8)])
 @pytest.mark.parametrize("arch", ARCHS)
 @torch.inference_mode()
 def test_a_token_does_not_change_with_what_others_choose(arch: str, quantize: str) -> None:
@@ -64,6 +65,7 @@ def test_a_token_does_not_change_with_what_others_choose(arch: str, quantize: st
         assert torch.equal(network[0](*some), whole[start : start + tokens])
 
 
+@needs_int8
 @pytest.mark.parametrize("arch", ARCHS)
 def test_int8_experts_are_near(arch: str) -> None:
     own = experts_of(arch)

@@ -22,16 +22,14 @@ from baton.engine.loader import run_network
 from baton.engine.products import Product
 from baton.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
+from tests.engine.machine import needs_int8
 from tests.engine.tiny_models import VOCAB, build
 
 BUNDLED = Path(__file__).parents[2] / "services/baton/models/baton-tiny"
 NEW = 12
 CPU = torch.device("cpu")
 
-try:
-    check_int8(CPU)
-except InvalidArgument:
-    pytest.skip("this CPU has no VNNI", allow_module_level=True)
+pytestmark = needs_int8
 
 
 def load(folder: Path, quantize: str = "int8") -> TorchRunner:

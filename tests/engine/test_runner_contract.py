@@ -135,6 +135,32 @@ def test_banned_tokens_are_not_drawn(make: MakeRunner) -> None:
         banned += (token,)
 
 
+def test_only_allowed_tokens_are_drawn(make: MakeRunner) -> None:
+    """Bit i of byte i // 8 is token i; whoever has no bit has none."""
+    runner = make()
+    chunk = Chunk(0, prompts()[2], 0, ((0, 2),))
+    hot = replace(GREEDY, temperature=5.0)
+    for params in (GREEDY, hot):
+        few = SampleRow(0, 0, 0, params, allowed=bytes([0, 0b1000_0001, 0, 2]))
+        drawn = {draw(runner, chunk, few._replace(position=i)).token_id for i in range(12)}
+        assert drawn <= {8, 15, 25}
+        assert len(drawn) > 1 or params is GREEDY
+        alone = SampleRow(0, 0, 0, params, banned=(8, 25), allowed=few.allowed)
+        assert draw(runner, chunk, alone).token_id == 15
+    eos = runner.model.eos_token_ids[0]
+    end = SampleRow(0, 0, 0, GREEDY, allowed=(1 << eos).to_bytes(9, "little"))
+    assert draw(runner, chunk, end).token_id == eos
+
+
+def test_where_nothing_is_allowed_that_row_fails(make: MakeRunner) -> None:
+    runner = make()
+    rows = (SampleRow(0, 0, 0, GREEDY, allowed=bytes(3)), SampleRow(1, 1, 0, GREEDY))
+    runner.submit(StepPlan(0, (Chunk(0, prompts()[2], 0, ((0, 2),), rows),)))
+    result = runner.collect()
+    assert [token.sequence_id for token in result.tokens] == [1]
+    assert [(sequence, "banned" in why) for sequence, why in result.failed] == [(0, True)]
+
+
 def test_logprobs_are_given_when_asked(make: MakeRunner) -> None:
     runner = make()
     chunk = Chunk(0, prompts()[2], 0, ((0, 2),))

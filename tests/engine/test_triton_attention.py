@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from baton.engine.triton import decode, shapes
 from tests.engine.devices import CUDA, INTERPRETER
+from tests.engine.machine import check_interpreter
 from tests.engine.paged import Case, Paged
 
 TOLERANCE = {"float32": 2e-6, "float16": 3e-3, "bfloat16": 3e-2}
@@ -105,6 +106,7 @@ def test_the_cuts_of_a_prompt_do_not_show_in_any_bit(name: str, device: str) -> 
 def test_in_the_exact_form_tokens_one_by_one_have_the_bits_of_a_chunk(
     name: str, device: str
 ) -> None:
+    check_interpreter(device)
     case = replace(CASES[name], spans=((28, 36), (252, 260)))
     whole = Paged(case, device, exact=True).run([])
     one_by_one = [*range(29, 37), *range(253, 261)]
@@ -120,6 +122,7 @@ def test_long_sequences_are_cut_into_larger_parts(
     monkeypatch.setattr(shapes, "most_parts", lambda *_: 3)
     case = Case(window=window, spans=((200, 203), (508, 520)))
     check(case, device, exact=False)
+    check_interpreter(device)
     whole = Paged(case, device, exact=True).run([])
     assert equal(Paged(case, device, exact=True).run(range(510, 520)), whole)
 

@@ -15,6 +15,7 @@ from baton.kv.slots import SlotRing
 from baton.kv.transport import KvTransport, ReadState, TransportError
 from tests.kv.neighbours import Neighbour, neighbour
 from tests.kv.ring_process import fill, make
+from tests.shared_memory import abandoned
 
 NUM_SLOTS, SLOT_BYTES = 4, 65536
 
@@ -185,8 +186,11 @@ def test_loopback_refuses_memory_that_is_not_the_rings() -> None:
 
 
 def test_killed_processes_leave_no_shared_memory_behind() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = abandoned()
     with neighbour("loopback", NUM_SLOTS, SLOT_BYTES) as other:
         other.process.kill()
         other.process.wait()
-    assert set(os.listdir("/dev/shm")) <= before
+    deadline = time.monotonic() + 20
+    while not abandoned() <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -59,7 +59,7 @@ def main() -> int:
         timeout_s = config.handover_timeout_s
         made = DecodeService(
             parts.engine,
-            Beginner(parts.engine, collector, handover_timeout_s=timeout_s),
+            Beginner(parts.engine, collector, parts.grammars, handover_timeout_s=timeout_s),
             Departures(parts.engine, giver, handover_timeout_s=timeout_s),
             resume_window_s=config.resume_window_s,
         )

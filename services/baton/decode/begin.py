@@ -15,8 +15,10 @@ from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import HandoverFailed
 from baton.core.loop import EngineLoop
 from baton.core.plan import Extents
+from baton.core.ports import CompiledGrammar
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.kv.collector import Collected, Collector, Ticket
 
 DEFAULT_DEADLINE_S = 600.0
@@ -69,11 +71,13 @@ class Beginner:
         self,
         engine: EngineThread[DecodeScheduler],
         collector: Collector,
+        grammars: GrammarBook,
         *,
         handover_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._collector = collector
+        self._grammars = grammars
         self._handover_timeout_s = handover_timeout_s
 
     @property
@@ -87,24 +91,27 @@ class Beginner:
     async def begin(self, running: Running) -> None:
         """Returns when the scheduler has the attempt for good. Raises BatonError."""
         key = running.attempt.key
+        grammar = await self._grammars.compiled(running.attempt.grammar)
         if running.ticket is None:
-            await self._add(running)
+            await self._add(running, grammar)
             return
-        collected = await self._collect(running, running.ticket)
+        collected = await self._collect(running, running.ticket, grammar)
         running.received_bytes = collected.received_bytes
         await self._engine.call(
             lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
         )
 
-    async def _add(self, running: Running) -> None:
+    async def _add(self, running: Running, grammar: CompiledGrammar | None) -> None:
         attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
         await self._engine.call(
             lambda loop: loop.scheduler.add(
-                attempt, time.monotonic(), max_unconfirmed=max_unconfirmed
+                attempt, time.monotonic(), max_unconfirmed=max_unconfirmed, grammar=grammar
             )
         )
 
-    async def _collect(self, running: Running, ticket: Ticket) -> Collected:
+    async def _collect(
+        self, running: Running, ticket: Ticket, grammar: CompiledGrammar | None
+    ) -> Collected:
         """Raises HandoverFailed when it takes too long, and what `Collector.collect` raises."""
         key = running.attempt.key
         extents: Extents = ()
@@ -116,7 +123,9 @@ class Beginner:
 
             def ask(loop: EngineLoop[DecodeScheduler]) -> tuple[int | None, Extents, bool]:
                 scheduler, now = loop.scheduler, time.monotonic()
-                position = scheduler.reserve(attempt, now, max_unconfirmed=max_unconfirmed)
+                position = scheduler.reserve(
+                    attempt, now, max_unconfirmed=max_unconfirmed, grammar=grammar
+                )
                 place = () if position is None else scheduler.extents(key)
                 return position, place, scheduler.making_room(key, now)
 

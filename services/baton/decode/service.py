@@ -211,10 +211,9 @@ class DecodeService:
                     DECODED.inc(sum(len(t.token_ids) for t in tokens))
                     for choice_tokens in tokens:
                         self._tokens(choice_tokens)
-                case KvReady(key, cached_tokens):
-                    running = self._running.get(key)
-                    if running is not None:
-                        self._kv_ready(running, cached_tokens)
+                case KvReady(key):
+                    if (running := self._running.get(key)) is not None:
+                        self._kv_ready(running, event)
                 case Held():
                     self._departures.held(event)
                 case Failed(key, choices, error):
@@ -321,7 +320,8 @@ class DecodeService:
             if not running.choices:
                 del self._running[key]
 
-    def _kv_ready(self, running: Running, cached_tokens: int) -> None:
+    def _kv_ready(self, running: Running, event: KvReady) -> None:
+        key, cached_tokens = event.key, event.cached_tokens
         wait_s = time.monotonic() - running.began
         if running.ticket is None:
             source, stage = "local", "local_prefill"
@@ -332,8 +332,8 @@ class DecodeService:
             source, stage = given if running.received_bytes else "cache", "kv_wait"
         KV_SOURCE.labels(source).inc()
         STAGE_TIME.labels(stage).observe(wait_s)
-        key = running.attempt.key
-        running.session.started(Started(key, cached_tokens, running.received_bytes, wait_s))
+        told = Started(key, cached_tokens, running.received_bytes, wait_s, event.prompt_logprobs)
+        running.session.started(told)
 
     def _failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
         """choices: none means all."""

@@ -23,6 +23,7 @@ from baton.rpc.convert import (
     error_to_proto,
     identity_from_proto,
     identity_to_proto,
+    prompt_logprobs_to_proto,
 )
 from baton.v1 import decode_pb2, decode_pb2_grpc
 
@@ -165,6 +166,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         cached_tokens=started.cached_tokens,
                         received_bytes=started.received_bytes,
                         wait_us=round(started.wait_s * 1e6),
+                        prompt_logprobs=prompt_logprobs_to_proto(started.prompt_logprobs),
                     )
                     for started in frame.started
                 ],

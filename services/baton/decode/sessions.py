@@ -19,7 +19,12 @@ from dataclasses import dataclass, field
 
 from baton.core.attempt import AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import BatonError
+from baton.core.prompt_logprobs import PromptLogprobs
 from baton.core.request import FinishReason
+
+MAX_SCORED = 8
+"""Attempts with prompts' log-probabilities that are told in one message: each may be megabytes. The
+others' tokens wait as well, because they come after."""
 
 
 @dataclass(slots=True)
@@ -64,12 +69,14 @@ class SequenceLog:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An attempt whose KV is complete. Times in seconds."""
+    """An attempt whose KV is complete. Times in seconds. prompt_logprobs: of its input, when asked
+    for and computed here."""
 
     key: AttemptKey
     cached_tokens: int
     received_bytes: int
     wait_s: float
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +247,22 @@ class RouterSession:
         self.busy_since = now = time.monotonic()
         frame = Frame(failures=self._failures, started=self._started, given_away=self._kept)
         self._failures, self._started, self._kept = [], [], []
-        for key in self._dirty:
+        dirty, self._dirty = self._dirty, {}
+        if _num_scored(frame.started) > MAX_SCORED:
+            frame.started, self._started = frame.started[:MAX_SCORED], frame.started[MAX_SCORED:]
+            later = {started.key for started in self._started}
+            self._dirty = {k: None for k in dirty if AttemptKey(k.request_id, k.attempt) in later}
+        for key in dirty:
+            if key in self._dirty:
+                continue
             log = self._logs[key]
             tokens = log.take_unsent(now)
             if tokens is not None:
                 frame.tokens.append(tokens)
             if log.given_away is not None:
                 frame.given_away.append(log.given_away)
-        self._dirty.clear()
         return frame
+
+
+def _num_scored(started: Iterable[Started]) -> int:
+    return sum(each.prompt_logprobs is not None for each in started)

@@ -47,6 +47,13 @@ def check_plan(
             lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= vocab_size:
             raise Internal(f"step {plan.step}: a token id is outside the vocabulary")
+        if chunk.scored is not None:
+            most = len(token_ids) - bool(chunk.samples)
+            scored = chunk.scored.tokens
+            if len(scored) > most or any(not 0 <= token < vocab_size for token in scored):
+                raise Internal(f"step {plan.step}: a chunk cannot be scored as it asks")
+            if not 0 <= chunk.scored.num_top <= vocab_size:
+                raise Internal(f"step {plan.step}: a chunk asks for too many alternatives")
         check_extents(chunk.extents, end, num_blocks, block_size)
         for blocks in _written(chunk.extents, first // block_size, (end - 1) // block_size):
             before = len(written)

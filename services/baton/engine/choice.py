@@ -168,17 +168,24 @@ def _exact(
     *,
     small: bool,
 ) -> list[Choice]:
-    """The base form and those that give its bits, with the row counts for which they do."""
+    """The base form and those that give its bits, with the row counts for which they do. The base
+    is the first in a fixed order that can be proven on this kind of machine."""
     base = TRANSPOSED if small and TRANSPOSED in forms else forms[0]
     rows = random_rows(weight.shape[1], weight.dtype, weight.device, most)
-    product = base.bind(weight, bias)
-    expected = in_tiles(product, rows)
-    found = [Choice(base, prove(product, rows, expected))]
-    for form in forms if small else ():
-        if form is base:
-            continue
+    found: list[Choice] = []
+    refused: list[NotExact] = []
+    expected = None
+    for form in (base, *(form for form in forms if form is not base)):
+        if found and not small:
+            break
+        product = form.bind(weight, bias)
         try:
-            found.append(Choice(form, prove(form.bind(weight, bias), rows, expected)))
-        except NotExact:
-            continue
+            wanted = in_tiles(product, rows) if expected is None else expected
+            found.append(Choice(form, prove(product, rows, wanted)))
+        except NotExact as error:
+            refused.append(error)
+        else:
+            expected = wanted
+    if not found:
+        raise refused[0]
     return found

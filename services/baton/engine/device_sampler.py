@@ -13,9 +13,10 @@ import torch
 from baton.core.attempt import Logprobs
 from baton.core.plan import SampledToken, SampleRow, StepPlan, StepResult
 from baton.engine.last_tokens import LastTokens
+from baton.engine.prompt_scores import StepScores, drawn_rows
 from baton.engine.random import uniform
 from baton.engine.sampler import distances, draw, greedy, keep, penalize
-from baton.engine.transfer import Download, upload
+from baton.engine.transfer import Download, upload, upload_bytes
 
 _NOT_A_NUMBER = -1
 _ALL_BANNED = -2
@@ -38,12 +39,14 @@ class SampledStep:
         tokens: torch.Tensor,
         wanting: Sequence[int],
         logprobs: Sequence[torch.Tensor],
+        scores: StepScores | None = None,
     ):
         """tokens: int64 [rows], or a failure. wanting: the rows that want logprobs. logprobs: their
         own values [N], best values [N, K] and these ones' ids [N, K]; nothing when N is 0."""
         self.step = step
         self._rows = rows
         self._wanting = wanting
+        self._scores = scores
         self._download = Download([tokens, *logprobs])
 
     def result(self) -> StepResult:
@@ -60,11 +63,15 @@ class SampledStep:
                 failed.append((row.sequence_id, _FAILURES[token]))
             else:
                 drawn.append(SampledToken(row.sequence_id, row.choice, token, said.get(i)))
-        return StepResult(self.step, tuple(drawn), tuple(failed))
+        scored = () if self._scores is None else self._scores.result()
+        return StepResult(self.step, tuple(drawn), tuple(failed), scored=scored)
 
 
 def sample_step(plan: StepPlan, logits: torch.Tensor, last: LastTokens) -> SampledStep:
-    """logits: [chunks with samples, vocab] of any float type, not changed. Tokens go to `last`."""
+    """logits: [wanted rows, vocab] of any float type, not changed. Tokens go to `last`."""
+    scores = None
+    if plan.scores:
+        scores, logits = StepScores(plan, logits), drawn_rows(plan, logits)
     rows: list[SampleRow] = []
     sources: list[int] = []
     sampled = (chunk for chunk in plan.chunks if chunk.samples)
@@ -79,7 +86,7 @@ def sample_step(plan: StepPlan, logits: torch.Tensor, last: LastTokens) -> Sampl
         last.store([row.sequence_id for row in rows], tokens)
     wanting = [i for i, row in enumerate(rows) if row.params.top_logprobs is not None]
     logprobs = _logprobs(logits, rows, tokens, wanting)
-    return SampledStep(plan.step, rows, tokens, wanting, logprobs)
+    return SampledStep(plan.step, rows, tokens, wanting, logprobs, scores)
 
 
 def _tokens(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -133,11 +140,14 @@ def _numbers(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> tor
 
 
 def _adjusts(row: SampleRow) -> bool:
-    return bool(row.params.needs_history or row.params.logit_bias or row.banned)
+    p = row.params
+    biased = p.needs_history or p.logit_bias or p.allowed_token_ids
+    return bool(biased or row.banned or row.allowed)
 
 
 def _adjusted(raw: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """A copy of raw, float32 [rows, vocab], with penalties, biases and bans."""
+    """A copy of raw, float32 [rows, vocab], with penalties, biases and bans, and all but what is
+    allowed left out."""
     vocab, device = raw.shape[1], raw.device
     adjusted = raw.clone()
     penalized = [i for i, row in enumerate(rows) if row.params.needs_history]
@@ -154,10 +164,30 @@ def _adjusted(raw: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         places = upload([place for place, _ in biased], torch.int64, device)
         biases = upload([bias for _, bias in biased], torch.float32, device)
         adjusted.view(-1).index_add_(0, places, biases)
+    for i, row in enumerate(rows):
+        if row.params.allowed_token_ids:
+            allowed = upload(row.params.allowed_token_ids, torch.int64, device)
+            kept = adjusted[i].index_select(0, allowed)
+            adjusted[i].fill_(-torch.inf).index_copy_(0, allowed, kept)
     banned = [i * vocab + token for i, row in enumerate(rows) for token in row.banned]
     if banned:
         adjusted.view(-1).index_fill_(0, upload(banned, torch.int64, device), -torch.inf)
+    bound = [i for i, row in enumerate(rows) if row.allowed]
+    if bound:
+        which = upload(bound, torch.int64, device)
+        forbidden = _forbidden([rows[i].allowed for i in bound], vocab, device)
+        masked = adjusted.index_select(0, which).masked_fill_(forbidden, -torch.inf)
+        adjusted.index_copy_(0, which, masked)
     return adjusted
+
+
+def _forbidden(masks: Sequence[bytes], vocab: int, device: torch.device) -> torch.Tensor:
+    """bool [masks, vocab]: which ids a mask's bits do not allow."""
+    size = (vocab + 7) // 8
+    bits = b"".join(mask[:size].ljust(size, b"\0") for mask in masks)
+    packed = upload_bytes(bits, device).view(len(masks), size, 1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((packed >> shifts) & 1).view(len(masks), size * 8)[:, :vocab] == 0
 
 
 def _penalized(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

@@ -26,9 +26,11 @@ from baton.core.plan import (
     Extents,
     SampledToken,
     SampleRow,
+    ScoredTokens,
     StepPlan,
     StepResult,
 )
+from baton.core.prompt_logprobs import packed
 from baton.engine.check import check_extents, check_plan
 from baton.engine.fake_memory import KEY_SIZE, VALUE_SIZE, FakeMemory
 from baton.engine.moved import Moved, owners
@@ -36,7 +38,8 @@ from baton.engine.moved import Moved, owners
 
 class FakeRunner:
     """ModelRunner whose tokens are hashes. Greedy tokens depend on the tokens so far, drawn ones
-    also on (seed, choice, position); temperature, filters, penalties and biases change nothing.
+    also on (seed, choice, position); temperature, filters, penalties, biases and what is allowed
+    change nothing.
 
     eos_every: about one token in so many is the first end token; 0 means none ever.
     step_seconds: how long a step takes. delay_steps: a submitted step runs when it is collected or
@@ -180,15 +183,24 @@ class FakeRunner:
             self._memory.copy(copy)
         tokens: list[SampledToken] = []
         failed: list[tuple[int, str]] = []
+        scored: list[ScoredTokens] = []
         for chunk in plan.chunks:
             token_ids = self._known(chunk)
             self._write(chunk, token_ids)
+            if chunk.scored is not None:
+                scored.append(self._score(chunk))
             if chunk.samples and token_ids[-1] == self._poison:
                 failed += [(row.sequence_id, "logits are not numbers") for row in chunk.samples]
             elif chunk.samples:
                 seen = self._attend(chunk)
-                tokens += [self._draw(seen, row) for row in chunk.samples]
-        result = moved.told_in(StepResult(plan.step, tuple(tokens), tuple(failed)))
+                for row in chunk.samples:
+                    token = self._draw(seen, row)
+                    if token is None:
+                        failed.append((row.sequence_id, "every token is banned"))
+                    else:
+                        tokens.append(token)
+        result = StepResult(plan.step, tuple(tokens), tuple(failed), scored=tuple(scored))
+        result = moved.told_in(result)
         self._sampled.append({token.sequence_id: token.token_id for token in result.tokens})
         self._done.append(result)
 
@@ -221,32 +233,56 @@ class FakeRunner:
             values.append(state)
         self._memory.write(chunk.extents, position, count, b"".join((*keys, *values)))
 
+    def _score(self, chunk: Chunk) -> ScoredTokens:
+        """Numbers below 0 from a hash of everything that each position can see, and of the token
+        behind it; the alternatives are the ids from 0 on, with smaller ones."""
+        assert chunk.scored is not None
+        tokens, num_top = chunk.scored
+        own = []
+        for end, token in enumerate(tokens, chunk.first_position + 1):
+            seen = self._attend(
+                chunk._replace(token_ids=chunk.token_ids[: end - chunk.first_position])
+            )
+            lot = blake2b(seen + struct.pack("<i", token), digest_size=2, key=b"score").digest()
+            own.append(-int.from_bytes(lot) / 4096)
+        alternatives = [-16.0 - i for i in range(num_top)] * len(tokens)
+        logprobs = packed(num_top, own, [*range(num_top)] * len(tokens), alternatives)
+        return ScoredTokens(chunk.sequence_id, chunk.first_position, logprobs)
+
     def _attend(self, chunk: Chunk) -> bytes:
         """A hash of everything that the chunk's last position can see."""
         everything = self._memory.read(chunk.extents, 0, chunk.end_position)
         return blake2b(everything, digest_size=16, key=b"attend").digest()
 
-    def _draw(self, seen: bytes, row: SampleRow) -> SampledToken:
+    def _draw(self, seen: bytes, row: SampleRow) -> SampledToken | None:
+        """None when every token is banned."""
         if not row.params.greedy:
             drawn_by = struct.pack("<QII", row.params.seed % 2**64, row.choice, row.position)
             seen = blake2b(seen + drawn_by, digest_size=16, key=b"draw").digest()
         number, lot = struct.unpack("<QQ", seen)
         eos = self._model.eos_token_ids
-        allowed_eos = [token for token in eos if token not in row.banned]
+        allowed_eos = [t for t in eos if t not in row.banned and _allows(row, t)]
         if allowed_eos and self._eos_every and lot % self._eos_every == 0:
-            token = allowed_eos[0]
+            token: int | None = allowed_eos[0]
         else:
-            token = self._next_free(number, {*eos, *row.banned})
+            token = self._next_free(number, row, {*eos, *row.banned})
+        if token is None:
+            token = allowed_eos[0] if allowed_eos else None
+        if token is None:
+            return None
         return SampledToken(row.sequence_id, row.choice, token, self._logprobs(token, row))
 
-    def _next_free(self, number: int, taken: Iterable[int]) -> int:
+    def _next_free(self, number: int, row: SampleRow, taken: Iterable[int]) -> int | None:
         vocab = self._model.vocab_size
+        if row.allowed:
+            free = [t for t in range(vocab) if t not in taken and _allows(row, t)]
+            return free[number % len(free)] if free else None
         token = number % vocab
         for _ in range(vocab):
             if token not in taken:
-                break
+                return token
             token = (token + 1) % vocab
-        return token
+        return None
 
     def _logprobs(self, token: int, row: SampleRow) -> Logprobs | None:
         """Halving probabilities, the drawn token the most likely one."""
@@ -256,3 +292,10 @@ class FakeRunner:
         vocab = self._model.vocab_size
         top = (((token + i) % vocab, -(i + 1) * math.log(2)) for i in range(min(wanted, vocab)))
         return Logprobs(-math.log(2), tuple(top))
+
+
+def _allows(row: SampleRow, token: int) -> bool:
+    if not row.allowed:
+        return True
+    byte = token >> 3
+    return byte < len(row.allowed) and bool(row.allowed[byte] >> (token & 7) & 1)

@@ -10,7 +10,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from baton.core.blocks import blocks_for
-from baton.core.plan import Chunk, SampleRow, StepPlan
+from baton.core.plan import Chunk, SampleRow, Scored, StepPlan
+from baton.core.prompt_logprobs import SCORED_POSITIONS
 from baton.core.request import SamplingParams
 from baton.engine.config import EngineConfig
 from baton.engine.experts import are_known_experts
@@ -83,7 +84,8 @@ def _matrix(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor 
 
 
 def activation_bytes(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> int:
-    """An upper estimate for the largest step: max_step_tokens tokens, max_batch rows of logits."""
+    """An upper estimate for the largest step: max_step_tokens tokens, max_batch rows of logits to
+    sample from, and as many to score as there may be."""
     network, layout = loaded.network, shape.layout
     element = next(network.parameters()).element_size()
     text = network.config.get_text_config()  # type: ignore[union-attr,operator]
@@ -91,21 +93,33 @@ def activation_bytes(config: EngineConfig, loaded: LoadedModel, shape: Attention
     attention = (query_heads + 2 * layout.num_kv_heads) * max(layout.key_size, layout.value_size)
     width = int(text.hidden_size) + _widest(network, text) + attention
     tokens = config.max_step_tokens * width * _LAYER_COPIES * element
-    logits = config.max_batch * loaded.description.vocab_size
-    return tokens + logits * (element + 4 * _LOGIT_COPIES)
+    vocab = loaded.description.vocab_size
+    sampled = config.max_batch * vocab * (element + 4 * _LOGIT_COPIES)
+    scored = min(SCORED_POSITIONS, config.max_step_tokens) * vocab * element
+    return tokens + sampled + scored
 
 
 def largest_step(config: EngineConfig, max_model_len: int) -> StepPlan:
-    """A step of max_step_tokens tokens that samples for as many sequences as it can."""
+    """A step of max_step_tokens tokens that samples for as many sequences as it can, and scores
+    about as many tokens as it may."""
     params = SamplingParams(temperature=0.0)
     count = min(config.max_batch, config.max_step_tokens)
     count = max(count, -(-config.max_step_tokens // max_model_len))
     length = config.max_step_tokens // count
     blocks = blocks_for(length, config.block_size)
+    tokens = [0] * length
+    scored = Scored(tokens[1:], 1)
     return StepPlan(
         0,
         tuple(
-            Chunk(i, [0] * length, 0, ((i * blocks, blocks),), (SampleRow(i, 0, 0, params),))
+            Chunk(
+                i,
+                tokens,
+                0,
+                ((i * blocks, blocks),),
+                (SampleRow(i, 0, 0, params),),
+                scored if i * length < SCORED_POSITIONS else None,
+            )
             for i in range(count)
         ),
     )

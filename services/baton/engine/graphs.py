@@ -73,7 +73,7 @@ class DecodeGraphs:
 
     def fits(self, plan: StepPlan) -> bool:
         return len(plan.chunks) <= self._sizes[-1] and all(
-            len(chunk.token_ids) == 1 for chunk in plan.chunks
+            len(chunk.token_ids) == 1 and chunk.scored is None for chunk in plan.chunks
         )
 
     def run(self, plan: StepPlan, last: LastTokens) -> torch.Tensor:

@@ -19,7 +19,7 @@ class StepInputs:
     """token_ids, positions: int64 [1, T]. places: int64 [T], where each row's KV goes.
 
     stale: int64, places ahead of the sequences' ends to zero first. sampled: int64 [S], the rows
-    whose logits are wanted, one per chunk with samples. chunks: whose rows these are, in order.
+    whose logits are wanted, in order. chunks: whose rows these are, in order.
     """
 
     token_ids: torch.Tensor
@@ -38,6 +38,7 @@ def build_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepI
     stale: list[int] = []
     sampled: list[int] = []
     for chunk in plan.chunks:
+        sampled += (len(token_ids) + row for row in chunk.wanted)
         token_ids += chunk.token_ids
         end = chunk.end_position
         positions += range(chunk.first_position, end)
@@ -45,8 +46,6 @@ def build_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepI
         # Whoever writes a tile's first place clears the rest of it, once.
         if end % TILE and end // TILE * TILE >= chunk.first_position:
             _extend(stale, chunk.extents, end, -end % TILE, block_size)
-        if chunk.samples:
-            sampled.append(len(token_ids) - 1)
 
     def tensor(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)

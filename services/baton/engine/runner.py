@@ -198,7 +198,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Does a plan's copies and forward pass: logits [chunks with samples, vocab].
+        """Does a plan's copies and forward pass: logits [wanted rows, vocab].
 
         They hold until the next call.
         """

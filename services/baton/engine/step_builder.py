@@ -50,7 +50,7 @@ class StepBuilder:
         ]
         counts = Counts(
             rows=plan.num_tokens,
-            sampled=sum(bool(chunk.samples) for chunk in plan.chunks),
+            sampled=sum(len(chunk.wanted) for chunk in plan.chunks),
             chunks=len(order),
             tiles=len(tiles),
             blocks=sum(map(len, tables)),
@@ -83,9 +83,8 @@ class StepBuilder:
             arrays["token_ids"][own] = chunk.token_ids
             arrays["positions"][own] = range(first, first + count)
             arrays["places"][own] = places_of(table, first, count, self._block_size)
+            sampled += [row + wanted for wanted in chunk.wanted]
             row += count
-            if chunk.samples:
-                sampled.append(row - 1)
         arrays["sampled"][:] = sampled
         arrays["tiles"][:] = np.array(tiles, dtype=np.int32).reshape(-1)
         start = 0

@@ -22,7 +22,7 @@ class StepTensors:
     The five tensors by chunk hold the L chunks of one token first (`lone` is L), then the others.
 
     token_ids, positions: int64 [1, T]; token_ids still holds plan.PENDING where the plan does.
-    sampled: int64 [S], the rows whose logits are wanted, one per chunk with samples.
+    sampled: int64 [S], the rows whose logits are wanted, in order.
     places: int32 [T], where each row's KV goes.
     first_rows, first_positions, ends, table_starts: int32 [C], by chunk: its first row, its first
     position, the position after its last, and where its blocks begin in tables.

@@ -19,6 +19,12 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> t
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
+def upload_bytes(data: bytes, device: torch.device) -> torch.Tensor:
+    """At least one byte, as uint8 [len(data)] on the device."""
+    host = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 class Download:
     """Tensors of one device on their way to the host."""
 

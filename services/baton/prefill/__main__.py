@@ -37,7 +37,12 @@ def main() -> int:
 
     def service(parts: Parts) -> tuple[PrefillService, list[Service]]:
         giver = Giver(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)
-        made = PrefillService(parts.engine, giver, handover_timeout_s=config.handover_timeout_s)
+        made = PrefillService(
+            parts.engine,
+            giver,
+            parts.grammars,
+            handover_timeout_s=config.handover_timeout_s,
+        )
         handover = HandoverServicer(giver)
         servicer = PrefillServicer(made, parts.identity.incarnation)
         return made, [

@@ -30,9 +30,11 @@ from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.load import TenantUse, WorkerState
 from baton.core.loop import EngineLoop
 from baton.core.plan import Extents
+from baton.core.ports import CompiledGrammar
 from baton.core.prefill_scheduler import PrefillScheduler
 from baton.core.use_meter import UseMeter
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.kv.giver import Giver, Offer
 from baton.prefill.collectors import LiveCollectors
 from baton.rpc import metrics
@@ -75,11 +77,13 @@ class PrefillService:
         self,
         engine: EngineThread[PrefillScheduler],
         giver: Giver,
+        grammars: GrammarBook,
         *,
         handover_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._giver = giver
+        self._grammars = grammars
         self._handover_timeout_s = handover_timeout_s
         self._collectors = LiveCollectors()
         self._meter = UseMeter()
@@ -138,7 +142,8 @@ class PrefillService:
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
                 if handover_id:
                     self._offer(job, handover_id, decode_incarnation)
-                await self._queue(attempt, bool(handover_id), decode_incarnation)
+                grammar = await self._grammars.compiled(attempt.grammar)
+                await self._queue(attempt, bool(handover_id), decode_incarnation, grammar)
                 first = await asyncio.shield(job.first)
         except TimeoutError:
             error = DeadlineExceeded("the request ran out of time in prefill")
@@ -229,14 +234,16 @@ class PrefillService:
         PREFILLED.inc(num_positions - job.counted)
         job.counted = num_positions
 
-    async def _queue(self, attempt: Attempt, keep: bool, collector: str) -> None:
+    async def _queue(
+        self, attempt: Attempt, keep: bool, collector: str, grammar: CompiledGrammar | None
+    ) -> None:
         now = time.monotonic()
         live = self._collectors.saw(collector, now) if keep else None
 
         def add(loop: EngineLoop[PrefillScheduler]) -> None:
             if live is not None:
                 loop.scheduler.live_collectors = live
-            loop.scheduler.add(attempt, now, keep=keep, collector=collector)
+            loop.scheduler.add(attempt, now, keep=keep, collector=collector, grammar=grammar)
 
         await self._engine.call(add)
 

@@ -7,7 +7,11 @@ import grpc
 from baton.core.attempt import AttemptKey
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.prefill.service import PrefillService
-from baton.rpc.convert import attempt_from_proto, choice_tokens_to_proto
+from baton.rpc.convert import (
+    attempt_from_proto,
+    choice_tokens_to_proto,
+    prompt_logprobs_to_proto,
+)
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 
 HANDOVER_ID_BYTES = 16
@@ -42,6 +46,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             cached_tokens=first.cached_tokens,
             queue_us=round(first.queue_s * 1e6),
             prefill_us=round(first.prefill_s * 1e6),
+            prompt_logprobs=prompt_logprobs_to_proto(first.prompt_logprobs),
         )
 
     async def Cancel(

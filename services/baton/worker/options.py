@@ -93,6 +93,7 @@ class WorkerOptions(ServingOptions):
     )
     kv_faults: str = option("", "what goes wrong with hand-overs; see 'baton chaos kv points'")
     allow_kv_faults: bool = option(False, "let kv_faults break hand-overs on purpose")
+    vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
     poison_token: int = option(
         -1,
         "prompts that begin with this token end this process, to test quarantine; -1: none",

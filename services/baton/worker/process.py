@@ -32,21 +32,22 @@ from baton.core.ports import ModelRunner
 from baton.core.scheduling import Scheduler
 from baton.engine.config import MIB
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.kv.fault_spec import parse
 from baton.kv.faults import NO_FAULTS, Faults
 from baton.kv.injector import Injector
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
-from baton.rpc import metrics
+from baton.rpc import garbage, metrics
 from baton.rpc.address import join, split
 from baton.rpc.channels import Channels
 from baton.rpc.lifecycle import exit_at_once, new_incarnation, run_until_stopped
 from baton.rpc.logs import setup
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
-from baton.worker import garbage
 from baton.worker.engine import open_runner
 from baton.worker.fitness import Fitness
+from baton.worker.grammars import open_book
 from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
 from baton.worker.poison import PoisonedLoop
@@ -93,6 +94,7 @@ class Parts:
     staging: Staging
     stats: HandoverStats
     channels: Channels
+    grammars: GrammarBook
 
 
 MakeScheduler = Callable[[ModelRunner, BlockPool], Scheduler]
@@ -158,10 +160,14 @@ async def run_worker(
         ends.push_async_callback(staging.close)
         share_ring(runner, staging.ring)
         identity = WorkerIdentity(role, incarnation, address)
+        grammars = await asyncio.to_thread(open_book, options, runner.model)
+        ends.callback(grammars.close)
         stats = HandoverStats()
         fitness = Fitness(engine, runner, staging, identity, stats, options.probe_interval_s)
         await fitness.prove()
-        service, services = make_service(Parts(engine, runner, identity, staging, stats, channels))
+        service, services = make_service(
+            Parts(engine, runner, identity, staging, stats, channels, grammars)
+        )
         ends.push_async_callback(service.close)
         report = Report(
             engine, staging, stats, side, runner.num_blocks, scheduler,
@@ -171,9 +177,9 @@ async def run_worker(
             probing=lambda: service.probing or fitness.probing,
         )  # fmt: skip
         report.export()
-        description = describe(
-            runner, identity, staging.names, options.max_running, options.step_tokens
-        )
+        if options.vllm_aliases:
+            report.export_aliases(runner.model.name, runner.block_size)
+        description = describe(runner, identity, staging.names, options.max_running)
         server = ProcessServer(
             listen=options.listen,
             services=[

@@ -14,7 +14,7 @@ from baton.core.timings import Timings
 from baton.engine.thread import EngineThread
 from baton.kv.staging import Staging
 from baton.kv.stats import MISMATCHES, HandoverStats
-from baton.rpc import metrics
+from baton.rpc import aliases, metrics
 from baton.worker.engine import is_exact
 
 Gauge = dict[tuple[str, ...], float]
@@ -74,9 +74,20 @@ class Report:
         metrics.gauge(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
         metrics.gauge(metrics.PROBES, self._probes)
 
+    def export_aliases(self, model: str, block_size: int) -> None:
+        """Puts its load on /metrics under vLLM's names too."""
+        config = (model, str(block_size), str(self.num_blocks))
+        metrics.gauge(aliases.RUNNING, lambda: {(model,): self.engine.load.running_sequences})
+        metrics.gauge(aliases.WAITING, lambda: {(model,): self.engine.load.waiting_sequences})
+        metrics.gauge(aliases.KV_USAGE, lambda: {(model,): self._used_share()})
+        metrics.gauge(aliases.CACHE_CONFIG, lambda: {config: 1})
+
     def _blocks(self) -> Gauge:
         free = self.engine.load.free_blocks
         return {("free",): free, ("used",): self.num_blocks - free}
+
+    def _used_share(self) -> float:
+        return 1 - self.engine.load.free_blocks / self.num_blocks
 
     def _swap_blocks(self) -> Gauge:
         load = self.engine.load
@@ -144,7 +155,6 @@ def describe(
     identity: WorkerIdentity,
     transports: tuple[str, ...],
     max_sequences: int,
-    step_tokens: int,
 ) -> WorkerDescription:
     """What a prefill or decode worker is."""
     return WorkerDescription(
@@ -157,5 +167,4 @@ def describe(
         kv_bytes_per_position=runner.layout.bytes_per_position,
         exact=is_exact(runner),
         max_sequences=max_sequences,
-        step_tokens=step_tokens,
     )

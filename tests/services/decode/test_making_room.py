@@ -17,6 +17,7 @@ from baton.decode.begin import Beginner, Running
 from baton.decode.sessions import RouterSession
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.kv.collector import Collector
 from baton.kv.ticket import Collected, Reserve, Ticket, Unpack
 
@@ -70,7 +71,7 @@ async def reserved_beside(*others: Attempt, wanted: Attempt, stay: bool) -> int 
     engine = EngineThread(make_loop, deliver)
     await engine.start()
     collector = ReservingCollector()
-    beginner = Beginner(engine, collector, handover_timeout_s=30.0)
+    beginner = Beginner(engine, collector, GrammarBook(None), handover_timeout_s=30.0)
     running = Running(wanted, RouterSession("r"), Ticket(b"h", GIVER, 22), 0, {0}, 0.0)
     try:
         for one in others:

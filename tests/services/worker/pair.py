@@ -31,6 +31,7 @@ from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.kv.collector import Collector
 from baton.kv.giver import Giver
 from baton.kv.staging import Staging
@@ -266,7 +267,9 @@ async def pair(
         pool, engine, staging, identity = prefill_parts
         given, taken = HandoverStats(), HandoverStats()
         giver = Giver(identity, prefill_runner.layout, staging, stats=given, limits=limits)
-        prefilling = PrefillService(engine, giver, handover_timeout_s=handover_timeout_s)
+        prefilling = PrefillService(
+            engine, giver, GrammarBook(None), handover_timeout_s=handover_timeout_s
+        )
         services["prefill"] = prefilling
         ends.push_async_callback(prefilling.close)
         servicer, handover = (
@@ -292,7 +295,7 @@ async def pair(
         departing = Giver(identity, decode_runner.layout, staging, limits=limits)
         decoding = DecodeService(
             engine,
-            Beginner(engine, collector, handover_timeout_s=handover_timeout_s),
+            Beginner(engine, collector, GrammarBook(None), handover_timeout_s=handover_timeout_s),
             Departures(engine, departing, handover_timeout_s=handover_timeout_s),
             resume_window_s=resume_window_s,
         )

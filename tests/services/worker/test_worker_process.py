@@ -52,6 +52,7 @@ async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path) -> None:
         await end.start(long)
         await until(lambda: bool(end.tokens[keys_of(long)[0]]))
         read = await asyncio.to_thread(metrics_of, decode.metrics)
+        check_aliases(read, tmp_path.name)
         assert read['baton_kv_source_total{source="handover"}'] == 1
         assert read["baton_step_seconds_count"] > 11
         assert read['baton_stage_seconds_count{stage="kv_wait"}'] == 1
@@ -62,6 +63,30 @@ async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path) -> None:
         assert await end.ended(long) == reference(long)
         assert [await decode.exit_code(), await prefill.exit_code()] == [0, 0]
         await end.break_off()
+
+
+def check_aliases(read: dict[str, float], model: str) -> None:
+    """While one sequence runs."""
+    label = f'{{model_name="{model}"}}'
+    told = {name: value for name, value in read.items() if name.startswith("vllm:")}
+    (config,) = (name for name in told if name.startswith("vllm:cache_config_info"))
+    blocks = read['baton_blocks{state="free"}'] + read['baton_blocks{state="used"}']
+    assert config.endswith(
+        f'{{block_size="16",model_name="{model}",num_gpu_blocks="{blocks:.0f}"}}'
+    )
+    usage = told.pop(f"vllm:kv_cache_usage_perc{label}")
+    assert 0 < usage < 0.5
+    assert told == {
+        config: 1,
+        f"vllm:num_requests_running{label}": 1,
+        f"vllm:num_requests_waiting{label}": 0,
+    }
+
+
+async def test_aliases_can_be_left_out(tmp_path: Path) -> None:
+    async with worker("baton.decode", tmp_path, "--vllm-aliases", "false") as decode:
+        read = await asyncio.to_thread(metrics_of, decode.metrics)
+    assert not [name for name in read if name.startswith("vllm:")]
 
 
 def check_handover_metrics(decode: dict[str, float], prefill: dict[str, float]) -> None:

@@ -1,0 +1,76 @@
+"""One process that tries grammars, told by lines of JSON; whoever started it may kill it any time.
+
+A grammar that takes more CPU time than it may, or more memory, ends the process. That is the only
+way to end a compilation, and why it has a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from baton.core.errors import InvalidArgument
+from baton.core.grammar import Grammar, GrammarKind
+from baton.grammar.compiler import compile_grammar
+from baton.grammar.vocabulary import load
+
+NICENESS = 5
+"""Whoever waits for plain prompts goes first."""
+
+
+OUT_OF_MEMORY = 77
+"""Exit code; native code that finds no memory aborts instead."""
+
+NO_TOKENS = 78
+"""Exit code: the model's tokenizer is of a kind that llguidance does not know."""
+
+
+def main(folder: str, special: str, cpu_s: str, memory_bytes: str) -> None:
+    """special: a JSON list. Answers {"error": text} to {"kind": name, "text": text}; an empty error
+    says that the grammar can be followed."""
+    os.nice(NICENESS)
+    _limit_memory(int(memory_bytes))
+    try:
+        tokenizer = load(Path(folder), special=json.loads(special))
+    except InvalidArgument:
+        sys.exit(NO_TOKENS)
+    for line in sys.stdin.buffer:
+        asked = json.loads(line)
+        # Its default action ends the process, whatever native code runs just then.
+        signal.setitimer(signal.ITIMER_PROF, float(cpu_s))
+        error = _try(tokenizer, Grammar(GrammarKind[asked["kind"]], asked["text"]))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        print(json.dumps({"error": error}), flush=True)
+
+
+def _try(tokenizer: LLTokenizer, grammar: Grammar) -> str:
+    try:
+        compile_grammar(tokenizer, grammar)
+    except InvalidArgument as wrong:
+        return wrong.message
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)
+    except BaseException:  # a panic of the Rust library is not an Exception
+        return "cannot be compiled"
+    return ""
+
+
+def _limit_memory(size: int) -> None:
+    """Of the heap: what is merely mapped does not count. Where memory runs out before, this process
+    goes first."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

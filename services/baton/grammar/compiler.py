@@ -1,0 +1,74 @@
+"""Turns a Grammar into llguidance's matcher of one vocabulary; knows no process and no deadline.
+
+Everything that costs more than it may ends in an error, but for the compilation itself: what takes
+long there cannot be interrupted, so it is tried first in a process that can be killed (`Checker`).
+"""
+
+from __future__ import annotations
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from baton.core.errors import InvalidArgument
+from baton.core.grammar import Grammar, GrammarKind
+
+FIELD = "grammar"
+_MAX_REPORT = 200
+
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""Of one choice. Those of a step bound what a mask costs the rest of the batch: milliseconds."""
+
+_JSON = {
+    # Between tokens of JSON: none, a space, or a new line and its indentation. Without a bound a
+    # model could write blanks for ever.
+    "whitespace_pattern": r"\x20?|\n[\x20\t]{0,32}",
+    # What a schema says and this does not know is an error, not without effect.
+    "lenient": False,
+}
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """A matcher at the start of the grammar. Raises InvalidArgument naming `grammar`.
+
+    Its message repeats what llguidance reports of the client's own text.
+    """
+    matcher = LLMatcher(tokenizer, _text(grammar), log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise InvalidArgument(f"cannot be followed: {report(matcher)}", field=FIELD)
+    if not any(matcher.compute_bitmask()):
+        why = report(matcher) or "this model has no token that it could begin with"
+        raise InvalidArgument(f"cannot be followed: {why}", field=FIELD)
+    return matcher
+
+
+def report(matcher: LLMatcher) -> str:
+    """What went wrong, in one line of printable characters, or ""."""
+    text = matcher.get_error().split("<non-verbose/>")[0]
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= _MAX_REPORT else line[: _MAX_REPORT - 1] + "…"
+
+
+def _text(grammar: Grammar) -> str:
+    """In llguidance's own form. Raises InvalidArgument."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            try:
+                return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON)  # type: ignore[arg-type]
+            except ValueError:
+                raise InvalidArgument("must be a JSON schema", field=FIELD) from None
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case GrammarKind.GBNF:
+            try:
+                return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+            except Exception:  # the converter raises whatever it stumbles over
+                raise InvalidArgument("must be a grammar in GBNF", field=FIELD) from None

@@ -1,0 +1,94 @@
+"""A grammar that explodes ends its own process, within its limits, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from baton.core.errors import InvalidArgument, Overloaded
+from baton.core.grammar import Grammar, GrammarKind
+from baton.grammar.checker import Checker
+from tests.grammar.answering import BUNDLED
+
+GOOD = Grammar(GrammarKind.REGEX, "[a-z]+")
+MANY = {f"p{i}": {"type": "string"} for i in range(5000)}
+EXPLODES = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": MANY}))
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[Checker]:
+    made = Checker(BUNDLED, (), cpu_s=0.3, num_processes=2)
+    yield made
+    await made.close()
+    assert children() == set()
+
+
+def children() -> set[int]:
+    me = psutil.Process()
+    return {
+        child.pid
+        for child in me.children()
+        if any("check_process" in word for word in child.cmdline())
+    }
+
+
+async def test_good_ones_pass_and_keep_their_process(checker: Checker) -> None:
+    await checker.check(GOOD)
+    one = children()
+    assert len(one) == 1
+    await checker.check(Grammar(GrammarKind.LARK, 'start: "a"'))
+    await checker.check(GOOD)
+    assert children() == one
+
+
+async def test_a_bad_one_is_named_every_time(checker: Checker) -> None:
+    bad = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"thing"}')
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="thing") as refused:
+            await checker.check(bad)
+        assert refused.value.field == "grammar"
+
+
+async def test_one_that_explodes_is_refused_while_others_pass(checker: Checker) -> None:
+    await checker.check(GOOD)
+    exploding = asyncio.create_task(checker.check(EXPLODES))
+    for number in range(20):
+        await checker.check(Grammar(GrammarKind.REGEX, f"[a-z]{{{number + 1}}}"))
+    with pytest.raises(InvalidArgument, match="takes more than 0"):
+        await exploding
+    before = children()
+    with pytest.raises(InvalidArgument, match="takes more than 0"):
+        await checker.check(EXPLODES)
+    assert children() == before, "what is known to explode is not tried again"
+
+
+async def test_memory_has_a_limit_too() -> None:
+    small = Checker(BUNDLED, (), cpu_s=20.0, num_processes=1, memory_bytes=64 << 20)
+    with pytest.raises(InvalidArgument, match="too much memory"):
+        await small.check(EXPLODES)
+    await small.check(GOOD)
+    await small.close()
+
+
+async def test_whoever_leaves_takes_the_process_along(checker: Checker) -> None:
+    leaving = asyncio.create_task(checker.check(EXPLODES))
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await checker.check(GOOD)
+
+
+async def test_too_many_at_once_are_refused() -> None:
+    checker = Checker(BUNDLED, (), cpu_s=0.3, num_processes=1)
+    checker._max_asked = 1
+    first = asyncio.create_task(checker.check(GOOD))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await checker.check(Grammar(GrammarKind.REGEX, "b"))
+    await first
+    await checker.close()

@@ -1,0 +1,113 @@
+"""Grammars of every kind are compiled, or refused in words that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from baton.core.errors import InvalidArgument
+from baton.core.grammar import Grammar, GrammarKind
+from baton.grammar.compiler import compile_grammar
+from baton.grammar.vocabulary import load
+from baton.router import structured
+from tests.grammar.answering import BUNDLED
+
+TOKENS = load(BUNDLED, special=(), eos_token_ids=(2,))
+
+
+def compiled(kind: GrammarKind, text: str) -> LLMatcher:
+    return compile_grammar(TOKENS, Grammar(kind, text))
+
+
+def takes(matcher: LLMatcher, text: str) -> bool:
+    """Whether the whole text, and no less, follows it."""
+    fresh = matcher.deep_copy()
+    ids = TOKENS.tokenize_str(text)
+    return fresh.try_consume_tokens(ids) == len(ids) and fresh.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        (GrammarKind.REGEX, "a+b?", "aab", "aabb"),
+        (GrammarKind.REGEX, "a|b\nc", "b\nc", "ab"),
+        (GrammarKind.LARK, 'start: "a" num\nnum: /[0-9]+/', "a12", "12"),
+        (GrammarKind.GBNF, 'root ::= "a" num\nnum ::= [0-9]+', "a12", "12"),
+        (GrammarKind.JSON_SCHEMA, '{"type":"integer"}', "-12", "1.5"),
+        (GrammarKind.JSON_SCHEMA, "{}", '{"a": [1, null]}', "{"),
+        (GrammarKind.JSON_SCHEMA, '{"enum":["a",3]}', "3", "4"),
+    ],
+)
+def test_the_whole_answer_follows(kind: GrammarKind, text: str, good: str, bad: str) -> None:
+    matcher = compiled(kind, text)
+    assert takes(matcher, good)
+    assert not takes(matcher, bad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        (GrammarKind.JSON_SCHEMA, "{", "JSON"),
+        (GrammarKind.JSON_SCHEMA, "true", "JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"type":"thing"}', "thing"),
+        (GrammarKind.JSON_SCHEMA, '{"not":{"type":"null"}}', "not"),
+        (GrammarKind.JSON_SCHEMA, '{"type":"string","pattern":"(?=a)b"}', ""),
+        (GrammarKind.JSON_SCHEMA, '{"$ref":"#/nowhere"}', ""),
+        (GrammarKind.REGEX, "(a", ""),
+        (GrammarKind.LARK, "start: nothing", "nothing"),
+        (GrammarKind.GBNF, "root ::= (", "GBNF"),
+        (GrammarKind.GBNF, 'start ::= "a', ""),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(kind: GrammarKind, text: str, says: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        compiled(kind, text)
+    assert refused.value.field == "grammar"
+    assert says in refused.value.message
+    assert refused.value.message.isprintable()
+    assert len(refused.value.message) < 300
+
+
+@given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=6))
+@example(["a|b", "(", "\\", "\n", '"', "/", "]-[", "a{2}", "\x00", "😀é"])
+def test_a_choice_takes_its_texts_and_no_other(texts: list[str]) -> None:
+    matcher = compile_grammar(TOKENS, structured.choice(texts, "choice").grammar)
+    for text in texts:
+        assert takes(matcher, text)
+        for other in (text[:-1], text + "x", text.swapcase()):
+            assert takes(matcher, other) == (other in texts)
+
+
+def test_blanks_between_json_tokens_have_an_end() -> None:
+    matcher = compiled(GrammarKind.JSON_SCHEMA, '{"type":"array"}')
+    assert takes(matcher, "[1, 2]")
+    assert takes(matcher, "[\n    1,\n    2\n]")
+    assert not takes(matcher, "[  1]")
+    assert not takes(matcher, "[\n\n1]")
+
+
+def test_keys_come_in_the_order_of_the_schema() -> None:
+    properties = {"b": {"type": "null"}, "a": {"type": "null"}}
+    schema = json.dumps({"type": "object", "properties": properties, "required": ["a", "b"]})
+    matcher = compiled(GrammarKind.JSON_SCHEMA, schema)
+    assert takes(matcher, '{"b": null, "a": null}')
+    assert not takes(matcher, '{"a": null, "b": null}')
+
+
+def test_lark_and_gbnf_are_told_apart() -> None:
+    assert structured.either_grammar('root ::= "a"', "f").grammar.kind is GrammarKind.GBNF
+    assert structured.either_grammar('start: "a"', "f").grammar.kind is GrammarKind.LARK
+
+
+def test_special_tokens_are_no_text() -> None:
+    """The same token, once by tokenizer.json's word and once by tokenizer_config.json's."""
+    (end,) = TOKENS.eos_tokens
+    text = TOKENS.decode_str([end])
+    assert re.fullmatch(r"<.*>", text)
+    matcher = compiled(GrammarKind.REGEX, ".+")
+    assert matcher.validate_tokens([end]) == 0
