@@ -7,17 +7,21 @@ import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import ModelDescription, WorkerIdentity
+from baton.grammar.checker import Checker
 from baton.rpc import config, lifecycle, logs, metrics
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
 from baton.tokenizer import files
+from baton.tokenizer.client_templates import ClientTemplates
 from baton.tokenizer.config import TokenizerConfig
 from baton.tokenizer.encoder import Encoder
+from baton.tokenizer.lanes import Lanes
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 
@@ -34,13 +38,23 @@ async def serve(options: TokenizerConfig) -> int:
     folder = Path(options.model)
     loaded = files.load(folder)
     digest = tokenizer_digest(folder)
+    max_render_s = options.max_render_ms / 1000
+    client_templates = ClientTemplates(cpu_s=max_render_s, max_characters=options.max_input_bytes)
     encoder = Encoder(
         loaded,
         namespace=digest,
         max_input_bytes=options.max_input_bytes,
-        max_render_s=options.max_render_ms / 1000,
+        max_render_s=max_render_s,
+        max_cache_bytes=options.max_cache_mib << 20,
+        client_templates=client_templates if options.allow_client_templates else None,
     )
-    model = _model(options, folder, encoder.vocab_size, digest)
+    checker = Checker(
+        folder,
+        loaded.special_tokens.values(),
+        cpu_s=options.max_grammar_ms / 1000,
+        num_processes=options.grammar_processes,
+    )
+    model = _model(options, folder, encoder, digest)
     address = ""
 
     def identity() -> WorkerIdentity:
@@ -52,12 +66,14 @@ async def serve(options: TokenizerConfig) -> int:
 
     # The pool's threads are the parallelism; the library must not start its own for each call.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with ThreadPoolExecutor(options.workers or os.cpu_count(), "encode") as executor:
+    threads = options.workers or max(2, len(os.sched_getaffinity(0)))
+    with closing(client_templates), ThreadPoolExecutor(threads, "encode") as executor:
         servicer = TokenizerServicer(
             encoder,
             model,
             identity,
-            executor,
+            Lanes(executor, threads),
+            checker,
             max_waiting_bytes=options.max_waiting_mib << 20,
         )
         server = ProcessServer(
@@ -78,22 +94,26 @@ async def serve(options: TokenizerConfig) -> int:
         address = await server.start()
         server.set_serving(True)
         print(json.dumps({"role": ROLE, "listen": address}), flush=True)
-        return await lifecycle.run_until_stopped(
-            server, servicer.drain, drain_timeout_s=options.drain_timeout_s
-        )
+        try:
+            return await lifecycle.run_until_stopped(
+                server, servicer.drain, drain_timeout_s=options.drain_timeout_s
+            )
+        finally:
+            await checker.close()
 
 
 def _model(
-    options: TokenizerConfig, folder: Path, vocab_size: int, digest: str
+    options: TokenizerConfig, folder: Path, encoder: Encoder, digest: str
 ) -> ModelDescription:
     """Only what the tokenizer's files tell."""
     return ModelDescription(
         name=options.model_name or folder.resolve().name,
         digest="",
         max_model_len=0,
-        vocab_size=vocab_size,
+        vocab_size=encoder.vocab_size,
         eos_token_ids=(),
         tokenizer_digest=digest,
+        answer_format=encoder.answer_format,
     )
 
 

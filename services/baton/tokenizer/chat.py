@@ -1,4 +1,4 @@
-"""Renders a conversation with the model's chat template. Knows nothing of token ids.
+"""Renders a conversation with a chat template. Knows nothing of token ids.
 
 Gives the text that `transformers`' `apply_chat_template(tokenize=False)` gives for the same model.
 """
@@ -6,12 +6,16 @@ Gives the text that `transformers`' `apply_chat_template(tokenize=False)` gives 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from baton.core.errors import InvalidArgument
+from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request import ChatPrompt
+from baton.core.template_kwargs import parse_template_kwargs
+from baton.tokenizer import chat_values
 from baton.tokenizer.sandbox import OverBudget, Sandbox
 
 log = logging.getLogger(__name__)
@@ -20,23 +24,32 @@ CONTINUE_MARK = "BATON_CONTINUES_HERE "
 """Stands behind the final message while it is rendered. Its space tells whether it is trimmed."""
 
 
-class ChatTemplate:
-    """special_tokens: text by name. Making one raises InvalidArgument (`model`) if it is broken."""
+Run = Callable[[Mapping[str, Any]], str]
+"""Variables to text. Raises OverBudget, a BatonError, or whatever the template's code raises."""
 
-    def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, cpu_s: float, max_characters: int
-    ) -> None:
+
+def model_template(
+    source: str, special_tokens: Mapping[str, str], *, cpu_s: float, max_characters: int
+) -> ChatTemplate:
+    """The model's own. Raises InvalidArgument (`model`) if it is broken."""
+    sandbox = Sandbox()
+    try:
+        template = sandbox.from_string(source)
+    except TemplateSyntaxError as error:
+        raise InvalidArgument(
+            f"its chat template is broken at line {error.lineno}", field="model"
+        ) from error
+    run = partial(sandbox.render, template, cpu_s=cpu_s, max_characters=max_characters)
+    return ChatTemplate(source, special_tokens, run)
+
+
+class ChatTemplate:
+    """special_tokens: text by name. run: what renders the source."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], run: Run) -> None:
         self._uses_content = "content" in source
         self._special_tokens = dict(special_tokens)
-        self._cpu_s = cpu_s
-        self._max_characters = max_characters
-        self._sandbox = Sandbox()
-        try:
-            self._template = self._sandbox.from_string(source)
-        except TemplateSyntaxError as error:
-            raise InvalidArgument(
-                f"its chat template is broken at line {error.lineno}", field="model"
-            ) from error
+        self._run = run
 
     def render(self, chat: ChatPrompt) -> str:
         """The conversation as one text. Raises InvalidArgument naming the field at fault."""
@@ -57,7 +70,7 @@ class ChatTemplate:
         mark = CONTINUE_MARK.rstrip()
         if mark not in text or final.strip() not in text:
             raise InvalidArgument(
-                "the model's chat template does not show the final message as it is",
+                "the chat template does not show the final message as it is",
                 field="continue_final_message",
             )
         before, _, after = text.rpartition(mark)
@@ -65,30 +78,28 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
     def _render(self, chat: ChatPrompt, final_content: str) -> str:
-        messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+        messages = chat_values.messages(chat)
         messages[-1]["content"] = final_content
         variables = {
             **self._special_tokens,
+            **parse_template_kwargs(chat.template_kwargs),
             "messages": messages,
-            "tools": None,
+            "tools": chat_values.tools(chat),
             "documents": None,
             "add_generation_prompt": chat.add_generation_prompt,
         }
         try:
-            return self._sandbox.render(
-                self._template,
-                variables,
-                cpu_s=self._cpu_s,
-                max_characters=self._max_characters,
-            )
+            return self._run(variables)
+        except BatonError:
+            raise
         except OverBudget:
             raise InvalidArgument(
-                "are too much for the model's chat template: too many, or too long together",
+                "are too much for the chat template: too many, or too long together",
                 field="messages",
             ) from None
         except Exception as error:  # a template can raise anything, and its text is not ours
             log.debug("the chat template failed", exc_info=error)
             raise InvalidArgument(
-                "are not accepted by the model's chat template; check their roles and their order",
+                "are not accepted by the chat template; check their roles and their order",
                 field="messages",
             ) from None

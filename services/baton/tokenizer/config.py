@@ -13,7 +13,11 @@ class TokenizerConfig(ServingOptions):
     """One tokenizer: text and chats become token ids."""
 
     workers: int = option(
-        0, "threads that encode; 0: all cores", unit="threads", minimum=0, maximum=256
+        0,
+        "threads that encode; 0: one a core, and two on a single one",
+        unit="threads",
+        minimum=0,
+        maximum=256,
     )
     max_input_bytes: int = option(
         1 << 20,
@@ -25,6 +29,18 @@ class TokenizerConfig(ServingOptions):
     max_render_ms: int = option(
         250, "CPU time the chat template may take", unit="ms", minimum=1, maximum=60_000
     )
+    max_grammar_ms: int = option(
+        1000, "CPU time that compiling a grammar may take", unit="ms", minimum=1, maximum=60_000
+    )
+    grammar_processes: int = option(
+        2, "grammars that are tried at once; started with the first one", minimum=1, maximum=64
+    )
     max_waiting_mib: int = option(
         64, "inputs accepted and not encoded yet; more are refused", unit="MiB", minimum=1
+    )
+    max_cache_mib: int = option(
+        64, "ids of encoded conversations kept for when they grow; 0: none", unit="MiB", minimum=0
+    )
+    allow_client_templates: bool = option(
+        False, "render chat templates that clients bring, in processes of their own"
     )

@@ -3,15 +3,17 @@
 Templates come with models, so they are somebody else's programs, and clients choose what they loop
 over. They run in jinja2's immutable sandbox with the few extras that templates are written for, on
 plain strings, lists and dicts only, and within a budget of CPU time and output, looked at whenever
-output comes or an attribute, item or function is used.
+output comes, a loop turns, or an attribute, item or function is used. What one operation makes is
+bounded where a small template could ask for much: repetition and powers.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -19,10 +21,14 @@ from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 USES_PER_LOOK = 64
+MAX_BITS = 4096
+"""Of a whole number that is made by multiplication."""
 
 
 class OverBudget(Exception):
@@ -33,12 +39,24 @@ class _Budget(threading.local):
     """What the render on this thread may still use."""
 
     until_s = float("inf")
+    max_characters = 1 << 20
     uses = 0
 
     def use(self) -> None:
         self.uses += 1
         if self.uses % USES_PER_LOOK == 0 and time.thread_time() > self.until_s:
             raise OverBudget
+
+
+class _CountedLoops(NodeTransformer):
+    """Has each loop tell the budget of its turns: `for x in y` becomes `for x in y | each turn`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(
+            node.iter, Sandbox.EACH_TURN, [], [], None, None, lineno=node.lineno
+        )
+        return node
 
 
 class _Generation(Extension):
@@ -67,12 +85,17 @@ class _Namespace(Namespace):
 class Sandbox(ImmutableSandboxedEnvironment):
     """Compiles and renders chat templates. May be used by several threads."""
 
+    EACH_TURN = "each turn"
+    """No template can spell it."""
+    intercepted_binops = frozenset({"*", "**"})
+
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         self._budget = _Budget()
         self.filters["tojson"] = _tojson
+        self.filters[self.EACH_TURN] = self._each_turn
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self.globals["namespace"] = _Namespace
@@ -91,6 +114,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         args[0]._budget.use()
         return ImmutableSandboxedEnvironment.call(*args, **kwargs)
 
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self._budget.use()
+        if _product_size(operator, left, right) > self._budget.max_characters:
+            raise OverBudget
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _CountedLoops().visit(super()._parse(source, name, filename))
+        return tree
+
+    def _each_turn(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._budget.use()
+            yield item
+
     def render(
         self,
         template: Template,
@@ -101,6 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     ) -> str:
         """Raises OverBudget, or whatever the template's code raises."""
         self._budget.until_s = time.thread_time() + cpu_s
+        self._budget.max_characters = max_characters
         pieces, room = [], max_characters
         for piece in template.generate(variables):
             room -= len(piece)
@@ -108,6 +147,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise OverBudget
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _product_size(operator: str, left: Any, right: Any) -> int:
+    """Characters or items of what `left * right` repeats; of numbers, more than any limit if they
+    are too large."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
+        return 0 if bits <= MAX_BITS else sys.maxsize
+    for repeated, times in ((left, right), (right, left)):
+        if hasattr(repeated, "__len__") and isinstance(times, int):
+            return len(repeated) * times
+    return 0
 
 
 def _tojson(

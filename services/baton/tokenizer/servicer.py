@@ -1,53 +1,54 @@
-"""The gRPC face of the tokenizer. Converts, calls, converts; each input fails by itself."""
+"""The gRPC face of the tokenizer: what may wait, and how much. Knows not what is done with it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Overloaded
 from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
-from baton.rpc.convert import (
-    error_to_proto,
-    identity_to_proto,
-    token_ids_from_bytes,
-    token_ids_to_bytes,
-)
-from baton.rpc.metrics import PROMPT_TOKENS, counter
+from baton.grammar.checker import Checker
+from baton.rpc.convert import error_to_proto, grammar_from_proto, identity_to_proto
 from baton.tokenizer.encoder import Encoder
+from baton.tokenizer.lanes import BATCH_BYTES, LONG_BYTES, Lanes
+from baton.tokenizer.work import Work
 from baton.v1 import tokenizer_pb2 as pb
 from baton.v1 import tokenizer_pb2_grpc
+from baton.v1.types_pb2 import Error
 
 log = logging.getLogger(__name__)
 
 MAX_INPUTS = 256
-MAX_SALT_BYTES = 1024
 RETRY_AFTER_S = 0.5
 
 _Context = grpc.aio.ServicerContext
+_Item = TypeVar("_Item", pb.EncodeInput, pb.DecodeInput)
+_Output = TypeVar("_Output", pb.EncodeOutput, pb.DecodeOutput)
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
-    """Serves `baton.v1.Tokenizer`. executor: the threads that encode."""
+    """Serves `baton.v1.Tokenizer`. lanes: where it encodes and decodes. checker: tries grammars."""
 
     def __init__(
         self,
         encoder: Encoder,
         model: ModelDescription,
         identity: Callable[[], WorkerIdentity],
-        executor: Executor,
+        lanes: Lanes,
+        checker: Checker,
         *,
         max_waiting_bytes: int,
     ) -> None:
         self._encoder = encoder
+        self._work = Work(encoder)
         self._model = model
         self._identity = identity
-        self._executor = executor
+        self._lanes = lanes
+        self._checker = checker
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
         self.num_inputs = 0
@@ -66,10 +67,18 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         request: pb.EncodeRequest,
         context: _Context[pb.EncodeRequest, pb.EncodeResponse],
     ) -> pb.EncodeResponse:
-        if len(request.inputs) > MAX_INPUTS:
-            raise InvalidArgument(f"must be at most {MAX_INPUTS}", field="inputs")
-        outputs = await asyncio.gather(*map(self._encode, request.inputs))
-        return pb.EncodeResponse(outputs=outputs)
+        return pb.EncodeResponse(
+            outputs=await self._all(self._work.encode, request.inputs, pb.EncodeOutput)
+        )
+
+    async def Decode(
+        self,
+        request: pb.DecodeRequest,
+        context: _Context[pb.DecodeRequest, pb.DecodeResponse],
+    ) -> pb.DecodeResponse:
+        return pb.DecodeResponse(
+            outputs=await self._all(self._work.decode, request.inputs, pb.DecodeOutput)
+        )
 
     async def Describe(
         self,
@@ -84,50 +93,70 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
             has_chat_template=self._encoder.has_chat_template,
         )
 
-    async def _encode(self, item: pb.EncodeInput) -> pb.EncodeOutput:
-        size = item.ByteSize()
+    async def _all(
+        self,
+        work: Callable[[Sequence[Sequence[_Item]]], Sequence[list[_Output]]],
+        inputs: Sequence[_Item],
+        output: type[_Output],
+    ) -> list[_Output]:
+        """An output for each input, in order."""
+        if len(inputs) > MAX_INPUTS:
+            raise InvalidArgument(f"must be at most {MAX_INPUTS}", field="inputs")
+        outputs = await asyncio.gather(
+            *(self._some(work, group, size, output) for group, size in _groups(inputs))
+        )
+        return [one for some in outputs for one in some]
+
+    async def _some(
+        self,
+        work: Callable[[Sequence[Sequence[_Item]]], Sequence[list[_Output]]],
+        items: list[_Item],
+        size: int,
+        output: type[_Output],
+    ) -> list[_Output]:
+        """Of inputs that a thread takes together."""
         if self._waiting_bytes + size > self._max_waiting_bytes and self.num_inputs:
             error = Overloaded("the tokenizer has too much to do", retry_after_s=RETRY_AFTER_S)
-            return pb.EncodeOutput(error=error_to_proto(error))
+            return [output(error=error_to_proto(error))] * len(items)
         self._waiting_bytes += size
-        self.num_inputs += 1
+        self.num_inputs += len(items)
         self._idle.clear()
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._encode_now, item
-            )
-        except BatonError as error:
-            if not isinstance(error, InvalidArgument):
-                log.error("an input could not be encoded", exc_info=error)
-            return pb.EncodeOutput(error=error_to_proto(error))
+            refusals = [await self._refusal(item) for item in items]
+            sound = [item for item, error in zip(items, refusals, strict=True) if error is None]
+            done = iter(await self._lanes.run(work, sound, size) if sound else ())
+            return [next(done) if error is None else output(error=error) for error in refusals]
         finally:
             self._waiting_bytes -= size
-            self.num_inputs -= 1
+            self.num_inputs -= len(items)
             if not self.num_inputs:
                 self._idle.set()
 
-    def _encode_now(self, item: pb.EncodeInput) -> pb.EncodeOutput:
-        """Runs on one of the executor's threads."""
-        if len(item.cache_salt) > MAX_SALT_BYTES:
-            raise InvalidArgument(f"must have at most {MAX_SALT_BYTES} bytes", field="cache_salt")
-        encoded = self._encoder.encode(_prompt(item), item.cache_salt)
-        counter(PROMPT_TOKENS).inc(len(encoded.token_ids))
-        return pb.EncodeOutput(
-            token_ids=token_ids_to_bytes(encoded.token_ids), prefix_hashes=encoded.prefix_hashes
-        )
+    async def _refusal(self, item: pb.EncodeInput | pb.DecodeInput) -> Error | None:
+        """What is wrong with an input's grammar, if it has one and anything is."""
+        if not isinstance(item, pb.EncodeInput) or not item.HasField("grammar"):
+            return None
+        try:
+            await self._checker.check(grammar_from_proto(item.grammar, "grammar"))
+        except BatonError as error:
+            if not isinstance(error, InvalidArgument | Overloaded):
+                log.error("a grammar could not be tried", exc_info=error)
+            return error_to_proto(error)
+        return None
 
 
-def _prompt(item: pb.EncodeInput) -> Prompt:
-    match item.WhichOneof("input"):
-        case "text":
-            return TextPrompt(item.text, item.add_special_tokens)
-        case "chat":
-            return ChatPrompt(
-                tuple(Message(m.role, m.content) for m in item.chat.messages),
-                add_generation_prompt=item.chat.add_generation_prompt,
-                continue_final_message=item.chat.continue_final_message,
-            )
-        case "token_ids":
-            return TokenPrompt(token_ids_from_bytes(item.token_ids, "prompt"))
-        case _:
-            raise InvalidArgument("must be text, a chat or token ids", field="input")
+def _groups(inputs: Sequence[_Item]) -> Iterator[tuple[list[_Item], int]]:
+    """Neighbours that make a batch, with their bytes; a long one is a group of its own."""
+    group: list[_Item] = []
+    total = 0
+    for item in inputs:
+        size = item.ByteSize()
+        if isinstance(item, pb.EncodeInput) and item.chat.template:
+            size = max(size, LONG_BYTES)  # a stranger's program may take long over any input
+        if group and total + size > BATCH_BYTES:
+            yield group, total
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group, total

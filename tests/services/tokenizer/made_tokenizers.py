@@ -27,7 +27,9 @@ TEXTS = [
 ]
 CORPUS = TEXTS * 8
 FAMILIES = ("byte_level", "byte_fallback", "gemma_like", "unigram", "wordpiece", "wordlevel")
-BYTE_FALLBACK_FAMILIES = ("byte_fallback", "gemma_like")
+BYTE_FALLBACK_FAMILIES = ("byte_fallback", "gemma_like", "metaspace_fallback", "unigram_fallback")
+ODD_FAMILIES = ("metaspace_fallback", "unigram_fallback", "added")
+"""Besides FAMILIES: byte fallback in other places, and added tokens with every rule there is."""
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -99,6 +101,45 @@ def _gemma_like() -> Tokenizer:
     )
 
 
+def _metaspace_fallback() -> Tokenizer:
+    """As newer conversions have it: only the start of a text gets a space, and loses it again."""
+    tokenizer = _sentencepiece_bpe(
+        normalizers.Replace(" ", "▁"),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]),
+    )
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+def _unigram_fallback() -> Tokenizer:
+    letters = sorted(set("".join(TEXTS[:2])) - {" "})
+    pieces = [(piece, -float(len(letters))) for piece in ["▁", *letters, *BYTE_TOKENS]]
+    words = [(piece, -5.0) for piece in ["▁the", "▁qu", "ick", "▁fox", "er", "ß", "ö"]]
+    spec = [(name, 0.0) for name in ("<unk>", "<s>", "</s>")]
+    vocab = dict([*pieces, *words])
+    tokenizer = Tokenizer(models.Unigram([*spec, *vocab.items()], unk_id=0, byte_fallback=True))
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    _surround(tokenizer)
+    return tokenizer
+
+
+def _added() -> Tokenizer:
+    tokenizer = _byte_level()
+    rules = ("lstrip", "rstrip", "single_word", "normalized")
+    for special in (True, False):
+        kind = "special" if special else "plain"
+        tokens = [
+            AddedToken(f"<{kind}_{rule}>", special=special, **{"normalized": False, rule: True})
+            for rule in rules
+        ]
+        spaced = AddedToken(f" <é {kind}>\n", special=special, normalized=False)
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([*tokens, spaced])
+    return tokenizer
+
+
 def _unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -151,4 +192,7 @@ _MAKERS = {
     "unigram": _unigram,
     "wordpiece": _wordpiece,
     "wordlevel": _wordlevel,
+    "metaspace_fallback": _metaspace_fallback,
+    "unigram_fallback": _unigram_fallback,
+    "added": _added,
 }

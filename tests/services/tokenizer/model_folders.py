@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from baton.core.errors import BatonError
+from baton.core.request import Prompt
 from baton.tokenizer import files
-from baton.tokenizer.encoder import Encoder
+from baton.tokenizer.client_templates import ClientTemplates
+from baton.tokenizer.encoder import Asked, Encoded, Encoder
 from tests.services.tokenizer.made_tokenizers import made
 
 CHATML = """\
@@ -38,11 +41,30 @@ def write_folder(
 
 
 def encoder_of(
-    folder: Path, *, max_input_bytes: int = 1 << 20, max_render_s: float = 5.0
+    folder: Path,
+    *,
+    max_input_bytes: int = 1 << 20,
+    max_render_s: float = 5.0,
+    max_cache_bytes: int = 1 << 20,
+    client_templates: ClientTemplates | None = None,
 ) -> Encoder:
     return Encoder(
         files.load(folder),
         namespace="test",
         max_input_bytes=max_input_bytes,
         max_render_s=max_render_s,
+        max_cache_bytes=max_cache_bytes,
+        client_templates=client_templates,
     )
+
+
+def encoded(encoder: Encoder, prompt: Prompt, cache_salt: bytes = b"") -> Encoded:
+    """One prompt alone. Raises what the encoder has against it."""
+    (result,) = encoder.encode([Asked(prompt, cache_salt)])
+    if isinstance(result, BatonError):
+        raise result
+    return result
+
+
+def ids_of(encoder: Encoder, prompt: Prompt) -> list[int]:
+    return encoded(encoder, prompt).token_ids.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,30 +12,30 @@ from baton.core.prefix import prefix_hashes
 from baton.core.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from baton.tokenizer import files
 from tests.services.tokenizer.made_tokenizers import TEXTS
-from tests.services.tokenizer.model_folders import encoder_of, write_folder
+from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
 
 
-def chat(*contents: str, **options: bool) -> ChatPrompt:
+def chat(*contents: str, **options: Any) -> ChatPrompt:
     return ChatPrompt(tuple(Message("user", content) for content in contents), **options)
 
 
-def refused(folder: Path, prompt: Prompt, **limits: int) -> str:
+def refused(folder: Path, prompt: Prompt, max_input_bytes: int = 1 << 20) -> str:
     """The field named."""
     with pytest.raises(InvalidArgument) as raised:
-        encoder_of(folder, **limits).encode(prompt, b"")
+        encoded(encoder_of(folder, max_input_bytes=max_input_bytes), prompt)
     return raised.value.field
 
 
 def test_hashes_cover_full_units(tmp_path: Path) -> None:
-    encoded = encoder_of(write_folder(tmp_path)).encode(TextPrompt(TEXTS[0] * 3), b"salt")
-    assert len(encoded.prefix_hashes) == len(encoded.token_ids) // 64 * 16 > 0
-    assert encoded.prefix_hashes == prefix_hashes(encoded.token_ids, b"salt", "test")
+    found = encoded(encoder_of(write_folder(tmp_path)), TextPrompt(TEXTS[0] * 3), b"salt")
+    assert len(found.prefix_hashes) == len(found.token_ids) // 64 * 16 > 0
+    assert found.prefix_hashes == prefix_hashes(found.token_ids, b"salt", "test")
 
 
 def test_ids_pass_when_the_vocabulary_has_them(tmp_path: Path) -> None:
     encoder = encoder_of(write_folder(tmp_path))
     ids = (0, 5, encoder.vocab_size - 1)
-    assert encoder.encode(TokenPrompt(ids), b"").token_ids == ids
+    assert ids_of(encoder, TokenPrompt(ids)) == list(ids)
 
 
 @pytest.mark.parametrize("ids", [(), (-1,), (3, 10**6), (2**31 - 1,)])
@@ -68,6 +69,14 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     assert refused(folder, chat("hi")) == "messages"
 
 
+def test_a_client_sets_variables_of_the_template(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{{ level + 1 }}{{ names.a | join }}{{ bos_token }}"
+    encoder = encoder_of(write_folder(tmp_path, chat_template=template, bos_token="<s>"))
+    given = '{"level": 2, "names": {"a": ["x", "y"]}}'
+    ids = ids_of(encoder, chat("hi", template_kwargs=given))
+    assert encoder.decode(ids, False) == "hi3xy<s>"
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -86,7 +95,7 @@ def test_a_template_that_fails_names_messages_and_tells_nothing_of_itself(
 ) -> None:
     encoder = encoder_of(write_folder(tmp_path, chat_template=template))
     with pytest.raises(InvalidArgument) as raised:
-        encoder.encode(chat("hi"), b"")
+        encoded(encoder, chat("hi"))
     assert raised.value.field == "messages"
     assert "secret" not in raised.value.message
 
@@ -97,14 +106,35 @@ def test_a_template_that_fails_names_messages_and_tells_nothing_of_itself(
         "{% for a in range(90000) %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfor %}",
         "{% for a in range(90000) %}{% for b in range(90000) %}{% if messages[0].role %}{% endif %}"
         "{% endfor %}{% endfor %}",
+        "{% set r = range(90000) %}{% for a in r %}{% for b in r %}{% set c = 1 %}{% endfor %}"
+        "{% endfor %}",
+        "{% set x = 9 ** 9 ** 9 %}",
+        "{% set ns = namespace(n=9) %}{% for a in range(60) %}{% set ns.n = ns.n * ns.n %}"
+        "{% endfor %}",
+        "{% set x = 'abcd' * 900000000 %}{{ x | length }}",
+        "{% set x = 900000000 * [1, 2] %}{{ x | length }}",
     ],
 )
 def test_a_template_has_a_budget(tmp_path: Path, template: str) -> None:
     folder = write_folder(tmp_path, chat_template=template)
     encoder = encoder_of(folder, max_render_s=0.2)
     with pytest.raises(InvalidArgument) as raised:
-        encoder.encode(chat("some content"), b"")
+        encoded(encoder, chat("some content"))
     assert raised.value.field == "messages"
+
+
+def test_a_loop_knows_where_it_is(tmp_path: Path) -> None:
+    """Though it is counted, it has all that a template asks of it."""
+    template = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.revindex }}"
+        "{{ '!' if loop.last }}{{ loop.previtem.content if not loop.first }}"
+        "{{ loop.nextitem.content if not loop.last }}{% else %}none{% endfor %}"
+        "{% for k, v in {'a': 1}.items() recursive %}{{ k * 2 }}{{ v * 3 }}{% endfor %}"
+        "{% for m in messages if m.content == 'y' %}{{ loop.index }}{% endfor %}"
+        "{% for m in [] %}{% else %}-{% endfor %}"
+    )
+    encoder = encoder_of(write_folder(tmp_path, chat_template=template))
+    assert encoder.decode(ids_of(encoder, chat("x", "y")), False) == "1/22y2/21!xaa31-"
 
 
 def test_a_final_message_that_is_not_shown_cannot_be_continued(tmp_path: Path) -> None:
@@ -117,7 +147,7 @@ def test_a_panic_of_the_library_is_internal(tmp_path: Path) -> None:
     """A lone surrogate cannot come over protobuf; the library is not asked nicely here."""
     encoder = encoder_of(write_folder(tmp_path))
     with pytest.raises(Internal):
-        encoder.encode(TextPrompt("\ud800"), b"")
+        encoded(encoder, TextPrompt("\ud800"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from baton.core.request import ChatPrompt, Message, TextPrompt
 from baton.tokenizer.encoder import Encoder
 from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, made
-from tests.services.tokenizer.model_folders import CHATML, encoder_of, write_folder
+from tests.services.tokenizer.model_folders import CHATML, encoder_of, ids_of, write_folder
 
 Pair = tuple[Encoder, Any]
 
@@ -99,7 +99,7 @@ def test_text(pair: Callable[..., Pair], family: str, config: str, text: str) ->
     for special in (True, False):
         expected = theirs(text, add_special_tokens=special)["input_ids"]
         if expected:
-            assert encoder.encode(TextPrompt(text, special), b"").token_ids == expected
+            assert ids_of(encoder, TextPrompt(text, special)) == expected
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback", "unigram"])
@@ -119,7 +119,7 @@ def test_chat(
     if not expected["input_ids"]:
         return
     prompt = ChatPrompt(tuple(Message(*m) for m in chat), add_generation_prompt=generation)
-    assert encoder.encode(prompt, b"").token_ids == expected["input_ids"]
+    assert ids_of(encoder, prompt) == expected["input_ids"]
 
 
 @pytest.mark.parametrize("template", ["chatml", "trims"])
@@ -137,7 +137,7 @@ def test_continued_final_message(
         add_generation_prompt=False,
         continue_final_message=True,
     )
-    assert encoder.encode(prompt, b"").token_ids == expected
+    assert ids_of(encoder, prompt) == expected
 
 
 def test_named_templates(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_named_templates(tmp_path: Path) -> None:
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template([{"role": "user", "content": "hi"}])
     prompt = ChatPrompt((Message("user", "hi"),))
-    assert encoder_of(folder).encode(prompt, b"").token_ids == expected["input_ids"]
+    assert ids_of(encoder_of(folder), prompt) == expected["input_ids"]
 
 
 def test_saved_truncation_and_padding_do_not_count(tmp_path: Path) -> None:
@@ -163,4 +163,4 @@ def test_saved_truncation_and_padding_do_not_count(tmp_path: Path) -> None:
     tokenizer.enable_padding(length=40)
     tokenizer.save(str(folder / "tokenizer.json"))
     expected = AutoTokenizer.from_pretrained(folder)(TEXTS[0])["input_ids"]
-    assert encoder_of(folder).encode(TextPrompt(TEXTS[0]), b"").token_ids == expected
+    assert ids_of(encoder_of(folder), TextPrompt(TEXTS[0])) == expected

@@ -9,6 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from baton.core.errors import InvalidArgument
+from baton.core.request import TextPrompt
+from baton.router.tokenizer_client import TokenizerClient
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
 from baton.rpc.digest import tokenizer_digest
 from baton.v1 import tokenizer_pb2 as pb
@@ -62,12 +65,69 @@ async def test_a_batch_succeeds_and_fails_item_by_item(served: Started) -> None:
     assert text == "<|user|>user\nhello</s>\n<|user|>assistant\n"
 
 
-async def test_too_large_a_batch_is_refused(served: Started) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await TokenizerStub(served.channel).Encode(
-            pb.EncodeRequest(inputs=[pb.EncodeInput(text="a")] * 257)
+async def test_ids_become_text_item_by_item(served: Started) -> None:
+    ids = made("byte_level").encode("Füße <tool_call>").ids
+    lists = [ids, ids, [], [5, 10**6], made("byte_level").encode("🐧").ids[1:-2]]
+    inputs = [pb.DecodeInput(token_ids=token_ids_to_bytes(given)) for given in lists]
+    inputs[1].skip_special_tokens = True
+    inputs.append(pb.DecodeInput(token_ids=b"12345"))
+    answer = await TokenizerStub(served.channel).Decode(pb.DecodeRequest(inputs=inputs))
+    assert [output.text for output in answer.outputs] == [
+        "<s>Füße <tool_call></s>",
+        "Füße <tool_call>",
+        "",
+        "",
+        "\ufffd",
+        "",
+    ]
+    fields = [output.error.field for output in answer.outputs]
+    assert fields == ["", "", "", "tokens", "", "tokens"]
+
+
+async def test_a_router_asks_for_names_and_for_text(served: Started) -> None:
+    client = TokenizerClient(served.channel)
+    encoded = await client.encode(
+        TextPrompt("the fox"), b"", "request", 10.0, with_token_strings=True
+    )
+    assert list(encoded.token_strings) == made("byte_level").encode("the fox").tokens
+    text = await client.decode(encoded.token_ids, "request", 10.0, skip_special_tokens=True)
+    assert text == "the fox"
+    with pytest.raises(InvalidArgument) as raised:
+        await client.decode([10**6], "request", 10.0, skip_special_tokens=True)
+    assert raised.value.field == "tokens"
+
+
+async def test_a_grammar_that_cannot_be_followed_fails_its_own_input(served: Started) -> None:
+    many = ",".join(f'"p{i}":{{"type":"string"}}' for i in range(5000))
+    schemas = ['{"type":"integer"}', '{"type":"thing"}', f'{{"properties":{{{many}}}}}', ""]
+    answer = await TokenizerStub(served.channel).Encode(
+        pb.EncodeRequest(
+            inputs=[
+                pb.EncodeInput(
+                    text="a",
+                    grammar=types_pb2.Grammar(kind=types_pb2.GRAMMAR_KIND_JSON_SCHEMA, text=schema),
+                )
+                for schema in schemas
+            ]
+            + [pb.EncodeInput(text="a"), pb.EncodeInput(text="a", grammar=types_pb2.Grammar())]
         )
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    )
+    said = [(output.error.field, output.error.message) for output in answer.outputs]
+    assert [field for field, _ in said] == ["", "grammar", "grammar", "grammar", "", "grammar.kind"]
+    assert "thing" in said[1][1]
+    assert "to compile" in said[2][1]
+    assert [len(output.token_ids) for output in answer.outputs] == [4, 0, 0, 0, 4, 0]
+
+
+async def test_too_large_a_batch_is_refused(served: Started) -> None:
+    stub = TokenizerStub(served.channel)
+    for call in (
+        stub.Encode(pb.EncodeRequest(inputs=[pb.EncodeInput(text="a")] * 257)),
+        stub.Decode(pb.DecodeRequest(inputs=[pb.DecodeInput()] * 257)),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_it_tells_what_it_is(served: Started, tmp_path: Path) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.request import Prompt, TextPrompt
+from baton.core.request import TextPrompt
+from baton.grammar.checker import Checker
 from baton.rpc.server import ProcessServer, Service
-from baton.tokenizer.encoder import Encoded
+from baton.tokenizer.encoder import Asked, Encoded
+from baton.tokenizer.lanes import Lanes
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1 import tokenizer_pb2 as pb
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
@@ -23,7 +27,7 @@ PATIENCE_S = 20
 
 
 class SlowEncoder:
-    """Encodes one text after the other, each as soon as `go` is set."""
+    """Encodes texts as soon as `go` is set."""
 
     vocab_size = 9
     has_chat_template = False
@@ -32,11 +36,12 @@ class SlowEncoder:
         self.go = threading.Event()
         self.began: list[str] = []
 
-    def encode(self, prompt: Prompt, cache_salt: bytes) -> Encoded:
-        assert isinstance(prompt, TextPrompt)
-        self.began.append(prompt.text)
+    def encode(self, asked: Sequence[Asked]) -> list[Encoded]:
+        for prompt, _ in asked:
+            assert isinstance(prompt, TextPrompt)
+            self.began.append(prompt.text)
         assert self.go.wait(PATIENCE_S)
-        return Encoded([1], b"")
+        return [Encoded(array("i", [1]), b"") for _ in asked]
 
 
 @pytest.fixture
@@ -47,7 +52,8 @@ async def busy() -> AsyncIterator[tuple[TokenizerStub, TokenizerServicer, SlowEn
             encoder,
             ModelDescription("m", "", 0, 0, ()),
             lambda: WorkerIdentity("tokenizer", "i" * 32, ""),
-            one_thread,
+            Lanes(one_thread, 1),
+            Checker(Path(), (), cpu_s=1.0, num_processes=1),
             max_waiting_bytes=1 << 20,
         )
         server = ProcessServer(
