@@ -26,6 +26,8 @@ class Spelling(Protocol):
 
     def is_special(self, token_id: int) -> bool: ...
 
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]: ...
+
     def knows(self, token_id: int) -> bool: ...
 
     def first(self, token_id: int) -> bytes: ...
@@ -50,10 +52,12 @@ class IncrementalText:
         spelling: Spelling,
         *,
         skip_special_tokens: bool = True,
+        kept_special_tokens: Iterable[str] = (),
         prompt_tail_ids: Iterable[int] = (),
     ) -> None:
         self._spelling = spelling
         self._skip_special_tokens = skip_special_tokens
+        self._kept = spelling.ids_of(kept_special_tokens)
         self._begun = False
         errors = "baton.replace_each_byte" if spelling.replaces_each_byte else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -62,7 +66,8 @@ class IncrementalText:
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
-        if self._skip_special_tokens and self._spelling.is_special(token_id):
+        special = self._skip_special_tokens and self._spelling.is_special(token_id)
+        if special and token_id not in self._kept:
             return ""
         if self._begun:
             return self._decoder.decode(self._spelling.middle(token_id))

@@ -23,6 +23,7 @@ from baton.v1 import detokenizer_pb2_grpc
 
 HEARTBEAT_S = 0.5
 MAX_RESPONSE_CHARACTERS = 1 << 18
+MAX_KEPT_SPECIAL_TOKENS = 64
 BURST_TOKENS = 4096
 """Tokens worked on before other sessions and heartbeats get their turn."""
 
@@ -161,6 +162,7 @@ class _Session:
             stop_strings=tuple(message.stop_strings),
             include_stop_string=message.include_stop_string,
             skip_special_tokens=message.skip_special_tokens,
+            kept_special_tokens=_kept(message),
             prompt_tail_ids=token_ids_from_bytes(message.prompt_tail_ids, "prompt_tail_ids"),
             delivered_bytes=message.delivered_bytes,
             min_tokens=message.min_tokens,
@@ -188,6 +190,13 @@ class _Session:
             now=self._clock(),
         )
         return 1 + len(token_ids) + len(spell)
+
+
+def _kept(message: pb.OpenText) -> tuple[str, ...]:
+    if len(message.kept_special_tokens) > MAX_KEPT_SPECIAL_TOKENS:
+        what = f"must be at most {MAX_KEPT_SPECIAL_TOKENS}"
+        raise InvalidArgument(what, field="kept_special_tokens")
+    return tuple(message.kept_special_tokens)
 
 
 def _delta(entry: TextNews) -> pb.TextDelta:

@@ -18,13 +18,15 @@ from baton.detokenizer.stops import Match, StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a choice's text is made. delivered_bytes: UTF-8 bytes of it that are not sent again;
+    """How a choice's text is made. kept_special_tokens: texts of those that are not skipped all the
+    same; delivered_bytes: UTF-8 bytes of it that are not sent again;
     min_tokens: stop strings completed by one of so many first output tokens do not count.
     """
 
     stop_strings: tuple[str, ...] = ()
     include_stop_string: bool = False
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[str, ...] = ()
     prompt_tail_ids: tuple[int, ...] = ()
     delivered_bytes: int = 0
     min_tokens: int = 0
@@ -60,6 +62,7 @@ class ChoiceText:
         self._incremental = IncrementalText(
             spelling,
             skip_special_tokens=options.skip_special_tokens,
+            kept_special_tokens=options.kept_special_tokens,
             prompt_tail_ids=options.prompt_tail_ids,
         )
         stops = options.stop_strings

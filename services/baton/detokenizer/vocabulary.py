@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -72,6 +72,11 @@ class Vocabulary:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The tokens with these texts; those that do not exist are left out."""
+        ids = map(self._tokenizer.token_to_id, texts)
+        return frozenset(token_id for token_id in ids if token_id is not None)
 
     def knows(self, token_id: int) -> bool:
         return 0 <= token_id < self.size and self._tokenizer.id_to_token(token_id) is not None
