@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import InvalidArgument, Reason, from_reason
+from baton.core.grammar import Grammar, GrammarKind
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.request import FinishReason, SamplingParams, StopParams
 from baton.rpc import convert
@@ -76,6 +77,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
         traceparent=draw(name),
         tenant=draw(name),
         weight=draw(st.floats(0.001, 1000)),
+        grammar=draw(st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), name)),
     )
 
 

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import ProcessServer
 from tests.rpc.echo import METHODS, Echo, call, stream, talk, unary
 
 SERVED_WITHIN_S = 10
-
-
-@pytest.fixture
-def echo() -> Echo:
-    return Echo()
-
-
-@pytest.fixture
-async def channel(echo: Echo) -> AsyncIterator[grpc.aio.Channel]:
-    server = ProcessServer(listen="127.0.0.1:0", services=[echo.service()])
-    channels = Channels()
-    try:
-        yield channels.get(await server.start())
-    finally:
-        await channels.close()
-        await server.stop(0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,26 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.rpc.channels import Channels
-from baton.rpc.server import ProcessServer
-from tests.rpc.echo import Echo
-
 WITHIN_S = 10
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 GARBAGE = b"\xff"
-
-
-@pytest.fixture
-async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    server = ProcessServer(listen="127.0.0.1:0", services=[Echo().service()])
-    channels = Channels()
-    try:
-        yield channels.get(await server.start())
-    finally:
-        await channels.close()
-        await server.stop(0)
 
 
 async def sent(channel: grpc.aio.Channel, path: str, *messages: bytes) -> Any:

@@ -8,7 +8,7 @@ import logging
 import sys
 
 from baton.core.model import WorkerIdentity
-from baton.router import pacing
+from baton.router import aliases, one_core, pacing
 from baton.router.config import RouterConfig
 from baton.router.exposure import warnings
 from baton.router.fleet import Fleet
@@ -16,6 +16,7 @@ from baton.router.grpc_door import KeyInterceptor
 from baton.router.http.app import HttpApp
 from baton.router.http.door import HttpDoor
 from baton.router.http.limits import HttpLimits
+from baton.router.http.playground import playground_routes
 from baton.router.http.server import serve_http
 from baton.router.keys import KeyedDoor, OpenDoor
 from baton.router.leaving import Leaving
@@ -26,16 +27,14 @@ from baton.router.replicas import Replicas
 from baton.router.servicer import InferenceServicer
 from baton.router.sources import discovery_of
 from baton.rpc import config as configuration
-from baton.rpc import lifecycle, logs
+from baton.rpc import garbage, lifecycle, logs
 from baton.rpc.channels import Channels
 from baton.rpc.metrics import REGISTRY
 from baton.rpc.options import PublicLimits
-from baton.rpc.server import ProcessServer, Service
-from baton.v1 import inference_pb2_grpc
+from baton.rpc.server import ProcessServer
 
 log = logging.getLogger(__name__)
 
-SERVICE = "baton.v1.Inference"
 HTTP_GRACE_S = 1.0
 READINESS_S = 1.0
 
@@ -63,14 +62,7 @@ async def serve(config: RouterConfig) -> int:
     servicer = InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s)
     server = ProcessServer(
         listen=config.grpc_listen,
-        services=[
-            Service(
-                SERVICE,
-                lambda grpc_server: inference_pb2_grpc.add_InferenceServicer_to_server(
-                    servicer, grpc_server
-                ),
-            )
-        ],
+        services=[servicer.service()],
         reflection=config.reflection,
         public=True,
         certificates=certificates,
@@ -85,6 +77,8 @@ async def serve(config: RouterConfig) -> int:
     )
     unwatch = metrics.watch(fleet, replicas, lambda: pipeline.num_requests)
     unwatch += metrics.watch_gate(pipeline.gate)
+    if config.vllm_aliases:
+        unwatch += aliases.watch(pipeline, fleet)
     try:
         limits = HttpLimits(
             max_connections=config.max_connections,
@@ -96,7 +90,11 @@ async def serve(config: RouterConfig) -> int:
             keep_alive_s=config.connection_idle_s,
             max_age_s=config.connection_max_age_s,
         )
-        app = HttpApp(pipeline, REGISTRY, HttpDoor(door, open_metrics=config.metrics_open))
+        pages = playground_routes() if config.playground else []
+        http_door = HttpDoor(
+            door, open_metrics=config.metrics_open, pages=[page.path for page in pages]
+        )
+        app = HttpApp(pipeline, REGISTRY, http_door, pages)
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
             grpc_address = await server.start()
@@ -109,6 +107,7 @@ async def serve(config: RouterConfig) -> int:
                 asyncio.create_task(pacing.keep(pipeline.pace)),
             )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
+            garbage.settle()
             print(json.dumps(started), flush=True)
             try:
                 leaving = Leaving(pipeline, http, server, config)
@@ -140,6 +139,7 @@ async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Flee
 def main() -> None:
     """The `baton-router` command."""
     config = configuration.load(RouterConfig, prog="baton-router")
+    one_core.settle()
     sys.exit(lifecycle.run(serve(config)))
 
 

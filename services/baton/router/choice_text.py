@@ -31,6 +31,8 @@ class TextOptions:
     stop_strings: tuple[str, ...]
     include_stop_string: bool
     skip_special_tokens: bool
+    kept_special_tokens: tuple[str, ...]
+    """Those that stay in the text all the same."""
     prompt_tail_ids: tuple[int, ...]
     min_tokens: int
     shown_stop_token_ids: frozenset[int]
@@ -87,32 +89,29 @@ class ChoiceText:
             stop_strings=self._options.stop_strings,
             include_stop_string=self._options.include_stop_string,
             skip_special_tokens=self._options.skip_special_tokens,
+            kept_special_tokens=self._options.kept_special_tokens,
             prompt_tail_ids=self._options.prompt_tail_ids,
             min_tokens=self._options.min_tokens,
         )
 
     def take_tokens(self) -> TextTokens | None:
-        start, token_ids = self._asked, self.log.token_ids(self._asked)
-        spell = self._unspelled()
-        last = self.log.ended and not self._end_asked
+        log, start = self.log, self._asked
+        token_ids = log.token_ids(start)
+        spell = self._unspelled() if log.has_logprobs else ()
+        last = log.ended and not self._end_asked
         if not token_ids and not spell and not last:
             return None
-        self._asked = len(self.log)
-        self._end_asked = self.log.ended
+        self._asked = len(log)
+        self._end_asked = log.ended
         self._spelling += spell
-        return TextTokens(
-            position=start,
-            token_ids=token_ids,
-            spell=spell,
-            last=last,
-            last_is_stop_token=last and self.log.stop_token_id is not None,
-        )
+        return TextTokens(start, token_ids, spell, last, last and log.stop_token_id is not None)
 
     def on_news(self, news: TextNews) -> None:
         if self.ended:
             return
-        self._unsent += news.text
-        self._delivered_bytes += len(news.text.encode())
+        text = news.text
+        self._unsent += text
+        self._delivered_bytes += len(text) if text.isascii() else len(text.encode())
         for spelled in news.spelled:
             if self._spelling:
                 self._spelled[self._spelling.pop(0)] = spelled
@@ -141,23 +140,25 @@ class ChoiceText:
         """What the client does not have yet, as one delta, or None when there is nothing. There may
         be more: of one that fell far behind, text and tokens come in pieces.
         """
-        if self.finished:
+        # Asked at every turn of a stream, and mostly there is nothing.
+        if self.finished or not (self._unsent or self.ended or self.num_tokens > self._told):
             return None
         told, upto = self._told, self._tellable(self._told + MAX_DELTA_TOKENS)
-        logprobs = self._logprobs(told, upto)
+        logprobs = self._logprobs(told, upto) if self.log.has_logprobs else ()
         text, self._unsent = _cut(self._unsent)
         self.finished = self.ended and upto == len(self.log) and not self._unsent
         self._told = upto
-        if not text and upto == told and not self.finished:
-            return None
-        stop_token_id = self.log.stop_token_id if self.finished else None
+        token_ids = self.log.token_ids(told, upto)
+        if not self.finished:
+            return Delta(self.log.choice, text, token_ids, logprobs) if text or token_ids else None
+        stop_token_id = self.log.stop_token_id
         return Delta(
             choice=self.log.choice,
             text=text,
-            token_ids=self.log.token_ids(told, upto),
+            token_ids=token_ids,
             logprobs=logprobs,
-            finish_reason=self.log.finish_reason if self.finished else None,
-            stop_string=self.log.stop_string if self.finished else None,
+            finish_reason=self.log.finish_reason,
+            stop_string=self.log.stop_string,
             stop_token_id=(
                 stop_token_id if stop_token_id in self._options.shown_stop_token_ids else None
             ),
@@ -166,7 +167,7 @@ class ChoiceText:
     def _tellable(self, limit: int) -> int:
         """Tokens the client may see: their text is out, and their log-probabilities have texts."""
         limit = min(limit, self.num_tokens)
-        if self.ended:
+        if self.ended or not self.log.has_logprobs:
             return limit
         entries = self.log.logprobs(self._told, limit)
         for offset, entry in enumerate(entries):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
 from baton.core.prefix_index import MAX_ENTRIES
+from baton.router.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from baton.router.exposure import check
 from baton.router.targets import parse
 from baton.rpc.config import option
@@ -50,6 +51,16 @@ class RouterConfig(TlsOptions):
         "", "kubeconfig for k8s:///; empty: the pod's service account, else the usual file"
     )
     model: str = option("", "name of the model served; empty: whatever the workers serve")
+    tool_format: str = option(
+        AUTO,
+        "how the model writes calls of tools; auto: as its chat template tells, else hermes",
+        choices=TOOL_CHOICES,
+    )
+    reasoning_format: str = option(
+        AUTO,
+        "how the model marks its reasoning; auto: as its chat template tells, else none",
+        choices=REASONING_CHOICES,
+    )
     local_prefill_tokens: int = option(
         -1,
         "inputs with up to so many uncached tokens are prefilled on decode; -1: where the workers' "
@@ -127,6 +138,11 @@ class RouterConfig(TlsOptions):
         minimum=0.01,
     )
     reflection: bool = option(True, "serve gRPC reflection")
+    playground: bool = option(True, "serve a page to chat on at /, to whoever reaches HTTP")
+    timings: bool = option(
+        True, "tell clients how long each stage of their requests took, and which workers served"
+    )
+    vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
     drain_timeout_s: float = option(
         20.0, "longest time to finish on SIGTERM", unit="s", minimum=0.0
     )

@@ -16,6 +16,7 @@ import grpc
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.errors import BatonError, Unavailable
 from baton.core.model import WorkerIdentity
+from baton.core.prompt_logprobs import PromptLogprobs
 from baton.core.routing import is_stalled
 from baton.router.notice import Notice
 from baton.router.shared_stream import SharedStream, WorkerStalled
@@ -24,6 +25,7 @@ from baton.rpc.convert import (
     choice_tokens_from_proto,
     error_from_proto,
     identity_to_proto,
+    prompt_logprobs_from_proto,
 )
 from baton.v1.decode_pb2 import (
     CancelSequence,
@@ -51,6 +53,7 @@ class KvComplete:
     cached_tokens: int
     received_bytes: int
     wait_s: float
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class SequenceSink(Protocol):
@@ -93,7 +96,8 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._stub = DecodeStub(channel)
         self._worker = worker
         self._router = router
-        self._sinks: dict[AttemptKey, SequenceSink] = {}
+        self._sinks: dict[tuple[str, int], SequenceSink] = {}
+        """By AttemptKey, which is looked up by its bare fields: that is done for every token."""
         self._starts: dict[AttemptKey, SessionRequest] = {}
         self._hand_overs: dict[SequenceKey, SessionRequest] = {}
         self._asked: dict[SequenceKey, SessionRequest] = {}
@@ -237,13 +241,21 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         for started in frame.started:
             sink = self._sinks.get(AttemptKey(started.request_id, started.attempt))
             if sink is not None:
+                told = None
+                if started.HasField("prompt_logprobs"):
+                    told = prompt_logprobs_from_proto(started.prompt_logprobs)
                 sink.on_kv_complete(
-                    KvComplete(started.cached_tokens, started.received_bytes, started.wait_us / 1e6)
+                    KvComplete(
+                        started.cached_tokens, started.received_bytes, started.wait_us / 1e6, told
+                    )
                 )
+        sinks = self._sinks
         for entry in frame.tokens:
-            sink = self._sinks.get(AttemptKey(entry.request_id, entry.attempt))
+            tokens = choice_tokens_from_proto(entry)
+            request_id, _, attempt = tokens.key
+            sink = sinks.get((request_id, attempt))
             if sink is not None:
-                sink.on_tokens(choice_tokens_from_proto(entry))
+                sink.on_tokens(tokens)
         for given in frame.handed_over:
             self._given_away(given)
         for failure in frame.failures:

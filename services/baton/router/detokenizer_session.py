@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 
@@ -20,7 +20,7 @@ from baton.router.notice import Notice
 from baton.router.shared_stream import SharedStream
 from baton.rpc.convert import error_from_proto, to_ms, token_ids_to_bytes
 from baton.v1.detokenizer_pb2 import (
-    CloseText,
+    AppendTokens,
     DetokenizeOperation,
     DetokenizerSessionRequest,
     DetokenizerSessionResponse,
@@ -42,12 +42,12 @@ class TextOpening:
     stop_strings: tuple[str, ...]
     include_stop_string: bool
     skip_special_tokens: bool
+    kept_special_tokens: tuple[str, ...]
     prompt_tail_ids: tuple[int, ...]
     min_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TextTokens:
+class TextTokens(NamedTuple):
     """More tokens of a text; spell: tokens whose own bytes are wanted besides."""
 
     position: int
@@ -57,8 +57,7 @@ class TextTokens:
     last_is_stop_token: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TextNews:
+class TextNews(NamedTuple):
     """What a detokenizer says of a text. num_tokens: tokens whose text is fully sent or skipped;
     searched_tokens: tokens within which no stop string ends; stop: (stop string, position of the
     token that completed it).
@@ -105,12 +104,13 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
     def open(self, source: TextSource, deadline: float) -> int:
         """Begins a text, named by the returned id until it ends, is lost or is closed.
 
-        deadline: of its request, on the running loop's clock.
+        The worker is told when the text is first touched: until there are tokens it need not know,
+        and nothing that the first token waits for waits for that. deadline: of its request, on the
+        running loop's clock.
         """
         text_id = next(self._ids)
         self._sources[text_id] = source
         self._unopened[text_id] = deadline
-        self.touch(text_id)
         return text_id
 
     def touch(self, text_id: int) -> None:
@@ -143,23 +143,34 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         return ()
 
     def outgoing(self) -> Sequence[DetokenizerSessionRequest]:
-        operations = [
-            DetokenizeOperation(text_id=text_id, close=CloseText()) for text_id in self._closing
-        ]
-        self._closing.clear()
+        closing, self._closing = self._closing, []
         dirty, self._dirty = self._dirty, {}
+        batch = _Batch()
+        for text_id in closing:
+            batch.add(text_id).close.SetInParent()
         for text_id in dirty:
-            operations += self._operations(text_id, self._sources[text_id])
-        return [
-            DetokenizerSessionRequest(operations=operations[first : first + MAX_OPERATIONS])
-            for first in range(0, len(operations), MAX_OPERATIONS)
-        ]
+            source = self._sources[text_id]
+            if text_id in self._unopened:
+                self._put_opening(batch.add(text_id).open, text_id, source)
+            tokens = source.take_tokens()
+            if tokens is not None:
+                _put_tokens(batch.add(text_id).append, tokens)
+        return batch.messages
 
     def incoming(self, message: DetokenizerSessionResponse) -> None:
+        sources = self._sources
         for delta in message.deltas:
-            source = self._sources.get(delta.text_id)
-            if source is not None:
-                self._news(source, delta)
+            text_id = delta.text_id
+            source = sources.get(text_id)
+            if source is None:
+                continue
+            if delta.HasField("error"):
+                self._forget(text_id)
+                source.on_lost(error_from_proto(delta.error))
+                continue
+            source.on_news(_news_from_proto(delta))
+            if delta.end:
+                self._forget(text_id)
 
     def lose(self, error: BatonError) -> None:
         sources, self._sources = self._sources, {}
@@ -169,65 +180,64 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         for source in sources.values():
             source.on_lost(error)
 
-    def _operations(self, text_id: int, source: TextSource) -> list[DetokenizeOperation]:
-        operations = []
-        deadline = self._unopened.pop(text_id, None)
-        if deadline is not None:
-            opening = source.opening()
-            remaining_s = deadline - asyncio.get_running_loop().time()
-            operations.append(
-                DetokenizeOperation(
-                    text_id=text_id,
-                    open=OpenText(
-                        token_ids=token_ids_to_bytes(opening.token_ids),
-                        delivered_bytes=opening.delivered_bytes,
-                        stop_strings=opening.stop_strings,
-                        include_stop_string=opening.include_stop_string,
-                        skip_special_tokens=opening.skip_special_tokens,
-                        prompt_tail_ids=token_ids_to_bytes(opening.prompt_tail_ids),
-                        min_tokens=opening.min_tokens,
-                        remaining_ms=to_ms(remaining_s),
-                    ),
-                )
-            )
-        tokens = source.take_tokens()
-        if tokens is not None:
-            operations.append(_append(text_id, tokens))
-        return operations
-
-    def _news(self, source: TextSource, delta: TextDelta) -> None:
-        if delta.HasField("error"):
-            self._forget(delta.text_id)
-            source.on_lost(error_from_proto(delta.error))
-            return
-        stop = (delta.stop.stop_string, delta.stop.position) if delta.HasField("stop") else None
-        source.on_news(
-            TextNews(
-                text=delta.text,
-                num_tokens=delta.num_tokens,
-                searched_tokens=delta.searched_tokens,
-                stop=stop,
-                end=delta.end,
-                spelled=tuple(delta.spelled_texts),
+    def _put_opening(self, message: OpenText, text_id: int, source: TextSource) -> None:
+        opening = source.opening()
+        remaining_s = self._unopened.pop(text_id) - asyncio.get_running_loop().time()
+        message.CopyFrom(
+            OpenText(
+                token_ids=token_ids_to_bytes(opening.token_ids),
+                delivered_bytes=opening.delivered_bytes,
+                stop_strings=opening.stop_strings,
+                include_stop_string=opening.include_stop_string,
+                skip_special_tokens=opening.skip_special_tokens,
+                kept_special_tokens=opening.kept_special_tokens,
+                prompt_tail_ids=token_ids_to_bytes(opening.prompt_tail_ids),
+                min_tokens=opening.min_tokens,
+                remaining_ms=to_ms(remaining_s),
             )
         )
-        if delta.end:
-            self._forget(delta.text_id)
 
     def _forget(self, text_id: int) -> None:
         self._sources.pop(text_id, None)
         self._dirty.pop(text_id, None)
 
 
-def _append(text_id: int, tokens: TextTokens) -> DetokenizeOperation:
-    """Field by field: made for every token, and twice as fast as from keywords."""
-    operation = DetokenizeOperation(text_id=text_id)
-    append = operation.append
-    append.position = tokens.position
-    append.token_ids = token_ids_to_bytes(tokens.token_ids)
+class _Batch:
+    """Operations in messages of at most MAX_OPERATIONS. They are filled where they are: there is
+    one for every token, and one that is made first and put in afterwards is made twice.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[DetokenizerSessionRequest] = []
+        self._left = 0
+
+    def add(self, text_id: int) -> DetokenizeOperation:
+        if not self._left:
+            self.messages.append(DetokenizerSessionRequest())
+            self._left = MAX_OPERATIONS
+        self._left -= 1
+        operation = self.messages[-1].operations.add()
+        operation.text_id = text_id
+        return operation
+
+
+def _put_tokens(message: AppendTokens, tokens: TextTokens) -> None:
+    message.position = tokens.position
+    message.token_ids = token_ids_to_bytes(tokens.token_ids)
     if tokens.spell:
-        append.spell_token_ids = token_ids_to_bytes(tokens.spell)
+        message.spell_token_ids = token_ids_to_bytes(tokens.spell)
     if tokens.last:
-        append.last = True
-        append.last_is_stop_token = tokens.last_is_stop_token
-    return operation
+        message.last = True
+        message.last_is_stop_token = tokens.last_is_stop_token
+
+
+def _news_from_proto(delta: TextDelta) -> TextNews:
+    spelled = delta.spelled_texts
+    return TextNews(
+        delta.text,
+        delta.num_tokens,
+        delta.searched_tokens,
+        (delta.stop.stop_string, delta.stop.position) if delta.HasField("stop") else None,
+        delta.end,
+        tuple(spelled) if spelled else (),
+    )

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from baton.core.pace import Pace
-from baton.core.request import Accepted, Delta, Event, Finished
+from baton.core.answer_deltas import AnswerDeltas
+from baton.core.request import Accepted, Event
 from baton.router.relay import Relay
 
 
 class EventStream(AsyncIterator[Event]):
-    """Owns the relay's task. `aclose` may be called at any time, and more than once."""
+    """Owns the relay's task. parts: what each choice's deltas are put through; empty: nothing.
+    `aclose` may be called at any time, and more than once."""
 
     def __init__(
         self,
@@ -25,14 +26,13 @@ class EventStream(AsyncIterator[Event]):
         task: asyncio.Task[None],
         accepted: Accepted,
         on_first_token: Callable[[], None],
-        pace: Pace,
+        parts: Sequence[AnswerDeltas] = (),
     ) -> None:
         self._relay = relay
         self._task = task
         self._events: deque[Event] = deque([accepted])
         self._on_first_token = on_first_token
-        self._pace = pace
-        self._told_at = 0.0
+        self._parts = parts
         self._began = False
         self._ended = False
 
@@ -47,10 +47,13 @@ class EventStream(AsyncIterator[Event]):
             if over:
                 self._ended = True
                 self._task.result()
-                return self._finished()
+                reasoning_tokens = sum(part.reasoning_tokens for part in self._parts)
+                return self._relay.finished(reasoning_tokens)
             await self._relay.news.wait()
-            if self._began and self._pace.interval_s:
-                await self._keep_apart()
+            early_s = self._relay.asking.early_s
+            if early_s > 0:
+                # Lets more tokens come for the next event; the end of an answer does not wait.
+                await asyncio.wait((self._task,), timeout=early_s)
         return self._events.popleft()
 
     async def aclose(self) -> None:
@@ -62,29 +65,15 @@ class EventStream(AsyncIterator[Event]):
 
     def _collect(self) -> bool:
         """Takes what every choice has that was not told yet."""
-        deltas: list[Delta] = []
         for text in self._relay.texts.choices:
             delta = text.take_delta()
             if delta is not None:
-                deltas.append(delta)
-        if deltas:
-            self._told_at = asyncio.get_running_loop().time()
-            if not self._began:
-                self._began = True
-                self._on_first_token()
-        self._events.extend(deltas)
-        return bool(deltas)
-
-    async def _keep_apart(self) -> None:
-        """Lets more tokens come for the next event. Neither the first waits nor the last."""
-        left = self._told_at + self._pace.interval_s - asyncio.get_running_loop().time()
-        if left > 0:
-            await asyncio.wait((self._task,), timeout=left)
-
-    def _finished(self) -> Finished:
-        journey = self._relay.journey
-        return Finished(
-            prompt_tokens=len(journey.prompt),
-            completion_tokens=sum(len(log) for log in journey.logs),
-            cached_tokens=self._relay.cached_tokens,
-        )
+                parts = self._parts
+                self._events.append(parts[delta.choice].of(delta) if parts else delta)
+        if not self._events:
+            return False
+        self._relay.asking.told()
+        if not self._began:
+            self._began = True
+            self._on_first_token()
+        return True

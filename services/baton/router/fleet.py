@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.core.model import ModelDescription, WorkerIdentity
+import grpc
+
+from baton.core.load import WorkerDescription
+from baton.core.model import AnswerFormat, ModelDescription, WorkerIdentity
 from baton.core.prefix_index import MAX_ENTRIES, PrefixIndex
 from baton.core.routing import models_of
 from baton.router.decode_session import DecodeSession
@@ -36,7 +39,7 @@ class Fleet:
             discovery,
             channels,
             router,
-            lambda channel, worker: TokenizerClient(channel),
+            _tokenizer_client,
             self.changed,
         )
         self.prefills = Pool(
@@ -44,7 +47,7 @@ class Fleet:
             discovery,
             channels,
             router,
-            lambda channel, worker: PrefillClient(channel, worker, router),
+            lambda channel, worker: PrefillClient(channel, worker.identity, router),
             self.changed,
             PrefixIndex(index_entries),
         )
@@ -53,7 +56,7 @@ class Fleet:
             discovery,
             channels,
             router,
-            lambda channel, worker: DecodeSession(channel, worker, router, self.changed),
+            lambda channel, worker: DecodeSession(channel, worker.identity, router, self.changed),
             self.changed,
             PrefixIndex(index_entries),
         )
@@ -88,3 +91,8 @@ class Fleet:
     def ready(self) -> bool:
         """Whether a text could be answered now. A prefill worker is not needed for it."""
         return all(pool.serving() for pool in (self.tokenizers, self.decodes, self.detokenizers))
+
+
+def _tokenizer_client(channel: grpc.aio.Channel, worker: WorkerDescription) -> TokenizerClient:
+    model = worker.model
+    return TokenizerClient(channel, model.answer_format if model else AnswerFormat())

@@ -19,6 +19,7 @@ from baton.core.load import TenantUse
 from baton.core.refusal import Refusal
 from baton.core.request import ChatPrompt, Prompt, Request, StopParams, TextPrompt, TokenPrompt
 from baton.core.shares import OthersUse
+from baton.core.tenants import Tenant
 from baton.router.config import RouterConfig
 from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
@@ -97,6 +98,15 @@ class Gate:
         self._kv_tokens: int | None = None
         self._looked_at = float("-inf")
 
+    def glance(self, tenant: Tenant, priority: int) -> None:
+        """Raises Refusal when not even the least request of a tenant would be let in."""
+        now = self.turnstile.now()
+        try:
+            self._admission.glance(tenant, priority, self._outlook(tenant, now), now)
+        except Refusal as refusal:
+            self._metrics.refused(refusal.limit)
+            raise
+
     def open(self, request: Request, deadline: float) -> Pass:
         """Before the prompt is encoded. Raises Refusal, or InvalidArgument for a priority that the
         tenant may not have."""
@@ -110,8 +120,9 @@ class Gate:
             most_tokens=most,
             longest_output=request.n * (request.max_tokens or 1),
         )
+        outlook = self._outlook(request.tenant, now)
         try:
-            grant = self._admission.open(ask, self._outlook(request, now), deadline - now, now)
+            grant = self._admission.open(ask, outlook, deadline - now, now)
         except Refusal as refusal:
             self._metrics.refused(refusal.limit)
             raise
@@ -121,7 +132,7 @@ class Gate:
         """See `Pass`."""
         now = self.turnstile.now()
         longest = held.request.n * stop.max_tokens
-        outlook = self._outlook(held.request, now)
+        outlook = self._outlook(held.request.tenant, now)
         try:
             held.grant.settle(prompt, longest, outlook, held.deadline - now, now)
         except Refusal as refusal:
@@ -131,13 +142,13 @@ class Gate:
     async def close(self) -> None:
         await self.turnstile.close()
 
-    def _outlook(self, request: Request, now: float) -> Outlook:
+    def _outlook(self, tenant: Tenant, now: float) -> Outlook:
         self._look(now)
         return Outlook(
             self._kv_tokens,
             self.turnstile.window.round_trip_s,
             self._live_replicas(),
-            self._others.of(request.tenant.name),
+            self._others.of(tenant.name),
         )
 
     def _look(self, now: float) -> None:
@@ -168,4 +179,5 @@ def prompt_bounds(prompt: Prompt) -> tuple[int, int]:
             return 1, len(text.encode()) + SPECIAL_TOKENS
         case ChatPrompt(messages=messages):
             size = sum(len(message.content.encode()) for message in messages)
+            size += len(prompt.template_kwargs.encode()) + len(prompt.template.encode())
             return 1, size + SPECIAL_TOKENS * (len(messages) + 2)

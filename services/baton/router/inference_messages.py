@@ -6,6 +6,7 @@ An absent field takes core's default, which differs from zero.
 from __future__ import annotations
 
 from baton.core.errors import BatonError, InvalidArgument, from_reason
+from baton.core.grammar import Grammar
 from baton.core.model import ModelDescription
 from baton.core.request import (
     Accepted,
@@ -13,14 +14,19 @@ from baton.core.request import (
     Delta,
     Event,
     Finished,
-    Message,
     Prompt,
     Request,
     TextLogprob,
     TextPrompt,
     TokenPrompt,
+    ToolChoice,
+    ToolUse,
 )
+from baton.core.stages import StageTimes
+from baton.router.structured import any_object, choice, gbnf, json_schema, lark, regex
+from baton.rpc.chat_messages import messages_from_proto, tools_from_proto
 from baton.rpc.convert import finish_reason_to_proto, model_to_proto, sampling_from_proto
+from baton.rpc.errors import with_hint
 from baton.v1 import inference_pb2 as pb
 
 _FIELDS = {
@@ -40,17 +46,28 @@ _FIELDS = {
     "frequency_penalty": "options.sampling.frequency_penalty",
     "logit_bias": "options.sampling.logit_bias",
     "top_logprobs": "options.sampling.top_logprobs",
+    "allowed_token_ids": "options.sampling.allowed_token_ids",
+    "grammar": "options.structured_output",
 }
 """Names of core's request fields to those of these messages, where they differ."""
 
+_TOOL_USES = {
+    pb.ToolChoice.USE_UNSPECIFIED: ToolUse.AUTO,
+    pb.ToolChoice.USE_NONE: ToolUse.NONE,
+    pb.ToolChoice.USE_AUTO: ToolUse.AUTO,
+    pb.ToolChoice.USE_REQUIRED: ToolUse.REQUIRED,
+}
+
 
 def in_client_words(error: BatonError) -> BatonError:
-    """The same failure, with the field named as these messages name it."""
+    """The same failure, with the field named as these messages name it, and a hint when to try
+    again where that may help."""
+    hinted = with_hint(error)
     return from_reason(
-        error.reason,
-        error.message,
-        field=_FIELDS.get(error.field, error.field),
-        retry_after_s=error.retry_after_s,
+        hinted.reason,
+        hinted.message,
+        field=_FIELDS.get(hinted.field, hinted.field),
+        retry_after_s=hinted.retry_after_s,
     )
 
 
@@ -67,8 +84,19 @@ def generate_from_proto(message: pb.GenerateRequest, deadline_s: float | None) -
 
 
 def chat_from_proto(message: pb.ChatRequest, deadline_s: float | None) -> Request:
-    messages = tuple(Message(entry.role, entry.content) for entry in message.messages)
-    return _request(message.model, ChatPrompt(messages), message.options, deadline_s)
+    """Raises InvalidArgument for a use of tools that this version does not know."""
+    prompt = ChatPrompt(
+        messages_from_proto(message.messages),
+        tools=tools_from_proto(message.tools),
+        tool_choice=_tool_choice(message.tool_choice),
+    )
+    return _request(message.model, prompt, message.options, deadline_s)
+
+
+def _tool_choice(message: pb.ToolChoice) -> ToolChoice:
+    if message.use not in _TOOL_USES:
+        raise InvalidArgument("tool_choice.use is not known", field="tool_choice")
+    return ToolChoice(_TOOL_USES[message.use], message.name, parallel=not message.single)
 
 
 def _request(
@@ -91,7 +119,29 @@ def _request(
         skip_special_tokens=not options.keep_special_tokens,
         priority=options.priority,
         deadline_s=deadline_s,
+        grammar=_grammar(options.structured_output),
     )
+
+
+def _grammar(form: pb.StructuredOutput) -> Grammar | None:
+    """Raises InvalidArgument naming the field."""
+    name = form.WhichOneof("form")
+    field = f"{_FIELDS['grammar']}.{name}"
+    match name:
+        case "json_object":
+            return any_object(field).grammar if form.json_object else None
+        case "json_schema":
+            return json_schema(form.json_schema, field).grammar
+        case "regex":
+            return regex(form.regex, field).grammar
+        case "choice":
+            return choice(form.choice.texts, field).grammar
+        case "lark":
+            return lark(form.lark, field).grammar
+        case "gbnf":
+            return gbnf(form.gbnf, field).grammar
+        case _:
+            return None
 
 
 def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bool) -> None:
@@ -115,6 +165,8 @@ def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bo
                     prompt_tokens=event.prompt_tokens,
                     completion_tokens=event.completion_tokens,
                     cached_tokens=event.cached_tokens,
+                    stages=_stages_to_proto(event.stages) if event.stages else None,
+                    reasoning_tokens=event.reasoning_tokens,
                 )
             )
 
@@ -130,12 +182,36 @@ def _put_delta(delta: Delta, message: pb.ChoiceDelta, return_token_ids: bool) ->
             token=_logprob_to_proto(entry.token),
             top=[_logprob_to_proto(other) for other in entry.top],
         )
+    if delta.reasoning:
+        message.reasoning = delta.reasoning
+    for call in delta.tool_calls:
+        message.tool_calls.add(
+            index=call.index, id=call.id, name=call.name, arguments=call.arguments
+        )
     if delta.finish_reason is not None:
         message.finish_reason = finish_reason_to_proto(delta.finish_reason)
     if delta.stop_string is not None:
         message.stop_string = delta.stop_string
     if delta.stop_token_id is not None:
         message.stop_token_id = delta.stop_token_id
+
+
+def _stages_to_proto(times: StageTimes) -> pb.StageTimes:
+    spent = {f"{stage}_us": round(seconds * 1e6) for stage, seconds in times.spent().items()}
+    return pb.StageTimes(
+        **spent,
+        first_token_us=round(times.first_token_s * 1e6),
+        total_us=round(times.total_s * 1e6),
+        prefill_cached_tokens=times.prefill_cached_tokens,
+        decode_cached_tokens=times.decode_cached_tokens,
+        kv_bytes=times.kv_bytes,
+        attempts=times.attempts,
+        moves=times.moves,
+        workers=[
+            pb.ServingWorker(role=worker.role, incarnation=worker.short, address=worker.address)
+            for worker in times.workers
+        ],
+    )
 
 
 def _logprob_to_proto(entry: TextLogprob) -> pb.TextLogprob:

@@ -19,11 +19,14 @@ from baton.core.attempt_states import AttemptState, Leg
 from baton.core.errors import BatonError, DeadlineExceeded, Reason, Unavailable
 from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.journey import AttemptRun, Journey
+from baton.core.prompt_logprobs import PromptLogprobs
+from baton.core.stages import Stage
 from baton.router.decode_session import KvComplete
 from baton.router.metrics import RouterMetrics
 from baton.router.move import Move
 from baton.router.placement import Place, Placement
 from baton.router.prefill_client import PrefillClient
+from baton.router.stage_timer import StageTimer
 from baton.router.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -43,12 +46,16 @@ class Owner(Protocol):
     max_unconfirmed: int
     background: Callable[[Coroutine[None, None, None]], None]
     metrics: RouterMetrics
+    stages: StageTimer
 
     def tokens_came(self, choice: int) -> None:
         """The choice's log has grown or ended."""
 
     def kv_complete(self, run: AttemptRun, cached_tokens: int) -> None:
         """How many input tokens the attempt's KV had in a prefix cache."""
+
+    def scored(self, prompt_logprobs: PromptLogprobs) -> None:
+        """How likely the prompt's tokens are."""
 
     def give_away(self, move: Move) -> None:
         """A choice left its attempt; the one that goes on with it takes the move over."""
@@ -93,6 +100,8 @@ class AttemptRunner:
             if self._run.moved:
                 self._place = self._take_over()
             else:
+                if self._number:
+                    self._owner.stages.reached(Stage.TURN)
                 self._place = await self._owner.placement.find(self._run)
             if self._place is not None:
                 await self._run_on(self._place)
@@ -154,11 +163,18 @@ class AttemptRunner:
         """Both legs at once. The id binds them and is never used again."""
         self._began = asyncio.get_running_loop().time()
         prefill, decode = place.prefill, place.decode
+        self._owner.stages.started(place, moved=self._taking is not None)
         handover_id, giver = b"", prefill.identity if prefill else None
         if self._taking is not None:
             handover_id, giver = self._taking.handover_id, self._taking.giver
         elif prefill and decode:
             handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
+        # Prefill first: the first token waits for it.
+        if prefill is not None:
+            incarnation = decode.identity.incarnation if decode else ""
+            self._prefilling = asyncio.create_task(
+                self._prefill(prefill, attempt, handover_id, incarnation)
+            )
         if decode is not None:
             decode.client.start(
                 attempt,
@@ -166,11 +182,6 @@ class AttemptRunner:
                 handover_id=handover_id,
                 giver=giver,
                 max_unconfirmed=self._owner.max_unconfirmed,
-            )
-        if prefill is not None:
-            incarnation = decode.identity.incarnation if decode else ""
-            self._prefilling = asyncio.create_task(
-                self._prefill(prefill, attempt, handover_id, incarnation)
             )
 
     async def _prefill(
@@ -192,7 +203,10 @@ class AttemptRunner:
             worker.gained()
             if self._place is not None:
                 self._place.answered(answer.queue_s, answer.prefill_s)
+            self._owner.stages.prefill_answered(answer)
             self._owner.kv_complete(self._run, answer.cached_tokens)
+            if answer.prompt_logprobs is not None:
+                self._owner.scored(answer.prompt_logprobs)
             for tokens in answer.tokens:
                 self._accept(Leg.PREFILL, tokens)
             journey.prefill_answered(self._number)
@@ -211,15 +225,19 @@ class AttemptRunner:
     def on_kv_complete(self, kv: KvComplete) -> None:
         if self._place is not None:
             self._place.answered()
+        if kv.prompt_logprobs is not None:
+            self._owner.scored(kv.prompt_logprobs)
         self._owner.metrics.kv_bytes.inc(kv.received_bytes)
         if self._place is not None:
             self._place.prefilled()
+        remotely = self._place is not None and self._place.prefill is not None
+        here = self._taking is None and not remotely
+        self._owner.stages.kv_complete(kv, computed=here)
         if self._taking is not None:
             self._taking.moved()
         else:
-            remotely = self._place is not None and self._place.prefill is not None
             self._owner.metrics.prefilled(remotely=remotely)
-            if not remotely:
+            if here:
                 self._owner.kv_complete(self._run, kv.cached_tokens)
         self._owner.journey.kv_complete(self._number)
 
@@ -299,7 +317,7 @@ class AttemptRunner:
     def _prove(self) -> None:
         """Decode is told once that it computed."""
         place = self._place
-        if place is None or place.decode is None or self._proved:
+        if self._proved or place is None or place.decode is None:
             return
         if self._owner.journey.gained(self._run, Leg.DECODE):
             self._proved = True
@@ -318,8 +336,9 @@ class AttemptRunner:
 
     def _forget_ended(self) -> None:
         """Whoever ended here while it was asked for does not leave."""
-        for choice in self._leaving.keys() - self._run.running:
-            self._leaving.pop(choice).stayed()
+        if self._leaving:
+            for choice in self._leaving.keys() - self._run.running:
+                self._leaving.pop(choice).stayed()
 
     def _blame(self, leg: Leg, error: BatonError) -> None:
         """Tells the workers at fault, and keeps them out of this request's next placement."""

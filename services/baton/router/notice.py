@@ -7,25 +7,36 @@ import asyncio
 
 class Notice:
     """A broadcast. Check the condition, then wait: nothing is missed, for `set` runs on the same
-    loop and there is no await in between.
+    loop and there is no await in between. Without anyone who waits, `set` costs nothing: streams
+    are told of every token.
     """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     def set(self) -> None:
         """Wakes all current waiters."""
-        event, self._event = self._event, asyncio.Event()
-        event.set()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Returns after the next `set`, or after timeout_s."""
-        event = self._event
         if timeout_s is None:
-            await event.wait()
+            await self._next()
             return
         try:
             async with asyncio.timeout(timeout_s):
-                await event.wait()
+                await self._next()
         except TimeoutError:
             pass
+
+    async def _next(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = None
+        try:
+            await waiter
+        finally:
+            self._waiting.pop(waiter, None)

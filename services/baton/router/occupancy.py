@@ -112,10 +112,10 @@ class Occupancy:
         return books
 
     def _is_full(self, worker: Worker[Any], books: _Books) -> bool:
-        description = worker.description
-        most = BATCHES * description.step_tokens
+        load = worker.load
+        most = BATCHES * load.speed.prefill_step_tokens if load is not None else 0
         if most and books.computing + books.others_waiting >= most:
             return True
-        places = description.max_sequences
+        places = worker.description.max_sequences
         here = worker.placed_sequences + books.others_sequences
         return worker.identity.role == "decode" and bool(places) and here >= places

@@ -24,7 +24,7 @@ from baton.core.tenants import Tenant
 from baton.router.decode_session import DecodeSession
 from baton.router.fleet import Fleet
 from baton.router.prefill_client import PrefillClient
-from baton.router.turnstile import LOOK_AGAIN_S, Blocked, Claim, Turnstile, Waiter
+from baton.router.turnstile import LOOK_AGAIN_S, Blocked, Claim, Kind, Turnstile, Waiter
 from baton.router.worker import Placed, Worker
 
 BUSY_S = 0.1
@@ -178,7 +178,7 @@ class Placement:
         waiter = Waiter(
             find=lambda full: self._find(run, full),
             over=lambda: run.over,
-            kind=(demand.model, demand.input_tokens > self._policy.local_prefill_tokens),
+            kind=Kind(demand.model, demand.needs_decode, demand.input_tokens <= self._policy.short),
             input_tokens=demand.input_tokens,
             choices=demand.choices,
             give_up=give_up,

@@ -9,8 +9,13 @@ import grpc
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens
 from baton.core.errors import BatonError
 from baton.core.model import WorkerIdentity
+from baton.core.prompt_logprobs import PromptLogprobs
 from baton.router.unary_client import UnaryClient
-from baton.rpc.convert import attempt_to_proto, choice_tokens_from_proto
+from baton.rpc.convert import (
+    attempt_to_proto,
+    choice_tokens_from_proto,
+    prompt_logprobs_from_proto,
+)
 from baton.v1.prefill_pb2 import CancelRequest, RunRequest
 from baton.v1.prefill_pb2_grpc import PrefillStub
 
@@ -25,6 +30,7 @@ class PrefillAnswer:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class PrefillClient(UnaryClient):
@@ -63,6 +69,11 @@ class PrefillClient(UnaryClient):
             cached_tokens=answer.cached_tokens,
             queue_s=answer.queue_us / 1e6,
             prefill_s=answer.prefill_us / 1e6,
+            prompt_logprobs=(
+                prompt_logprobs_from_proto(answer.prompt_logprobs)
+                if answer.HasField("prompt_logprobs")
+                else None
+            ),
         )
 
     async def cancel(self, key: AttemptKey) -> None:

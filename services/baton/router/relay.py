@@ -14,15 +14,22 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Internal, Unavailable
 from baton.core.journey import AttemptRun, Journey
 from baton.core.model import ModelDescription
+from baton.core.pace import Pace
+from baton.core.prompt_logprobs import PromptLogprobs
+from baton.core.request import Finished
 from baton.core.routing import Demand, RoutingPolicy
+from baton.core.stages import Stage
+from baton.router.asking import Asking
 from baton.router.choice_text import TextOptions
 from baton.router.fleet import Fleet
 from baton.router.guards import Guards
+from baton.router.later import Later
 from baton.router.legs import AttemptRunner
 from baton.router.metrics import RouterMetrics
 from baton.router.move import Move
 from baton.router.notice import Notice
 from baton.router.placement import Placement, Standing
+from baton.router.stage_timer import StageTimer
 from baton.router.texts import Texts
 from baton.router.turnstile import Turnstile
 
@@ -37,6 +44,7 @@ class RelayLimits:
     max_attempts: int
     wait_timeout_s: float
     max_unconfirmed: int
+    timings: bool
 
 
 class Relay:
@@ -59,8 +67,11 @@ class Relay:
         *,
         deadline: float,
         prefix_hashes: bytes,
+        stages: StageTimer,
         background: Callable[[Coroutine[None, None, None]], None],
         metrics: RouterMetrics,
+        pace: Pace,
+        later: Later,
     ) -> None:
         self.journey = journey
         self.deadline = deadline
@@ -71,6 +82,10 @@ class Relay:
         """Set when there is something for the client."""
         self.cached_tokens = 0
         """Prompt tokens that the first attempt found in a prefix cache."""
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Of the prompt's tokens, when the journey asks for them and an attempt has told."""
+        self.stages = stages
+        self._tell_stages = limits.timings
         self.placement = Placement(
             fleet,
             turnstile,
@@ -90,10 +105,13 @@ class Relay:
             tokenizer_digest=model.tokenizer_digest,
             max_barren=limits.max_attempts,
             wait_timeout_s=limits.wait_timeout_s,
+            stages=stages,
             on_stop=self._stopped,
             on_progress=self._text_progressed,
         )
-        self._model = model
+        searched = bool(text_options.stop_strings)
+        self.asking = Asking(journey.logs, self.texts.touch, pace, later, searched=searched)
+        self.model = model
         self._budget = guards.budget
         self._prefix_hashes = prefix_hashes
         self._runners: dict[int | None, AttemptRunner] = {}
@@ -111,6 +129,7 @@ class Relay:
         finally:
             for move in self._moves.values():
                 move.dropped()
+            self.stages.reached(Stage.OVER)
             self.news.set()
 
     async def _run(self) -> None:
@@ -136,9 +155,10 @@ class Relay:
             await self._turn.wait()
         if self.journey.failure is not None:
             raise self.journey.failure
+        self.stages.reached(Stage.DETOKENIZE)
 
     def tokens_came(self, choice: int) -> None:
-        self.texts.touch(choice)
+        self.asking.came(choice)
 
     def turn(self) -> None:
         for runner in list(self._runners.values()):
@@ -158,6 +178,20 @@ class Relay:
         if run.attempt.attempt == 0:
             self.cached_tokens = min(cached_tokens, len(self.journey.prompt))
 
+    def scored(self, prompt_logprobs: PromptLogprobs) -> None:
+        if len(prompt_logprobs) == len(self.journey.prompt) - 1:
+            self.prompt_logprobs = prompt_logprobs
+
+    def finished(self, reasoning_tokens: int) -> Finished:
+        """Of a request that has ended well."""
+        return Finished(
+            prompt_tokens=len(self.journey.prompt),
+            completion_tokens=sum(len(log) for log in self.journey.logs),
+            cached_tokens=self.cached_tokens,
+            reasoning_tokens=reasoning_tokens,
+            stages=self.stages.times() if self._tell_stages else None,
+        )
+
     def cancel(self) -> None:
         self.fail(Cancelled("The request was cancelled."))
 
@@ -175,8 +209,10 @@ class Relay:
 
     def _text_progressed(self, choice: int) -> None:
         self.news.set()
+        if not self.max_unconfirmed:
+            return
         runner = self._runners.get(self.journey.logs[choice].attempt)
-        if runner is not None and self.max_unconfirmed:
+        if runner is not None:
             runner.confirm(choice, self.texts.choices[choice].searched_tokens)
 
     def _demand(self, run: AttemptRun) -> Demand:
@@ -185,9 +221,9 @@ class Relay:
             input_tokens=len(run.attempt.token_ids),
             choices=len(run.attempt.choices),
             needs_decode=self.journey.needs_decode(run.attempt),
-            model=self._model.name,
-            model_digest=self._model.digest,
-            tokenizer_digest=self._model.tokenizer_digest,
+            model=self.model.name,
+            model_digest=self.model.digest,
+            tokenizer_digest=self.model.tokenizer_digest,
             prefix_hashes=self._prefix_hashes,
             output_tokens=max(1, self.journey.stop.max_tokens - run.attempt.position),
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 
-from baton.core.errors import BatonError, Cancelled, DeadlineExceeded
+from baton.core.errors import BatonError, DeadlineExceeded
 from baton.core.request import Request
 from baton.core.validation import REQUEST_RANGES
 from baton.router.grpc_door import CALLER
@@ -20,10 +19,15 @@ from baton.router.inference_messages import (
     put_event,
 )
 from baton.router.pipeline import Pipeline
+from baton.router.stall import Stall
+from baton.rpc.server import Service
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
 Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
+
+
+SERVICE = "baton.v1.Inference"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -33,11 +37,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._pipeline = pipeline
         self._stall_timeout_s = stall_timeout_s
 
+    def service(self) -> Service:
+        """Ready to be given to a ProcessServer."""
+        return Service(
+            SERVICE, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+        )
+
     async def Generate(  # type: ignore[override]
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
+        self._pipeline.turn_away(CALLER.get(), request.options.priority)
         asked = generate_from_proto(request, _deadline_s(context))
         await self._answer(asked, pb.GenerateResponse, context.write)
 
@@ -46,6 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: pb.ChatRequest,
         context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
     ) -> None:
+        self._pipeline.turn_away(CALLER.get(), request.options.priority)
         asked = chat_from_proto(request, _deadline_s(context))
         await self._answer(asked, pb.ChatResponse, context.write)
 
@@ -65,23 +77,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             stream = await self._pipeline.open(request.of(CALLER.get()))
             try:
-                async for event in stream:
-                    response = new()
-                    put_event(event, response.event, return_token_ids=request.return_token_ids)
-                    await self._write(write, response)
+                async with Stall(self._stall_timeout_s) as stall:
+                    async for event in stream:
+                        response = new()
+                        put_event(event, response.event, return_token_ids=request.return_token_ids)
+                        await stall.watch(write(response))
             finally:
                 await stream.aclose()
         except BatonError as error:
             raise in_client_words(error) from error
-
-    async def _write(
-        self, write: Callable[[Response], Awaitable[None]], response: Response
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await write(response)
-        except TimeoutError:
-            raise Cancelled("The client took nothing for too long.") from None
 
 
 def _deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

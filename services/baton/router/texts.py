@@ -9,11 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from baton.core.errors import BatonError, Unavailable
+from baton.core.errors import BatonError
 from baton.core.losses import VERDICTS, Verdict
+from baton.core.stages import StageClock
 from baton.core.token_log import TokenLog
 from baton.router.choice_text import ChoiceText, TextOptions
 from baton.router.detokenizer_session import DetokenizerSession
+from baton.router.detokenizers import pick_detokenizer
 from baton.router.notice import Notice
 from baton.router.pools import Pool
 from baton.router.worker import Worker
@@ -39,6 +41,7 @@ class Texts:
         tokenizer_digest: str,
         max_barren: int,
         wait_timeout_s: float,
+        stages: StageClock,
         on_stop: Callable[[int, int, str], None],
         on_progress: Callable[[int], None],
     ) -> None:
@@ -57,6 +60,7 @@ class Texts:
         self._tokenizer_digest = tokenizer_digest
         self._max_barren = max_barren
         self._wait_timeout_s = wait_timeout_s
+        self._stages = stages
         self._on_progress = on_progress
         self._barren = 0
         self._lost: BatonError | None = None
@@ -71,13 +75,20 @@ class Texts:
 
     def touch(self, choice: int) -> None:
         """The choice's log has more tokens, or ended."""
-        if self._worker is not None and choice in self._ids:
-            self._worker.client.touch(self._ids[choice])
+        text_id = self._ids.get(choice)
+        if self._worker is not None and text_id is not None:
+            self._worker.client.touch(text_id)
 
     async def keep(self) -> None:
         """Returns when all texts have ended. Raises BatonError when they cannot be had."""
         while not self._ended:
-            worker = await self._pick()
+            worker = await pick_detokenizer(
+                self._pool,
+                self._changed,
+                self._tokenizer_digest,
+                passed_over=self._passed_over,
+                wait_timeout_s=self._wait_timeout_s,
+            )
             open_texts = [text for text in self.choices if not text.ended]
             with worker.place(len(open_texts)):
                 await self._keep_at(worker, open_texts)
@@ -96,7 +107,9 @@ class Texts:
         session = worker.client
         try:
             for text in open_texts:
-                self._ids[text.log.choice] = session.open(text, self._deadline)
+                text_id = self._ids[text.log.choice] = session.open(text, self._deadline)
+                if len(text.log) or text.log.ended:
+                    session.touch(text_id)
             while not self._ended and self._lost is None:
                 self._woken.clear()
                 await self._woken.wait()
@@ -109,25 +122,6 @@ class Texts:
     @property
     def _ended(self) -> bool:
         return all(text.ended for text in self.choices)
-
-    async def _pick(self) -> Worker[DetokenizerSession]:
-        """The detokenizer with the fewest texts of this router; waits until there is one."""
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._wait_timeout_s
-        while True:
-            usable = [
-                worker
-                for worker in self._pool.usable(loop.time())
-                if self._tokenizer_digest in ("", worker.model.tokenizer_digest)
-                or not worker.model.tokenizer_digest
-            ]
-            fresh = [w for w in usable if w.identity.incarnation not in self._passed_over]
-            if usable:
-                return min(fresh or usable, key=lambda worker: worker.client.num_texts)
-            left = give_up - loop.time()
-            if left <= 0:
-                raise Unavailable("No detokenizer is ready.", retry_after_s=1.0)
-            await self._changed.wait(left)
 
     async def _judge(self, worker: Worker[DetokenizerSession]) -> None:
         """Whether to try once more after a loss."""
@@ -148,6 +142,7 @@ class Texts:
         if self._worker is not None and not self._proved:
             self._proved = True
             self._worker.gained()
+            self._stages.served_by(self._worker.identity)
         if self.choices[choice].ended:
             self._woken.set()
         self._on_progress(choice)

@@ -1,41 +1,46 @@
-"""Has a prompt encoded, by another tokenizer when one fails; knows nothing of what follows."""
+"""Has a tokenizer do something, another one when it fails; knows nothing of what follows."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from hashlib import blake2b
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+from baton.core.candidates import tie_break
 from baton.core.errors import BatonError, Unavailable
 from baton.core.losses import VERDICTS, Verdict
-from baton.core.model import ModelDescription
-from baton.core.request import Request
+from baton.core.model import ModelDescription, WorkerIdentity
 from baton.core.retry_budget import RetryBudget
 from baton.router.notice import Notice
 from baton.router.pools import Pool
-from baton.router.tokenizer_client import Encoded, TokenizerClient
+from baton.router.tokenizer_client import TokenizerClient
 from baton.router.worker import Worker
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.1
 
+T = TypeVar("T")
 
-async def encode(
+
+async def ask(
     pool: Pool[TokenizerClient],
     changed: Notice,
-    request: Request,
     request_id: str,
     model: ModelDescription,
     budget: RetryBudget,
+    work: Callable[[TokenizerClient, float], Awaitable[T]],
     *,
     deadline: float,
     max_attempts: int,
     wait_timeout_s: float,
-) -> Encoded:
-    """deadline: on the running loop's clock.
+    on_served: Callable[[WorkerIdentity], None] | None = None,
+) -> T:
+    """What `work`, called with a tokenizer of the model and the seconds that are left, returns.
 
-    Raises BatonError; a fault of the prompt is not tried again.
+    deadline: on the running loop's clock. on_served: told which worker did it. Raises BatonError; a
+    fault of the input is not tried again.
     """
     loop = asyncio.get_running_loop()
     passed_over: set[str] = set()
@@ -44,11 +49,11 @@ async def encode(
         worker = await _pick(pool, changed, request_id, model, passed_over, wait_timeout_s)
         try:
             with worker.place(1):
-                encoded = await worker.client.encode(
-                    request.prompt, request.cache_salt, request_id, deadline - loop.time()
-                )
+                done = await work(worker.client, deadline - loop.time())
             worker.gained()
-            return encoded
+            if on_served is not None:
+                on_served(worker.identity)
+            return done
         except BatonError as error:
             worker.blamed(error)
             verdict = VERDICTS[error.reason]
@@ -58,7 +63,9 @@ async def encode(
             if verdict is Verdict.ELSEWHERE and not budget.take(loop.time()):
                 raise
             lost = {"lost_at": "tokenizer", "reason": error.reason.name}
-            log.info("encoding failed: %s", error.message, extra={"request_id": request_id, **lost})
+            log.info(
+                "a tokenizer failed: %s", error.message, extra={"request_id": request_id, **lost}
+            )
             passed_over.add(worker.identity.incarnation)
             if verdict is Verdict.LATER:
                 await asyncio.sleep(error.retry_after_s or PAUSE_S)
@@ -85,14 +92,13 @@ async def _pick(
         fresh = [w for w in fitting if w.identity.incarnation not in passed_over] or fitting
         if fresh:
             return min(
-                fresh, key=lambda worker: (worker.placed_sequences, _tie(request_id, worker))
+                fresh,
+                key=lambda worker: (
+                    worker.placed_sequences,
+                    tie_break(request_id, worker.identity),
+                ),
             )
         left = give_up - loop.time()
         if left <= 0:
             raise Unavailable("No tokenizer is ready.", retry_after_s=1.0)
         await changed.wait(left)
-
-
-def _tie(request_id: str, worker: Worker[TokenizerClient]) -> bytes:
-    text = f"{request_id} {worker.identity.incarnation}"
-    return blake2b(text.encode(), digest_size=8).digest()

@@ -2,55 +2,126 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import grpc
 
 from baton.core.errors import Internal
+from baton.core.grammar import Grammar
+from baton.core.model import AnswerFormat
 from baton.core.prefix import HASH_BYTES
 from baton.core.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.router.unary_client import UnaryClient
-from baton.rpc.convert import error_from_proto, token_ids_from_bytes, token_ids_to_bytes
-from baton.v1.tokenizer_pb2 import Chat, ChatMessage, EncodeInput, EncodeRequest
+from baton.rpc.chat_messages import chat_to_proto
+from baton.rpc.convert import (
+    error_from_proto,
+    grammar_to_proto,
+    token_ids_from_bytes,
+    token_ids_to_bytes,
+)
+from baton.v1.tokenizer_pb2 import (
+    DecodeInput,
+    DecodeRequest,
+    EncodeInput,
+    EncodeRequest,
+)
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 
-ENCODE_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 30.0
 """Above what the largest prompt takes."""
 
 
+_UNTOLD = AnswerFormat()
+
+
 class Encoded(NamedTuple):
-    """A prompt's token ids, and the hashes of its units as `core.prefix` has them."""
+    """A prompt's token ids, the hashes of its units as `core.prefix` has them, and, when asked for,
+    each token's name in the vocabulary.
+
+    reasoning_open: it is a chat's and ends within reasoning. answer_format: of the model.
+    """
 
     token_ids: tuple[int, ...]
     prefix_hashes: bytes
+    token_strings: tuple[str, ...] = ()
+    reasoning_open: bool = False
+    answer_format: AnswerFormat = _UNTOLD
 
 
 class TokenizerClient(UnaryClient):
-    """`baton.v1.Tokenizer` of one incarnation."""
+    """`baton.v1.Tokenizer` of one incarnation. answer_format: of its model."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, answer_format: AnswerFormat = _UNTOLD) -> None:
         super().__init__()
+        self._answer_format = answer_format
         self._stub = TokenizerStub(channel)
 
     async def encode(
-        self, prompt: Prompt, cache_salt: bytes, request_id: str, remaining_s: float
+        self,
+        prompt: Prompt,
+        cache_salt: bytes,
+        request_id: str,
+        remaining_s: float,
+        *,
+        grammar: Grammar | None = None,
+        with_token_strings: bool = False,
     ) -> Encoded:
-        """Raises BatonError, naming the field if the prompt is at fault."""
-        request = EncodeRequest(inputs=[_input(prompt, cache_salt)])
+        """Raises BatonError, naming the field if the prompt or the grammar is at fault."""
+        item = _input(prompt, cache_salt)
+        item.with_token_strings = with_token_strings
+        if grammar is not None:
+            item.grammar.CopyFrom(grammar_to_proto(grammar))
+        output = await self._ask(
+            self._stub.Encode, EncodeRequest(inputs=[item]), request_id, remaining_s
+        )
+        token_ids = token_ids_from_bytes(output.token_ids, "token_ids")
+        strings = tuple(output.token_strings)
+        if len(output.prefix_hashes) % HASH_BYTES or len(strings) != (
+            len(token_ids) if with_token_strings else 0
+        ):
+            raise _astray()
+        return Encoded(
+            token_ids, output.prefix_hashes, strings, output.reasoning_open, self._answer_format
+        )
+
+    async def decode(
+        self,
+        token_ids: Sequence[int],
+        request_id: str,
+        remaining_s: float,
+        *,
+        skip_special_tokens: bool,
+    ) -> str:
+        """The text of a whole list of ids. Raises BatonError; `tokens` if they are at fault."""
+        item = DecodeInput(
+            token_ids=token_ids_to_bytes(token_ids), skip_special_tokens=skip_special_tokens
+        )
+        output = await self._ask(
+            self._stub.Decode, DecodeRequest(inputs=[item]), request_id, remaining_s
+        )
+        return str(output.text)
+
+    async def _ask(
+        self, method: Callable[..., Any], request: Any, request_id: str, remaining_s: float
+    ) -> Any:
+        """The one output."""
         answer = await self.call(
-            self._stub.Encode,
+            method,
             request,
             request_id=request_id,
-            timeout_s=max(0.0, min(remaining_s, ENCODE_TIMEOUT_S)),
+            timeout_s=max(0.0, min(remaining_s, CALL_TIMEOUT_S)),
         )
         if len(answer.outputs) != 1:
-            raise Internal("The tokenizer answered something else.")
+            raise _astray()
         output = answer.outputs[0]
         if output.HasField("error"):
             raise error_from_proto(output.error)
-        if len(output.prefix_hashes) % HASH_BYTES:
-            raise Internal("The tokenizer answered something else.")
-        return Encoded(token_ids_from_bytes(output.token_ids, "token_ids"), output.prefix_hashes)
+        return output
+
+
+def _astray() -> Internal:
+    return Internal("The tokenizer answered something else.")
 
 
 def _input(prompt: Prompt, cache_salt: bytes) -> EncodeInput:
@@ -61,12 +132,5 @@ def _input(prompt: Prompt, cache_salt: bytes) -> EncodeInput:
             )
         case TokenPrompt(token_ids):
             return EncodeInput(token_ids=token_ids_to_bytes(token_ids), cache_salt=cache_salt)
-        case ChatPrompt(messages, add_generation_prompt, continue_final_message):
-            return EncodeInput(
-                chat=Chat(
-                    messages=[ChatMessage(role=m.role, content=m.content) for m in messages],
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                ),
-                cache_salt=cache_salt,
-            )
+        case ChatPrompt():
+            return EncodeInput(chat=chat_to_proto(prompt), cache_salt=cache_salt)

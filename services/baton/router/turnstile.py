@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.core.drain_rate import DrainRate
 from baton.core.errors import BatonError, Overloaded, Unavailable
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 LOOK_AGAIN_S = 0.05
 SWEEP_S = 0.1
-PATIENCE = 1.25
+PATIENCE = 2.0
 """A queue that drains more slowly than it was foretold costs nobody more than this times the wait
-that is allowed for."""
+that is allowed for. As much as a forecast may be off: with less, some who were let in would wait
+for nothing."""
 
 
 class Blocked(Enum):
@@ -40,6 +41,15 @@ class Blocked(Enum):
     BUSY = "the workers are busy"
     ABSENT = "there is no such worker"
     ITSELF = "it passes over the workers there are"
+
+
+class Kind(NamedTuple):
+    """What says which workers would do. needs_decode: prefill alone would not. short: decode
+    prefills it while prefill is busy."""
+
+    model: str
+    needs_decode: bool
+    short: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +61,14 @@ class Waiter:
 
     find: Callable[[frozenset[str]], Place | Blocked]
     over: Callable[[], bool]
-    kind: tuple[str, bool]
+    kind: Kind
     input_tokens: int
     choices: int
     give_up: float
     future: asyncio.Future[Place | Blocked | None]
     blocked: Blocked | None = field(default=None)
+    waited: bool = False
+    """Whether there was no place for it at once."""
 
 
 class Claim:
@@ -135,7 +147,8 @@ class Turnstile:
         waiter = entry.item
         self._queue.add(entry)
         self._turn()
-        if not waiter.future.done() and self._turning is None:
+        waiter.waited = not waiter.future.done()
+        if waiter.waited and self._turning is None:
             self._turning = asyncio.create_task(self._keep_turning())
         try:
             return await waiter.future
@@ -180,14 +193,14 @@ class Turnstile:
         now = self.now()
         self._sweep(now)
         self.occupancy.refresh(now)
-        blocked: set[tuple[str, bool]] = set()
+        blocked: set[Kind] = set()
         while (found := self._next(blocked)) is not None:
             entry, place = found
             self._leave(entry, served=not isinstance(place, Blocked), now=now)
             entry.item.future.set_result(place)
         self._note_waiting(now)
 
-    def _next(self, blocked: set[tuple[str, bool]]) -> tuple[Entry[Waiter], Place | Blocked] | None:
+    def _next(self, blocked: set[Kind]) -> tuple[Entry[Waiter], Place | Blocked] | None:
         """The first one that need not wait here any longer. Nobody passes another one who wants the
         same workers and comes before."""
         for entry in self._queue.heads():
@@ -229,7 +242,8 @@ class Turnstile:
                 entry.item.future.set_result(None)
             elif now >= entry.item.give_up:
                 self._fail(entry, self._nowhere(entry.item, heads), now)
-        late = self._queue.hopeless(self._drain.wait_s, self._latest, now)
+        # Whoever was let in has waited already: it is refused early only when it is certain.
+        late = self._queue.hopeless(self._drain.least_wait_s, self._latest, now)
         for entry in late:
             self._fail(entry, self._too_late(), now)
 
@@ -265,7 +279,7 @@ class Turnstile:
 
     def _leave(self, entry: Entry[Waiter], *, served: bool, now: float) -> None:
         self._queue.remove(entry, served=served)
-        if served and not entry.resumed and entry.item.blocked is not None:
+        if served and not entry.resumed and entry.item.waited:
             self._drain.left(entry.tokens, now)
         if not len(self._queue):
             self._note_waiting(now)

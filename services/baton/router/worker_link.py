@@ -45,7 +45,7 @@ class NotFollowed(Exception):
     """This worker is followed at another address already, or nobody expects it here."""
 
 
-MakeClient = Callable[[grpc.aio.Channel, WorkerIdentity], C]
+MakeClient = Callable[[grpc.aio.Channel, WorkerDescription], C]
 
 WATCH_AGAIN_S = 0.1
 """Before a Watch is opened again because some of a worker's cache events were missing."""
@@ -164,7 +164,7 @@ class WorkerLink(Generic[C]):
         # An address that is listed no more may belong to anybody by now.
         if self.elsewhere or not self.listed:
             raise NotFollowed
-        client = self._make_client(self._channel, identity)
+        client = self._make_client(self._channel, description)
         self.worker = Worker(
             description,
             client,

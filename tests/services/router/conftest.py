@@ -18,6 +18,7 @@ from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
 from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
+from baton.router.told import Told
 from baton.rpc.channels import Channels
 from tests.services.router.decode_worker import FakeDecode
 from tests.services.router.detokenizer_worker import FakeDetokenizer
@@ -26,6 +27,9 @@ from tests.services.router.workers import FakePrefill, FakeTokenizer, FakeWorker
 
 PATIENCE_S = 20.0
 """Nothing here takes so long; what does has hung."""
+
+
+Stream = EventStream | Told
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Answer:
         return self.last[choice].finish_reason
 
 
-async def read(stream: EventStream) -> Answer:
+async def read(stream: Stream) -> Answer:
     """Reads a stream to its end and closes it."""
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -25,6 +25,7 @@ from tests.services.router.workers import (
     FakeWorker,
     KvNetwork,
     sample,
+    scores,
 )
 
 
@@ -50,7 +51,7 @@ Tamper = Callable[[list[ChoiceTokens]], Iterable[ChoiceTokens]]
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     """`tamper` sees a frame's tokens before they go out. `stepping`: cleared, no step runs.
     `collecting`: cleared, no KV comes in. `silent`: not even a heartbeat goes out. `keeping`: gives
-    no sequence away.
+    no sequence away. `scoring`: cleared, prompts' log-probabilities are never told.
     """
 
     role = "decode"
@@ -72,6 +73,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.collecting = asyncio.Event()
         self.collecting.set()
         self.silent = False
+        self.scoring = True
         self.tamper: Tamper = lambda tokens: tokens
         self.step_s = 0.001
         self.break_stream = asyncio.Event()
@@ -256,6 +258,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                         attempt=key.attempt,
                         cached_tokens=2,
                         received_bytes=1000 if running.handover_id else 0,
+                        prompt_logprobs=scores(running.attempt) if self.scoring else None,
                     )
                 )
             for choice in sorted(running.choices):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.core.request import Delta, Request, TextPrompt
-from baton.router.event_stream import EventStream
+from baton.core.request import Delta, Finished, Request, TextPrompt
 from tests.services.router import language
-from tests.services.router.conftest import PATIENCE_S, Answer, World
+from tests.services.router.conftest import PATIENCE_S, Answer, Stream, World
 from tests.services.router.decode_worker import FakeDecode
 
 PROMPT = "the cat sat on the mat"
@@ -25,7 +24,7 @@ def check(answer: Answer, n: int = 1) -> None:
         assert answer.reason(choice) is reason
 
 
-async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[EventStream, Answer]:
+async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[Stream, Answer]:
     """A stream of which so many tokens are read, and what they are."""
     stream = await world.pipeline.open(request)
     async with asyncio.timeout(PATIENCE_S):
@@ -37,11 +36,13 @@ async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[Ev
     return stream, answer
 
 
-async def finish(stream: EventStream, answer: Answer) -> Answer:
+async def finish(stream: Stream, answer: Answer) -> Answer:
     async with asyncio.timeout(PATIENCE_S):
         async for event in stream:
             if isinstance(event, Delta):
                 answer.add(event)
+            if isinstance(event, Finished):
+                answer.finished = event
     await stream.aclose()
     return answer
 

@@ -9,6 +9,8 @@ import pytest
 
 from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from baton.core.refusal import Limit, Refusal
+from baton.core.request import TextPrompt
+from baton.core.speed import WorkerSpeed
 from baton.core.tenants import Tenant
 from baton.router.config import RouterConfig
 from tests.services.router.conftest import Answer, World, until
@@ -17,11 +19,11 @@ from tests.services.router.disturbed import REQUEST, check
 A, B = Tenant("a"), Tenant("b")
 
 
-async def one_at_a_time(world: World, **options: object) -> None:
-    """A fleet whose only decode worker runs one sequence at a time, and stands still."""
+async def few_at_a_time(world: World, places: int = 1, **options: object) -> None:
+    """A fleet whose only decode worker runs so many sequences at a time, and stands still."""
     config = RouterConfig(local_prefill_tokens=0, **options)  # type: ignore[arg-type]
     decode = world.new_decode()
-    decode.max_sequences = 1
+    decode.max_sequences = places
     world.decodes.append(decode)
     await world.start(config, decodes=0)
     decode.stepping.clear()
@@ -48,7 +50,7 @@ def ask(world: World, *tenants: Tenant, **more: object) -> list[asyncio.Task[Ans
 
 
 async def test_a_flood_waits_here_and_another_tenant_is_next(world: World) -> None:
-    await one_at_a_time(world)
+    await few_at_a_time(world)
     decode = world.decodes[0]
     flood = ask(world, *[A] * 6)
     await until(lambda: len(world.pipeline.gate.queue) == 5)
@@ -62,7 +64,7 @@ async def test_a_flood_waits_here_and_another_tenant_is_next(world: World) -> No
 
 
 async def test_priority_comes_before_turns(world: World) -> None:
-    await one_at_a_time(world)
+    await few_at_a_time(world)
     waiting = ask(world, A, A)
     await until(lambda: len(world.pipeline.gate.queue) == 1)
     urgent = ask(world, A, priority=-1)
@@ -73,7 +75,7 @@ async def test_priority_comes_before_turns(world: World) -> None:
 
 
 async def test_a_full_queue_refuses_at_once_and_keeps_room_for_others(world: World) -> None:
-    await one_at_a_time(world, max_queued=4)
+    await few_at_a_time(world, max_queued=4)
     waiting = ask(world, A, A, A)
     await until(lambda: len(world.pipeline.gate.queue) == 2)
     with pytest.raises(Refusal) as caught:
@@ -89,7 +91,7 @@ async def test_a_full_queue_refuses_at_once_and_keeps_room_for_others(world: Wor
 
 
 async def test_who_waits_for_longer_than_is_allowed_is_refused(world: World) -> None:
-    await one_at_a_time(world, max_queue_s=0.3)
+    await few_at_a_time(world, max_queue_s=0.3)
     (running,) = ask(world, A)
     await until(lambda: len(world.decodes[0].starts) == 1)
     with pytest.raises(Refusal) as caught:
@@ -98,6 +100,44 @@ async def test_who_waits_for_longer_than_is_allowed_is_refused(world: World) -> 
     assert world.counted("baton_refusals_total", reason="wait") == 1
     world.decodes[0].stepping.set()
     await running
+    await until(lambda: nothing_held(world))
+
+
+async def test_all_that_waited_count_towards_the_drain(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also who gets the second of two places that come free together, and never was next."""
+    await few_at_a_time(world, places=2)
+    running = ask(world, A, A)
+    await until(lambda: len(world.decodes[0].starts) == 2)
+    waiting = ask(world, A, A, A, A)
+    await until(lambda: len(world.pipeline.gate.queue) == 4)
+    drain, counted = world.pipeline.gate._drain, []
+    left = drain.left
+
+    def count(tokens: float, now: float) -> None:
+        counted.append(tokens)
+        left(tokens, now)
+
+    monkeypatch.setattr(drain, "left", count)
+    world.decodes[0].stepping.set()
+    await asyncio.gather(*running, *waiting)
+    assert len(counted) == 4
+    await until(lambda: nothing_held(world))
+
+
+async def test_who_would_be_refused_anyway_is_turned_away_unread(world: World) -> None:
+    await few_at_a_time(world, max_queued=4)
+    world.pipeline.turn_away(A, 0)
+    waiting = ask(world, A, A, A)
+    await until(lambda: len(world.pipeline.gate.queue) == 2)
+    with pytest.raises(Refusal) as caught:
+        world.pipeline.turn_away(A, 0)
+    assert caught.value.limit is Limit.QUEUE
+    assert world.counted("baton_refusals_total", reason="queue") == 1
+    world.pipeline.turn_away(B, 0)
+    world.decodes[0].stepping.set()
+    await asyncio.gather(*waiting)
     await until(lambda: nothing_held(world))
 
 
@@ -128,7 +168,7 @@ async def test_what_goes_on_is_not_refused_however_long_it_waits(world: World) -
 
 @pytest.mark.parametrize("way", ["cancelled", "deadline"])
 async def test_who_leaves_while_waiting_leaves_nothing(world: World, way: str) -> None:
-    await one_at_a_time(world)
+    await few_at_a_time(world)
     (running,) = ask(world, A)
     await until(lambda: len(world.decodes[0].starts) == 1)
     request = replace(REQUEST, deadline_s=0.2) if way == "deadline" else REQUEST
@@ -147,7 +187,7 @@ async def test_who_leaves_while_waiting_leaves_nothing(world: World, way: str) -
 
 async def test_prompts_wait_here_and_not_at_the_prefill_worker(world: World) -> None:
     prefill = world.new_prefill()
-    prefill.step_tokens = 16
+    prefill.speed = WorkerSpeed(prefill_step_tokens=16)
     world.prefills.append(prefill)
     await world.start(RouterConfig(local_prefill_tokens=0), prefills=0)
     prefill.computing.clear()
@@ -156,6 +196,23 @@ async def test_prompts_wait_here_and_not_at_the_prefill_worker(world: World) -> 
     await asyncio.sleep(0.1)
     tokens = [len(attempt.token_ids) for attempt in prefill.runs]
     assert sum(tokens[:-1]) < 2 * 16, "two steps' worth, and whom the last of it was given to"
+    prefill.computing.set()
+    await asyncio.gather(*asked)
+    await until(lambda: nothing_held(world))
+
+
+async def test_a_short_prompt_does_not_wait_for_prefill_behind_long_ones(world: World) -> None:
+    """Another tenant's: within one the order stays."""
+    prefill = world.new_prefill()
+    prefill.speed = WorkerSpeed(prefill_step_tokens=16)
+    world.prefills.append(prefill)
+    await world.start(RouterConfig(), prefills=0)
+    prefill.computing.clear()
+    asked = ask(world, *[A] * 3, prompt=TextPrompt("x" * 100))
+    await until(lambda: len(world.pipeline.gate.queue) == 2)
+    (short,) = ask(world, B)
+    check(await short)
+    assert len(world.pipeline.gate.queue) == 2
     prefill.computing.set()
     await asyncio.gather(*asked)
     await until(lambda: nothing_held(world))

@@ -27,13 +27,17 @@ from baton.router.http.server import serve_http
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import ProcessServer, Service
+from baton.rpc.server import ProcessServer
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.services.router_http.scripted import Scripted
 
-OPEN_ROUTES = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("HEAD", "/ping")}
+OPEN_ROUTES = {
+    (method, path)
+    for method in ("GET", "HEAD")
+    for path in ("/health", "/ping", "/docs", "/openapi.json")
+}
 OPEN_CALLS = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
 LIMITS = Limits(weight=3.0, requests_per_minute=60, tokens_per_minute=1000, max_tokens=77)
 
@@ -79,12 +83,7 @@ async def serving(*, open_metrics: bool = False) -> AsyncIterator[Router]:
     servicer = InferenceServicer(cast(Pipeline, frontend), stall_timeout_s=20)
     server = ProcessServer(
         listen="127.0.0.1:0",
-        services=[
-            Service(
-                "baton.v1.Inference",
-                lambda s: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, s),
-            )
-        ],
+        services=[servicer.service()],
         public=True,
         interceptors=[KeyInterceptor(door)],
     )

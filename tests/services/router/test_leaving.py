@@ -23,7 +23,7 @@ from baton.router.metrics import RouterMetrics
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import ProcessServer, Service
+from baton.rpc.server import ProcessServer
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, types_pb2
 from tests.services.router.conftest import World, until
@@ -68,12 +68,7 @@ async def router(world: World, config: RouterConfig = CONFIG) -> AsyncIterator[R
     servicer = InferenceServicer(pipeline, stall_timeout_s=5)
     server = ProcessServer(
         listen="127.0.0.1:0",
-        services=[
-            Service(
-                "baton.v1.Inference",
-                lambda s: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, s),
-            )
-        ],
+        services=[servicer.service()],
         public=True,
         interceptors=[KeyInterceptor(OpenDoor())],
     )

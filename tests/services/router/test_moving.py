@@ -9,10 +9,9 @@ import pytest
 from baton.core.errors import Overloaded
 from baton.core.load import WorkerState
 from baton.core.request import Request
-from baton.router.event_stream import EventStream
 from baton.router.mover import AT_ONCE
 from tests.services.router import language
-from tests.services.router.conftest import Answer, World, until
+from tests.services.router.conftest import Answer, Stream, World, until
 from tests.services.router.decode_worker import FakeDecode
 from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
 
@@ -22,7 +21,7 @@ STEP_S = 0.005
 
 async def started(
     world: World, request: Request = REQUEST, *, decodes: int = 2
-) -> tuple[EventStream, Answer, FakeDecode]:
+) -> tuple[Stream, Answer, FakeDecode]:
     """A stream under way, and the worker it decodes on."""
     await world.start(decodes=decodes)
     for decode in world.decodes:

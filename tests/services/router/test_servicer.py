@@ -13,13 +13,14 @@ from grpc_status import rpc_status
 
 from baton.core.errors import Reason
 from baton.core.request import FinishReason
+from baton.core.stages import StageTimes
 from baton.router.choice_text import MAX_DELTA_TOKENS
 from baton.router.event_stream import EventStream
 from baton.router.grpc_door import KeyInterceptor
 from baton.router.keys import OpenDoor
 from baton.router.servicer import InferenceServicer
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import ProcessServer, Service
+from baton.rpc.server import ProcessServer
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 from tests.services.router import language
@@ -53,12 +54,7 @@ async def faced(world: World, *, stall_timeout_s: float, **reader: int) -> Async
     servicer = InferenceServicer(pipeline, stall_timeout_s=stall_timeout_s)
     server = ProcessServer(
         listen="127.0.0.1:0",
-        services=[
-            Service(
-                "baton.v1.Inference",
-                lambda s: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, s),
-            )
-        ],
+        services=[servicer.service()],
         public=True,
         interceptors=[KeyInterceptor(OpenDoor())],
     )
@@ -261,3 +257,18 @@ async def test_a_call_that_is_not_read_is_cut(
         assert failed.value.code() is grpc.StatusCode.CANCELLED
         assert max(sizes) <= MAX_DELTA_TOKENS
         assert sum(sizes) < 4000
+
+
+async def test_the_last_event_says_where_the_time_went(face: Face) -> None:
+    *_, last = await face.generate(pb.GenerateRequest(text=PROMPT))
+    stages = last.finished.stages
+    assert [worker.role for worker in stages.workers] == [
+        "tokenizer", "prefill", "decode", "detokenizer",
+    ]  # fmt: skip
+    decode = face.world.decodes[0].identity
+    assert stages.workers[2].incarnation == decode.incarnation[:8]
+    assert stages.workers[2].address == decode.address
+    assert stages.attempts == 1 and stages.kv_bytes > 0
+    spent = [getattr(stages, f"{stage}_us") for stage in StageTimes().spent()]
+    assert sum(spent) == pytest.approx(stages.total_us, abs=len(spent))
+    assert 0 < stages.first_token_us <= stages.total_us

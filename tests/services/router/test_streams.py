@@ -201,7 +201,7 @@ class Source:
 
     def opening(self) -> TextOpening:
         self.opened += 1
-        return TextOpening((), 0, (), False, True, (), 0)
+        return TextOpening((), 0, (), False, True, (), (), 0)
 
     def take_tokens(self) -> TextTokens | None:
         return TextTokens(0, (1,), (), False, False)
@@ -228,6 +228,8 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
     """It may still be marked as having more tokens: that must not end the stream for all others."""
     session, source = DetokenizerSession(channel, Notice()), Source()
     text_id = session.open(source, time.monotonic() + 60)
+    assert operations(session) == [], "until there are tokens the worker need not know"
+    session.touch(text_id)
     assert operations(session) == [(text_id, "open"), (text_id, "append")]
     session.touch(text_id)
     delta = detokenizer_pb2.TextDelta(text_id=text_id)
@@ -246,7 +248,7 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
 async def test_many_texts_share_messages_of_bounded_size(channel: grpc.aio.Channel) -> None:
     session = DetokenizerSession(channel, Notice())
     for _ in range(200):
-        session.open(Source(), time.monotonic() + 60)
+        session.touch(session.open(Source(), time.monotonic() + 60))
     messages = session.outgoing()
     assert [len(message.operations) for message in messages] == [256, 144]
 

@@ -21,6 +21,7 @@ from baton.core.errors import BatonError, HandoverFailed, InvalidArgument, Unava
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.prefix import HASH_BYTES, prefix_hashes
+from baton.core.prompt_logprobs import packed
 from baton.core.request import FinishReason
 from baton.core.speed import UNMEASURED
 from baton.rpc.convert import (
@@ -28,6 +29,7 @@ from baton.rpc.convert import (
     choice_tokens_to_proto,
     error_to_proto,
     identity_to_proto,
+    prompt_logprobs_to_proto,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
@@ -39,6 +41,7 @@ from baton.v1 import (
     prefill_pb2_grpc,
     tokenizer_pb2,
     tokenizer_pb2_grpc,
+    types_pb2,
 )
 from tests.services.router import language
 
@@ -98,8 +101,8 @@ class FakeWorker:
         self.layout = layout if layout is not None else type(self).layout
         self.state = WorkerState.SERVING
         self.waiting_tokens = 0
+        self.free_blocks = 1000
         self.max_sequences = 0
-        self.step_tokens = 0
         self.speed = UNMEASURED
         self.refusals: list[BatonError] = []
         self._changes: deque[Change] = deque()
@@ -139,14 +142,13 @@ class FakeWorker:
             num_blocks=1000,
             block_size=16,
             max_sequences=self.max_sequences,
-            step_tokens=self.step_tokens,
         )
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             self.state,
             waiting_tokens=self.waiting_tokens,
-            free_blocks=1000,
+            free_blocks=self.free_blocks,
             speed=self.speed,
         )
 
@@ -162,13 +164,15 @@ class FakeWorker:
 
 
 class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
-    """One token a byte. remaining_s: what each call was told it has."""
+    """One token a byte. remaining_s: what each call was told it has. chats, grammars: that came."""
 
     role = "tokenizer"
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.remaining_s: list[float | None] = []
+        self.chats: list[tokenizer_pb2.Chat] = []
+        self.grammars: list[types_pb2.Grammar] = []
 
     def service(self) -> Service:
         return Service(
@@ -183,6 +187,13 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         self.refuse()
         return tokenizer_pb2.EncodeResponse(outputs=[self._encode(i) for i in request.inputs])
 
+    async def Decode(
+        self, request: tokenizer_pb2.DecodeRequest, context: Context
+    ) -> tokenizer_pb2.DecodeResponse:
+        self.remaining_s.append(context.time_remaining())
+        self.refuse()
+        return tokenizer_pb2.DecodeResponse(outputs=[self._decode(i) for i in request.inputs])
+
     async def Describe(
         self, request: tokenizer_pb2.DescribeRequest, context: Context
     ) -> tokenizer_pb2.DescribeResponse:
@@ -191,10 +202,12 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         )
 
     def _encode(self, entry: tokenizer_pb2.EncodeInput) -> tokenizer_pb2.EncodeOutput:
+        self.grammars.append(entry.grammar)
         match entry.WhichOneof("input"):
             case "text":
                 ids = tuple(entry.text.encode())
             case "chat":
+                self.chats.append(entry.chat)
                 ids = tuple(
                     "".join(f"{m.role}:{m.content}\n" for m in entry.chat.messages).encode()
                 )
@@ -204,7 +217,20 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
             error = InvalidArgument("a token id is too large", field="prompt")
             return tokenizer_pb2.EncodeOutput(error=error_to_proto(error))
         hashes = prefix_hashes(ids, entry.cache_salt, self.model.tokenizer_digest)
-        return tokenizer_pb2.EncodeOutput(token_ids=token_ids_to_bytes(ids), prefix_hashes=hashes)
+        return tokenizer_pb2.EncodeOutput(
+            token_ids=token_ids_to_bytes(ids),
+            prefix_hashes=hashes,
+            token_strings=map(chr, ids) if entry.with_token_strings else (),
+        )
+
+    def _decode(self, entry: tokenizer_pb2.DecodeInput) -> tokenizer_pb2.DecodeOutput:
+        ids = token_ids_from_bytes(entry.token_ids, "tokens")
+        if any(token >= language.VOCAB for token in ids):
+            error = InvalidArgument("a token id is too large", field="tokens")
+            return tokenizer_pb2.DecodeOutput(error=error_to_proto(error))
+        special = {language.EOS} if entry.skip_special_tokens else set()
+        text = bytes(token for token in ids if token < 256 and token not in special)
+        return tokenizer_pb2.DecodeOutput(text=text.decode(errors="replace"))
 
 
 def sample(attempt: Attempt, choice: int, output: list[int]) -> ChoiceTokens:
@@ -229,6 +255,17 @@ def sample(attempt: Attempt, choice: int, output: list[int]) -> ChoiceTokens:
         reason,
         token if ends else None,
     )
+
+
+def scores(attempt: Attempt) -> types_pb2.PromptLogprobs | None:
+    """Of the prompt's tokens, if the attempt asks for them; 97 is always the most likely one."""
+    num_top = attempt.prompt_logprobs
+    if num_top is None:
+        return None
+    own = [language.logprob(token) for token in attempt.token_ids[1:]]
+    top_ids = [97 + i for i in range(num_top)] * len(own)
+    top = [language.logprob(token) for token in top_ids]
+    return prompt_logprobs_to_proto(packed(num_top, own, top_ids, top))
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
@@ -286,7 +323,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         finally:
             self.running -= 1
         return prefill_pb2.RunResponse(
-            choices=[choice_tokens_to_proto(entry) for entry in tokens], cached_tokens=1
+            choices=[choice_tokens_to_proto(entry) for entry in tokens],
+            cached_tokens=1,
+            prompt_logprobs=scores(attempt),
         )
 
     async def Cancel(

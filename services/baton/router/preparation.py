@@ -1,0 +1,290 @@
+"""From a request that was let in to the relay that will run it; knows nothing of its end.
+
+which model → encode → does it fit → resolve what the client left open → is it still let in → how
+likely the prompt is, if that is asked → a relay, not started yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import NamedTuple
+
+from baton.core.answer_deltas import AnswerDeltas
+from baton.core.errors import InvalidArgument, ModelNotFound, Unavailable
+from baton.core.journey import Journey
+from baton.core.model import ModelDescription
+from baton.core.pace import Pace
+from baton.core.request import Accepted, Request, TextPrompt, TokenLogprobs, TokenPrompt
+from baton.core.routing import RoutingPolicy
+from baton.core.stages import Stage
+from baton.router.answers import AnswerRules
+from baton.router.choice_text import PROMPT_TAIL, TextOptions
+from baton.router.config import RouterConfig
+from baton.router.fit import check_vocabulary, resolve_stop, truncated
+from baton.router.fleet import Fleet
+from baton.router.gate import Pass
+from baton.router.guards import Guards
+from baton.router.later import Later
+from baton.router.metrics import RouterMetrics
+from baton.router.placement import Standing
+from baton.router.relay import Relay, RelayLimits
+from baton.router.scoring import UNREAD, check_size, score, scoring_journey
+from baton.router.spelling import Speller
+from baton.router.stage_timer import StageTimer
+from baton.router.tokenizer_client import Encoded
+from baton.router.tokenizers import Tokenizers
+from baton.router.turnstile import Turnstile
+
+SEED_BITS = 53
+"""Of the seeds drawn here: every JSON reader keeps them exact."""
+
+
+class Prepared(NamedTuple):
+    """relay: runs the request; None when there is nothing to generate. parts: what each choice's
+    deltas are put through; empty: nothing."""
+
+    relay: Relay | None
+    accepted: Accepted
+    parts: tuple[AnswerDeltas, ...] = ()
+
+
+class Preparation:
+    """One per router. background: keeps a task until it is done."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        turnstile: Turnstile,
+        guards: Guards,
+        pace: Pace,
+        later: Later,
+        background: Callable[[Coroutine[None, None, None]], None],
+    ) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._turnstile = turnstile
+        self._pace = pace
+        self._later = later
+        self._background = background
+        self._limits = RelayLimits(
+            routing=RoutingPolicy(config.local_prefill_tokens, config.slow_start_s),
+            max_attempts=config.max_attempts,
+            wait_timeout_s=config.wait_timeout_s,
+            max_unconfirmed=config.max_unconfirmed,
+            timings=config.timings,
+        )
+        self._guards = guards
+        self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
+        self._tokenizers = Tokenizers(fleet, config, guards.budget)
+
+    def models(self) -> list[ModelDescription]:
+        """The models that can be asked for now."""
+        wanted = self._config.model
+        return [model for model in self._fleet.models() if wanted in ("", model.name)]
+
+    async def prepare(self, request: Request, held: Pass, stages: StageTimer) -> Prepared:
+        """Raises BatonError."""
+        request_id = _new_id()
+        self._guards.budget.started()
+        model = await self._model(request.model)
+        encoded = await self._tokenizers.encode(
+            request.prompt,
+            request.cache_salt,
+            model,
+            request_id,
+            held.deadline,
+            grammar=request.grammar,
+            on_served=stages.served_by,
+        )
+        answers = self._answer_rules.of(
+            request, encoded.answer_format, left_open=encoded.reasoning_open
+        )
+        if answers is not None and request.grammar is None:
+            request = replace(request, grammar=answers.grammar())
+            if request.grammar is not None:
+                await self._check_tools(request, encoded, request_id, model, held)
+        stages.reached(Stage.TURN)
+        prompt, hashes = truncated(request, encoded.token_ids, encoded.prefix_hashes, model)
+        stop = resolve_stop(request, len(prompt), model)
+        check_vocabulary(request, model)
+        check_size(request, len(prompt))
+        held.settle(len(prompt), stop)
+        seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
+        self._metrics.prompt_tokens.inc(len(prompt))
+        accepted = Accepted(
+            request_id,
+            model.name,
+            len(prompt),
+            seed,
+            prompt if request.return_token_ids else (),
+            await self._echoed(request, request_id, prompt, model, held),
+            await self._score(request, request_id, prompt, model, held),
+        )
+        if not stop.max_tokens:
+            return Prepared(None, accepted)
+        journey = Journey(
+            request_id,
+            prompt,
+            n=request.n,
+            sampling=replace(request.sampling, seed=seed),
+            stop=stop,
+            max_barren=self._config.max_attempts,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            grammar=request.grammar,
+        )
+        options = TextOptions(
+            stop_strings=request.stop_strings,
+            include_stop_string=request.include_stop_string,
+            skip_special_tokens=request.skip_special_tokens,
+            kept_special_tokens=answers.markers if answers is not None else (),
+            prompt_tail_ids=prompt[-PROMPT_TAIL:],
+            min_tokens=request.min_tokens,
+            shown_stop_token_ids=frozenset(request.stop_token_ids),
+        )
+        relay = self._relay(journey, model, options, held, stages, hashes, on_placed=held.on_placed)
+        parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
+        return Prepared(relay, accepted, parts)
+
+    async def tokenize(self, request: Request, deadline: float) -> tuple[Encoded, ModelDescription]:
+        """A request's prompt as tokens and their names, of the model named with them. Raises
+        BatonError."""
+        model = await self._model(request.model)
+        encoded = await self._tokenizers.encode(
+            request.prompt, b"", model, _new_id(), deadline, with_token_strings=True
+        )
+        return encoded, model
+
+    async def detokenize(self, request: Request, deadline: float) -> str:
+        """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
+        model = await self._model(request.model)
+        assert isinstance(request.prompt, TokenPrompt)
+        return await self._tokenizers.decode(
+            request.prompt.token_ids, model, _new_id(), deadline, skip_special_tokens=False
+        )
+
+    async def _check_tools(
+        self,
+        request: Request,
+        encoded: Encoded,
+        request_id: str,
+        model: ModelDescription,
+        held: Pass,
+    ) -> None:
+        """Raises InvalidArgument (`tools`) where no grammar comes of them.
+
+        It depends on the prompt, so it is asked for after it; a token is the shortest question.
+        """
+        shortest = TokenPrompt(encoded.token_ids[:1])
+        try:
+            await self._tokenizers.encode(
+                shortest, b"", model, request_id, held.deadline, grammar=request.grammar
+            )
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"tools have parameters that cannot be followed: {error.message}", field="tools"
+            ) from error
+
+    async def _echoed(
+        self,
+        request: Request,
+        request_id: str,
+        prompt: tuple[int, ...],
+        model: ModelDescription,
+        held: Pass,
+    ) -> str:
+        """The prompt's text, if the request asks for it."""
+        if not request.echo:
+            return ""
+        if isinstance(request.prompt, TextPrompt) and request.truncate_prompt_tokens is None:
+            return request.prompt.text
+        return await self._tokenizers.decode(
+            prompt,
+            model,
+            request_id,
+            held.deadline,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+
+    async def _score(
+        self,
+        request: Request,
+        request_id: str,
+        prompt: tuple[int, ...],
+        model: ModelDescription,
+        held: Pass,
+    ) -> tuple[TokenLogprobs, ...]:
+        """Nothing, unless the request asks for its prompt's log-probabilities."""
+        if request.prompt_logprobs is None:
+            return ()
+        speller = Speller(self._fleet, self._config.max_attempts, self._config.wait_timeout_s)
+        journey = scoring_journey(request, request_id, prompt, self._config.max_attempts)
+        # Without hashes: what is cached of it does not shorten it.
+        relay = self._relay(journey, model, UNREAD, held, StageTimer(), b"", on_placed=lambda: None)
+        return await score(relay, speller, model.tokenizer_digest, held.deadline)
+
+    def _relay(
+        self,
+        journey: Journey,
+        model: ModelDescription,
+        options: TextOptions,
+        held: Pass,
+        stages: StageTimer,
+        prefix_hashes: bytes,
+        *,
+        on_placed: Callable[[], None],
+    ) -> Relay:
+        standing = Standing(
+            tenant=held.request.tenant,
+            priority=held.request.priority,
+            cost=held.grant.cost,
+            since=asyncio.get_running_loop().time(),
+            deadline=held.deadline,
+            on_placed=on_placed,
+        )
+        return Relay(
+            self._fleet,
+            journey,
+            model,
+            options,
+            self._limits,
+            self._turnstile,
+            standing,
+            self._guards,
+            deadline=held.deadline,
+            prefix_hashes=prefix_hashes,
+            stages=stages,
+            background=self._background,
+            metrics=self._metrics,
+            pace=self._pace,
+            later=self._later,
+        )
+
+    async def _model(self, name: str) -> ModelDescription:
+        """The model to use; waits while no worker is there to ask."""
+        if name and self._config.model and name != self._config.model:
+            raise ModelNotFound("There is no such model here.", field="model")
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._config.wait_timeout_s
+        while True:
+            models = self.models()
+            for model in models:
+                if name in ("", model.name):
+                    return model
+            if models:
+                raise ModelNotFound("There is no such model here.", field="model")
+            left = give_up - loop.time()
+            if left <= 0:
+                raise Unavailable("No worker is ready.", retry_after_s=1.0)
+            await self._fleet.changed.wait(left)
+
+
+def _new_id() -> str:
+    return secrets.token_hex(12)

@@ -1,0 +1,25 @@
+"""A request's events where all of them are known at once: nothing of it runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+
+from baton.core.request import Accepted, Delta, Event, Finished, FinishReason
+
+
+class Told(AsyncIterator[Event]):
+    """Of a request that generates nothing: every choice has reached its length."""
+
+    def __init__(self, accepted: Accepted, n: int) -> None:
+        ends = [Delta(choice, finish_reason=FinishReason.LENGTH) for choice in range(n)]
+        finished = Finished(accepted.prompt_tokens, 0, 0)
+        self._events: deque[Event] = deque((accepted, *ends, finished))
+
+    async def __anext__(self) -> Event:
+        if not self._events:
+            raise StopAsyncIteration
+        return self._events.popleft()
+
+    async def aclose(self) -> None:
+        self._events.clear()

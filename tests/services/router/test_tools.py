@@ -1,0 +1,231 @@
+"""Calls of tools and reasoning from a model's text to its clients, over HTTP and gRPC.
+
+The model says what the test writes; everything between it and the client is real, but for the
+text of one token a byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.model import AnswerFormat
+from baton.core.request import (
+    ChatPrompt,
+    FinishReason,
+    Message,
+    Request,
+    Tool,
+    ToolChoice,
+    ToolUse,
+)
+from baton.router.config import RouterConfig
+from baton.router.http.app import HttpApp
+from baton.router.http.door import HttpDoor
+from baton.router.http.server import serve_http
+from baton.router.keys import OpenDoor
+from tests.services.router import language
+from tests.services.router.conftest import World, until
+from tests.services.router.scripts import says
+from tests.services.router.workers import FakeTokenizer
+
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "time", "description": "What time it is"}},
+]
+TWO_CALLS = (
+    'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+)
+CITY = '{"city": "Bern"}'
+
+
+@dataclass
+class Face:
+    client: openai.AsyncOpenAI
+    world: World
+
+    async def ask(self, text: str, **options: Any) -> Any:
+        return await self.client.chat.completions.create(
+            model="made-up", messages=[{"role": "user", "content": says(text)}], **options
+        )
+
+    async def stream(self, text: str, **options: Any) -> list[Any]:
+        stream = await self.ask(text, stream=True, **options)
+        return [chunk async for chunk in stream]
+
+
+@pytest.fixture
+async def face(world: World) -> AsyncIterator[Face]:
+    model = replace(language.MODEL, answer_format=AnswerFormat(reasoning="think"))
+    world.tokenizers.append(FakeTokenizer(model=model))
+    await world.start(RouterConfig(local_prefill_tokens=0), tokenizers=0, decodes=2, detokenizers=2)
+    door = HttpDoor(OpenDoor(), open_metrics=False)
+    server = await serve_http(HttpApp(world.pipeline, CollectorRegistry(), door), "127.0.0.1:0")
+    try:
+        async with openai.AsyncOpenAI(
+            base_url=f"http://{server.address}/v1",
+            api_key="x",
+            max_retries=0,
+            timeout=30,
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        ) as client:
+            yield Face(client, world)
+    finally:
+        await server.close()
+
+
+async def test_calls_in_one_document(face: Face) -> None:
+    answer = await face.ask(TWO_CALLS, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    first, second = choice.message.tool_calls
+    assert (first.function.name, first.function.arguments) == ("weather", CITY)
+    assert (second.function.name, second.function.arguments) == ("time", "{}")
+    assert first.type == "function" and first.id != second.id
+    assert first.id.startswith("call_") and len(first.id) == 29
+
+
+async def test_content_is_null_when_there_are_only_calls(face: Face) -> None:
+    answer = await face.ask(TWO_CALLS.partition("\n")[2], tools=TOOLS)
+    assert answer.choices[0].message.content is None
+    assert len(answer.choices[0].message.tool_calls) == 2
+
+
+async def test_arguments_stream(face: Face) -> None:
+    chunks = await face.stream(TWO_CALLS, tools=TOOLS, seed=5)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "Let me look."
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in calls if call.id] == [
+        (0, "weather"),
+        (1, "time"),
+    ]
+    assert "".join(call.function.arguments for call in calls if call.index == 0) == CITY
+    assert "".join(call.function.arguments for call in calls if call.index == 1) == "{}"
+    assert sum(call.index == 0 for call in calls) > 2
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    again = await face.ask(TWO_CALLS, tools=TOOLS, seed=5)
+    assert [call.id for call in again.choices[0].message.tool_calls] == [
+        call.id for call in calls if call.id
+    ]
+
+
+@pytest.mark.parametrize("role", ["decode", "detokenizer"])
+async def test_a_death_changes_no_byte_of_a_stream(face: Face, role: str) -> None:
+    text = "<think>\nhm\n</think>\n\n" + TWO_CALLS.replace("Bern", "Bern " * 8)
+    reference = await face.ask(text, tools=TOOLS, seed=1)
+    chunks = []
+    async for chunk in await face.ask(text, tools=TOOLS, seed=1, stream=True):
+        chunks.append(chunk.choices[0].delta)
+        if len(chunks) == 40:
+            if role == "decode":
+                victim: Any = next(d for d in face.world.decodes if d.running)
+            else:
+                victim = next(d for d in face.world.detokenizers if d.texts)
+            await victim.kill()
+    message = reference.choices[0].message
+    assert "".join(delta.content or "" for delta in chunks) == message.content
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in chunks) == "hm"
+    calls = [call for delta in chunks for call in delta.tool_calls or ()]
+    assert [call.id for call in calls if call.id] == [call.id for call in message.tool_calls]
+    for index, whole in enumerate(message.tool_calls):
+        pieces = [call.function.arguments for call in calls if call.index == index]
+        assert "".join(pieces) == whole.function.arguments
+
+
+async def test_no_tools_no_calls(face: Face) -> None:
+    for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = (await face.ask(TWO_CALLS, **options)).choices
+        assert choice.message.content == TWO_CALLS and not choice.message.tool_calls
+        assert choice.finish_reason == "stop"
+
+
+async def test_a_call_that_is_cut_is_no_end_in_calls(face: Face) -> None:
+    (choice,) = (await face.ask(TWO_CALLS, tools=TOOLS, max_tokens=70)).choices
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls
+    assert CITY.startswith(call.function.arguments) and call.function.arguments != CITY
+    (choice,) = (await face.ask(TWO_CALLS, tools=TOOLS, stop=["</tool_call>"])).choices
+    assert choice.finish_reason == "stop" and len(choice.message.tool_calls) == 1
+
+
+async def test_reasoning(face: Face) -> None:
+    text = "<think>\nIt is\nlate.\n</think>\n\nGood night."
+    answer = await face.ask(text)
+    message = answer.choices[0].message
+    assert message.content == "Good night."
+    assert message.reasoning == message.reasoning_content == "It is\nlate."
+    tokens = text.index("\n\nGood")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == tokens
+    chunks = await face.stream(text)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(d, "reasoning", None) or "" for d in deltas) == "It is\nlate."
+    assert "".join(d.content or "" for d in deltas) == "Good night."
+    left_out = await face.ask(text, extra_body={"include_reasoning": False})
+    assert not hasattr(left_out.choices[0].message, "reasoning")
+    assert left_out.choices[0].message.content == "Good night."
+
+
+async def test_a_conversation_with_calls_reaches_the_tokenizer(face: Face) -> None:
+    first = await face.ask(TWO_CALLS, tools=TOOLS)
+    made = first.choices[0].message
+    messages: Any = [
+        {"role": "user", "content": "What is the weather?"},
+        made.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "rain"},
+        {"role": "user", "content": says("Rain.")},
+    ]
+    answer = await face.client.chat.completions.create(
+        model="made-up", messages=messages, tools=TOOLS
+    )
+    assert answer.choices[0].message.content == "Rain."
+    assert answer.choices[0].finish_reason == "stop"
+    chat = face.world.tokenizers[0].chats[-1]
+    assert [tool.name for tool in chat.tools] == ["weather", "time"]
+    assert json.loads(chat.tools[0].parameters) == {"type": "object"}
+    assert chat.messages[1].tool_calls[0].name == "weather"
+    assert json.loads(chat.messages[1].tool_calls[0].arguments) == json.loads(CITY)
+    assert chat.messages[2].tool_call_id == made.tool_calls[0].id
+
+
+def asked(text: str, choice: ToolChoice) -> Request:
+    tools = (Tool("weather"), Tool("time"))
+    return Request(ChatPrompt((Message("user", says(text)),), tools=tools, tool_choice=choice))
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        (ToolChoice(ToolUse.REQUIRED), FinishReason.TOOL_CALLS),
+        (ToolChoice(ToolUse.REQUIRED, "weather"), FinishReason.STOP),
+        (ToolChoice(parallel=False), FinishReason.TOOL_CALLS),
+    ],
+)
+async def test_calls_that_are_forced_are_checked_first(
+    world: World, choice: ToolChoice, reason: FinishReason
+) -> None:
+    """The grammar reaches a tokenizer before any worker computes, and then every attempt."""
+    await world.start()
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    answer = await world.ask(asked(call, choice))
+    assert answer.reason() is reason
+    (_, checked) = world.tokenizers[0].grammars
+    assert '\\"weather\\"' in checked.text
+    assert ('\\"time\\"' in checked.text) == (not choice.name)
+    await until(world.nothing_left)
+
+
+async def test_an_operator_may_have_no_calls_read(world: World) -> None:
+    await world.start(RouterConfig(tool_format="none"))
+    answer = await world.ask(asked(TWO_CALLS, ToolChoice()))
+    assert answer.texts[0] == TWO_CALLS
+    with pytest.raises(Exception, match="tool_choice"):
+        await world.ask(asked(TWO_CALLS, ToolChoice(ToolUse.REQUIRED)))
