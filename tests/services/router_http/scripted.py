@@ -26,9 +26,12 @@ from baton.core.request import (
     TokenLogprobs,
     TokenPrompt,
 )
+from baton.core.stages import StageTimes
+from baton.core.tenants import Tenant
 from baton.core.validation import validate
 from baton.router.http.door import HttpDoor
 from baton.router.keys import OpenDoor
+from baton.router.tokenizer_client import Encoded
 
 ANYONE = HttpDoor(OpenDoor(), open_metrics=False)
 
@@ -41,13 +44,17 @@ MODEL = ModelDescription(
 class Scripted:
     """hold: if set, every answer stops after its first character until `release`.
 
-    refusal: raised by open. failure: raised after the first character.
+    refusal: raised by open. away: by turn_away. failure: raised after the first character.
     """
 
     hold: bool = False
     refusal: BatonError | None = None
+    away: BatonError | None = None
     failure: Exception | None = None
     is_ready: bool = True
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    """Tenants and priorities that turn_away was asked about."""
+    stages: StageTimes | None = None
     seen: list[Request] = field(default_factory=list)
     open_streams: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,6 +66,20 @@ class Scripted:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def turn_away(self, tenant: Tenant, priority: int) -> None:
+        self.asked.append((tenant.name, priority))
+        if self.away is not None:
+            raise self.away
+
+    async def tokenize(self, request: Request) -> tuple[Encoded, ModelDescription]:
+        self.seen.append(validate(request))
+        ids = prompt_ids(request)
+        return Encoded(ids, b"", tuple(f"<{token_id}>" for token_id in ids)), MODEL
+
+    async def detokenize(self, request: Request) -> str:
+        self.seen.append(validate(request))
+        return prompt_text(request)
 
     async def open(self, request: Request) -> AsyncGenerator[Event, None]:
         self.seen.append(validate(request))
@@ -80,6 +101,8 @@ class Scripted:
                 prompt_tokens=len(ids),
                 seed=7 if request.seed is None else request.seed,
                 prompt_token_ids=ids if request.return_token_ids else (),
+                prompt_text=prompt_text(request) if request.echo else "",
+                prompt_logprobs=entries_of(ids, request.prompt_logprobs),
             )
             self.started.set()
             parts = [choice_deltas(request, choice) for choice in range(request.n)]
@@ -93,7 +116,7 @@ class Scripted:
                     raise self.failure
                 if self.hold:
                     await self.release.wait()
-            yield Finished(len(ids), tokens, cached_tokens=len(ids) // 2)
+            yield Finished(len(ids), tokens, len(ids) // 2, self.stages)
         finally:
             self.open_streams -= 1
             self.closed.set()
@@ -141,7 +164,10 @@ def choice_deltas(request: Request, choice: int) -> list[Delta]:
 
 def logprobs_of(request: Request, ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
     """Token b has log-probability -b / 100; the alternatives are the bytes from "A" on."""
-    top = request.sampling.top_logprobs
+    return entries_of(ids, request.sampling.top_logprobs)
+
+
+def entries_of(ids: tuple[int, ...], top: int | None) -> tuple[TokenLogprobs, ...]:
     if top is None:
         return ()
     best = tuple(TextLogprob(65 + i, bytes([65 + i]), -0.5 - i) for i in range(top))

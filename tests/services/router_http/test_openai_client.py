@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -296,6 +297,26 @@ async def test_overload_says_when_to_come_back(client: Client, frontend: Scripte
         await client.chat.completions.create(model=MODEL.name, messages=HELLO)
     headers = caught.value.response.headers
     assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1250")
+
+
+@pytest.mark.parametrize(
+    ("body", "priority"),
+    [
+        (b"{}", 0),
+        (b"no JSON at all", 0),
+        (b'{"priority": 5}', -(2**31)),
+        (b'{"\\u0070riority": 5}', -(2**31)),
+    ],
+)
+async def test_who_is_turned_away_is_not_read(
+    http: httpx.AsyncClient, frontend: Scripted, body: bytes, priority: int
+) -> None:
+    """As urgent as the body may turn out to be: nothing is kept out that would be let in."""
+    frontend.away = Refusal("the queue is full", retry_after_s=1.25, limit=Limit.QUEUE)
+    response = await http.post("/v1/completions", content=body)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "2"
+    assert frontend.asked == [("", priority)] and frontend.seen == []
 
 
 async def test_the_client_retries_overload_by_itself(client: Client, frontend: Scripted) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from baton.core.request import Accepted, Delta, FinishReason
+from baton.router.http.logprobs import prompt_logprobs
 from baton.router.http.parse import Call
 from baton.router.http.respond import Json
 
@@ -16,6 +17,7 @@ FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "abort",
+    FinishReason.TOOL_CALLS: "tool_calls",
 }
 
 
@@ -36,6 +38,9 @@ class Answer(Protocol):
 
     def document(self, whole: Sequence[Sequence[Delta]], usage: Json) -> Json:
         """The answer at once, from one Delta a choice: whole[prompt][choice]."""
+
+    def timings(self, prompts: list[Json]) -> Json:
+        """What goes beside the usage when timings are asked for: one entry a prompt, or none."""
 
 
 class Envelope:
@@ -59,20 +64,27 @@ class Envelope:
     def index(self, prompt: int, delta: Delta) -> int:
         return prompt * self._call.n + delta.choice
 
-    def wants_logprobs(self) -> bool:
-        return self._call.requests[0].sampling.top_logprobs is not None
-
     def ending(self, delta: Delta) -> Json:
         """finish_reason is null before the end; stop_reason is vLLM's, null for the model's end."""
         reason = FINISH_REASONS[delta.finish_reason] if delta.finish_reason else None
         return {"finish_reason": reason, "stop_reason": self._stop_reason(delta)}
+
+    def prompt_logprobs(self, prompt: int) -> Json:
+        """vLLM's field of that name, when asked for."""
+        num_top = self._call.prompt_logprobs
+        if num_top is None:
+            return {}
+        entries = self._accepted[prompt].prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(entries, num_top)}
 
     def token_ids(self, delta: Delta) -> Json:
         return {"token_ids": list(delta.token_ids)} if self._call.wants_token_ids else {}
 
     def is_empty(self, delta: Delta) -> bool:
         """Whether nothing is new that this client sees; an end counts apart."""
-        news: Any = delta.text or (self.wants_logprobs() and delta.logprobs)
+        told: Any = delta.text or delta.tool_calls
+        told = told or (delta.reasoning and self._call.include_reasoning)
+        news: Any = told or (self._call.wants_logprobs and delta.logprobs)
         return not (news or (self._call.wants_token_ids and delta.token_ids))
 
     def _stop_reason(self, delta: Delta) -> str | int | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core.errors import BatonError, Internal
 from baton.router.http.body import ClientGone
 from baton.router.http.chat import ChatAnswer
 from baton.router.http.completions import CompletionAnswer
+from baton.router.http.docs import document_routes
 from baton.router.http.door import HttpDoor
 from baton.router.http.errors import HttpError, described
 from baton.router.http.frontend import Frontend
@@ -22,6 +24,7 @@ from baton.router.http.health import health_routes
 from baton.router.http.models import model_routes
 from baton.router.http.parse import parse_chat, parse_completion
 from baton.router.http.respond import send_json
+from baton.router.http.tokenizing import tokenizing_apps
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +32,29 @@ log = logging.getLogger(__name__)
 class HttpApp:
     """Serves one Frontend. Exceptions that reach it come before any byte of a response."""
 
-    def __init__(self, frontend: Frontend, registry: CollectorRegistry, door: HttpDoor):
+    def __init__(
+        self,
+        frontend: Frontend,
+        registry: CollectorRegistry,
+        door: HttpDoor,
+        pages: Sequence[BaseRoute] = (),
+    ):
         self._door = door
         chat = Generation(frontend, parse_chat, ChatAnswer)
         completions = Generation(frontend, parse_completion, CompletionAnswer)
         self._router = Router(
             [
-                Route("/v1/chat/completions", chat, methods=["POST"]),
-                Route("/v1/completions", completions, methods=["POST"]),
+                *_posts("/chat/completions", chat),
+                *_posts("/completions", completions),
+                *(
+                    route
+                    for path, app in tokenizing_apps(frontend).items()
+                    for route in _posts(path, app)
+                ),
                 *model_routes(frontend),
+                *document_routes(),
                 *health_routes(frontend, registry),
+                *pages,
             ],
             redirect_slashes=False,
         )
@@ -60,6 +76,11 @@ class HttpApp:
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             await _refuse(Internal("internal error"), send)
+
+
+def _posts(path: str, app: ASGIApp) -> list[Route]:
+    """With and without the version: clients differ in what they take for the base of all paths."""
+    return [Route(prefix + path, app, methods=["POST"]) for prefix in ("/v1", "")]
 
 
 async def _refuse(error: BatonError | HttpError | HTTPException, send: Send) -> None:

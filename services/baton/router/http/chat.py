@@ -9,6 +9,7 @@ from baton.router.http.answer import Envelope
 from baton.router.http.logprobs import chat_logprobs
 from baton.router.http.parse import Call
 from baton.router.http.respond import Json
+from baton.router.http.tools import message, said
 
 
 class ChatAnswer(Envelope):
@@ -29,7 +30,7 @@ class ChatAnswer(Envelope):
     def chunks(self, prompt: int, delta: Delta) -> list[Json]:
         index, found = self.index(prompt, delta), []
         if not self.is_empty(delta):
-            new = {"index": index, "delta": {"content": delta.text}, "finish_reason": None}
+            new = {"index": index, "delta": self._said(delta), "finish_reason": None}
             found.append(self.chunk([new | self._logprobs(delta) | self.token_ids(delta)]))
         if delta.finish_reason is not None:
             end = {"index": index, "delta": {}, "logprobs": None}
@@ -43,7 +44,7 @@ class ChatAnswer(Envelope):
         choices = [
             {
                 "index": self.index(0, delta),
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "message": message(delta, reasoning=self._call.include_reasoning),
                 **self._logprobs(delta),
                 **self.ending(delta),
                 **self.token_ids(delta),
@@ -51,10 +52,20 @@ class ChatAnswer(Envelope):
             for delta in whole[0]
         ]
         answer = self.envelope("chat.completion", choices)
-        return answer | {"usage": usage} | self._prompt_ids()
+        return answer | {"usage": usage} | self._prompt_ids() | self.prompt_logprobs(0)
+
+    def timings(self, prompts: list[Json]) -> Json:
+        return {"baton": prompts[0]} if prompts else {}
+
+    def _said(self, delta: Delta) -> Json:
+        if not (delta.reasoning or delta.tool_calls):
+            return {"content": delta.text}
+        return said(delta, reasoning=self._call.include_reasoning)
 
     def _logprobs(self, delta: Delta) -> Json:
-        return {"logprobs": chat_logprobs(delta.logprobs) if self.wants_logprobs() else None}
+        if not self._call.wants_logprobs:
+            return {"logprobs": None}
+        return {"logprobs": chat_logprobs(delta.logprobs, as_ids=self._call.tokens_as_ids)}
 
     def _prompt_ids(self) -> Json:
         if not self._call.wants_token_ids:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from baton.core.request import Delta, Finished
 from baton.router.http.frontend import EventStream
+from baton.router.http.tools import joined
 from baton.router.http.usage import Usage
 
 
@@ -14,13 +15,17 @@ class Collector:
 
     def __init__(self, n: int):
         self._parts: list[list[Delta]] = [[] for _ in range(n)]
+        self.finished: list[Finished] = []
+        """One, at the end."""
 
     async def collect(self, stream: EventStream, usage: Usage) -> None:
         async for event in stream:
-            if isinstance(event, (Delta, Finished)):
-                usage.add(event)
             if isinstance(event, Delta):
+                usage.add(event)
                 self._parts[event.choice].append(event)
+            elif isinstance(event, Finished):
+                usage.add(event)
+                self.finished.append(event)
 
     def choices(self) -> list[Delta]:
         return [_joined(choice, parts) for choice, parts in enumerate(self._parts)]
@@ -32,6 +37,8 @@ def _joined(choice: int, parts: list[Delta]) -> Delta:
     return replace(
         last,
         text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        tool_calls=joined(parts),
         token_ids=[token_id for part in parts for token_id in part.token_ids],
         logprobs=tuple(entry for part in parts for entry in part.logprobs),
     )

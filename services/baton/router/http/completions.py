@@ -15,11 +15,19 @@ from baton.router.http.respond import Json
 class CompletionAnswer(Envelope):
     def __init__(self, call: Call, accepted: Sequence[Accepted], created: int):
         super().__init__(call, accepted, "cmpl", created)
-        self._logprobs: defaultdict[int, CompletionLogprobs] = defaultdict(CompletionLogprobs)
+        self._logprobs: defaultdict[int, CompletionLogprobs] = defaultdict(
+            lambda: CompletionLogprobs(as_ids=call.tokens_as_ids)
+        )
         self._begun: set[int] = set()
 
     def opening(self, prompt: int) -> list[Json]:
-        return []
+        if not self._call.requests[0].echo:
+            return []
+        none = {"finish_reason": None, "stop_reason": None}
+        return [
+            self.chunk([self._echo(prompt, prompt * self._call.n + i) | none])
+            for i in range(self._call.n)
+        ]
 
     def chunks(self, prompt: int, delta: Delta) -> list[Json]:
         if self.is_empty(delta) and delta.finish_reason is None:
@@ -31,13 +39,38 @@ class CompletionAnswer(Envelope):
 
     def document(self, whole: Sequence[Sequence[Delta]], usage: Json) -> Json:
         choices = [
-            self._choice(prompt, delta) for prompt, deltas in enumerate(whole) for delta in deltas
+            self._whole(prompt, delta) for prompt, deltas in enumerate(whole) for delta in deltas
         ]
         return self.envelope("text_completion", choices) | {"usage": usage}
 
+    def _whole(self, prompt: int, delta: Delta) -> Json:
+        echoed: Json = {}
+        if self._call.requests[0].echo:
+            echoed = self._echo(prompt, self.index(prompt, delta))
+        choice = self._choice(prompt, delta) | self.prompt_logprobs(prompt)
+        if echoed:
+            choice["text"] = echoed["text"] + choice["text"]
+        if echoed and echoed["logprobs"]:
+            own = choice["logprobs"]
+            choice["logprobs"] = {
+                name: told + own[name] for name, told in echoed["logprobs"].items()
+            }
+        return choice
+
+    def _echo(self, prompt: int, index: int) -> Json:
+        """The prompt at the head of a choice."""
+        accepted, num_top = self._accepted[prompt], self._call.requests[0].sampling.top_logprobs
+        told = None
+        if num_top is not None:
+            told = self._logprobs[index].add_prompt(accepted.prompt_logprobs, num_top)
+        return {"index": index, "text": accepted.prompt_text, "logprobs": told}
+
+    def timings(self, prompts: list[Json]) -> Json:
+        return {"baton": prompts} if prompts else {}
+
     def _choice(self, prompt: int, delta: Delta) -> Json:
         index = self.index(prompt, delta)
-        logprobs = self._logprobs[index].add(delta.logprobs) if self.wants_logprobs() else None
+        logprobs = self._logprobs[index].add(delta.logprobs) if self._call.wants_logprobs else None
         words = {"index": index, "text": delta.text, "logprobs": logprobs}
         return words | self.ending(delta) | self.token_ids(delta) | self._prompt_ids(prompt, index)
 

@@ -35,7 +35,7 @@ def decode(
     """The body as `kind` and the names of its parameters that `kind` lacks, sorted.
 
     Raises InvalidArgument for what is no JSON object, for a wrong type, and for a parameter in
-    `refused` whose value is neither null nor one of those listed there.
+    `refused` that `kind` lacks, of a value that is neither null nor listed there.
     """
     try:
         text = body.decode()
@@ -44,7 +44,8 @@ def decode(
     try:
         parameters = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         given = {name for name, raw in parameters.items() if bytes(raw) != b"null"}
-        for name in sorted(given & refused.keys()):
+        applied = set(kind.__struct_fields__)
+        for name in sorted((given & refused.keys()) - applied):
             if msgspec.json.decode(parameters[name]) not in refused[name]:
                 raise InvalidArgument(f"{name} is not supported", field=name)
         parsed = msgspec.json.decode(text, type=kind)
@@ -54,7 +55,7 @@ def decode(
         raise _malformed(text) from None
     except RecursionError:
         raise InvalidArgument("the body is nested too deeply") from None
-    return parsed, tuple(sorted(given - refused.keys() - set(kind.__struct_fields__)))
+    return parsed, tuple(sorted(given - refused.keys() - applied))
 
 
 def _mismatch(report: str) -> InvalidArgument:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from starlette.types import Receive, Scope
 
 from baton.core.errors import Unauthenticated
@@ -10,18 +12,20 @@ from baton.router.http.body import discard_body
 from baton.router.keys import Door
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
-OPEN = frozenset({"/health", "/ping"})
+OPEN = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
+"""What says nothing but whether this router is ready, and what is the same everywhere."""
 METRICS = "/metrics"
 _TENANT = "baton.tenant"
 _METHODS = ("GET", "HEAD")
 
 
 class HttpDoor:
-    """open_metrics: /metrics needs no key either."""
+    """open_metrics: /metrics needs no key either. pages: paths that need none, because what is
+    there is the same for everybody."""
 
-    def __init__(self, door: Door, *, open_metrics: bool) -> None:
+    def __init__(self, door: Door, *, open_metrics: bool, pages: Collection[str] = ()) -> None:
         self._door = door
-        self._open = OPEN | {METRICS} if open_metrics else OPEN
+        self._open = OPEN | set(pages) | ({METRICS} if open_metrics else set())
 
     async def admit(self, scope: Scope, receive: Receive) -> None:
         """Notes who calls. Raises Unauthenticated, or ClientGone."""

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 
-from baton.core.errors import BatonError, Reason, Unauthenticated, from_reason
+from baton.core.errors import BatonError, Unauthenticated
 from baton.router.http.respond import Header, Json
-from baton.rpc.errors import http_status, openai_error, retry_after_headers
-
-_RETRY_LATER = (Reason.OVERLOADED, Reason.UNAVAILABLE)
-_DEFAULT_RETRY_S = 1.0
+from baton.rpc.errors import http_status, openai_error, retry_after_headers, with_hint
 
 
 class HttpError(Exception):
@@ -53,7 +50,5 @@ def _routing_error(error: HTTPException) -> HttpError:
 
 
 def _retry_headers(error: BatonError) -> list[Header]:
-    """Overload and absence pass: a client is told when to try again even if nobody knows."""
-    if error.retry_after_s is None and error.reason in _RETRY_LATER:
-        error = from_reason(error.reason, error.message, retry_after_s=_DEFAULT_RETRY_S)
-    return [(name.encode(), value.encode()) for name, value in retry_after_headers(error).items()]
+    headers = retry_after_headers(with_hint(error))
+    return [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from baton.core.model import ModelDescription
 from baton.core.request import Event, Request
+from baton.core.tenants import Tenant
+from baton.router.tokenizer_client import Encoded
 
 
 class EventStream(Protocol):
@@ -26,10 +28,20 @@ class EventStream(Protocol):
 class Frontend(Protocol):
     """Answers requests.
 
-    `open` validates, encodes and admits; it raises BatonError while nothing is promised yet.
+    `turn_away` comes first, while nothing was read but who asks: it raises BatonError when nothing
+    as urgent as this request may be would be let in. `open` validates, encodes and admits; it
+    raises BatonError while nothing is promised yet.
     """
 
+    def turn_away(self, tenant: Tenant, priority: int) -> None: ...
+
     async def open(self, request: Request) -> EventStream: ...
+
+    async def tokenize(self, request: Request) -> tuple[Encoded, ModelDescription]:
+        """A request's prompt as tokens, with their names."""
+
+    async def detokenize(self, request: Request) -> str:
+        """The text of a request's TokenPrompt."""
 
     def models(self) -> list[ModelDescription]: ...
 

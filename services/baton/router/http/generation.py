@@ -7,7 +7,6 @@ Raw ASGI: nothing stands between an event and the socket. Knows neither API's wo
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,22 +16,21 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import BatonError, Internal
 from baton.core.request import Accepted, Delta, Finished, Request
+from baton.router.http import timings
 from baton.router.http.answer import Answer
 from baton.router.http.body import ClientGone, read_json_body
 from baton.router.http.collect import Collector
 from baton.router.http.door import caller
 from baton.router.http.errors import described
 from baton.router.http.frontend import EventStream, Frontend
-from baton.router.http.parse import Call
+from baton.router.http.parse import Call, listed, most_urgent
+from baton.router.http.plain import PlainChunks
 from baton.router.http.respond import Header, Json, send_json
 from baton.router.http.sse import EventWriter
 from baton.router.http.tasks import in_parallel, while_connected
 from baton.router.http.usage import Usage
 
 log = logging.getLogger(__name__)
-
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_LISTED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +46,16 @@ class Generation:
             body = await read_json_body(scope, receive)
         except ClientGone:
             return
-        call = self.parse(body).of(caller(scope))
+        tenant = caller(scope)
+        self.frontend.turn_away(tenant, most_urgent(body, tenant))
+        call = self.parse(body).of(tenant)
         try:
-            await while_connected(receive, self._respond(call, send))
+            asked = timings.asked_for(dict(scope["headers"]))
+            await while_connected(receive, self._respond(call, asked, send))
         except BatonError as error:
             raise call.in_client_words(error) from error
 
-    async def _respond(self, call: Call, send: Send) -> None:
+    async def _respond(self, call: Call, wants_timings: bool, send: Send) -> None:
         async with _opened(self.frontend, call.requests) as streams:
             accepted = [first for first, _ in streams]
             answer = self.answer(call, accepted, int(time.time()))
@@ -64,13 +65,17 @@ class Generation:
             if call.stream:
                 writer = EventWriter(send)
                 await writer.start(headers)
-                await writer.end(await _stream(call, events, answer, usage, writer))
+                await writer.end(await _stream(call, events, answer, usage, writer, wants_timings))
             else:
                 whole = [Collector(call.n) for _ in events]
                 await in_parallel(
                     *(c.collect(stream, usage) for c, stream in zip(whole, events, strict=True))
                 )
                 document = answer.document([c.choices() for c in whole], usage.total())
+                if wants_timings:
+                    finished = [end for collector in whole for end in collector.finished]
+                    document |= answer.timings(timings.described(finished))
+                    headers += timings.headers_of(finished)
                 await send_json(send, 200, document, headers)
 
 
@@ -80,16 +85,26 @@ async def _stream(
     answer: Answer,
     usage: Usage,
     writer: EventWriter,
+    wants_timings: bool,
 ) -> Json | None:
     """Writes all events but the end; returns the error to end with, if there is one."""
+    finished: dict[int, Finished] = {}
 
     async def pump(prompt: int, stream: EventStream) -> None:
         await writer.write(with_usage(answer.opening(prompt)))
+        plain = PlainChunks(lambda delta: with_usage(answer.chunks(prompt, delta)))
+        only_text = not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
         async for event in stream:
-            if isinstance(event, (Delta, Finished)):
-                usage.add(event)
             if isinstance(event, Delta):
-                await writer.write(with_usage(answer.chunks(prompt, event)))
+                usage.add(event)
+                known = plain.event(event) if only_text else None
+                if known is not None:
+                    await writer.write_events(known)
+                else:
+                    await writer.write(with_usage(answer.chunks(prompt, event)))
+            elif isinstance(event, Finished):
+                usage.add(event)
+                finished[prompt] = event
 
     def with_usage(chunks: list[Json]) -> list[Json]:
         if call.continuous_usage:
@@ -101,8 +116,11 @@ async def _stream(
     try:
         async with writer.kept_alive():
             await in_parallel(*(pump(i, stream) for i, stream in enumerate(streams)))
-        if call.include_usage:
-            await writer.write([answer.chunk([]) | {"usage": usage.total()}])
+        last: Json = {"usage": usage.total()} if call.include_usage else {}
+        if wants_timings:
+            last |= answer.timings(timings.described([end for _, end in sorted(finished.items())]))
+        if last:
+            await writer.write([answer.chunk([]) | last])
     except BatonError as error:
         return described(call.in_client_words(error))[1]
     except Exception:
@@ -135,18 +153,14 @@ async def _opened(
 
 
 def _headers(call: Call, accepted: Accepted) -> list[Header]:
-    """x-baton-seed: sending it as `seed` gives the same answer again."""
+    """x-request-id: the client's own, if it sent one; logs and answers always have ours, which is
+    x-baton-request-id then. x-baton-seed: sending it as `seed` gives the same answer again."""
     headers = [
-        (b"x-request-id", accepted.request_id.encode()),
+        (b"x-request-id", (call.request_id or accepted.request_id).encode()),
         (b"x-baton-seed", b"%d" % accepted.seed),
     ]
+    if call.request_id:
+        headers.append((b"x-baton-request-id", accepted.request_id.encode()))
     if call.ignored:
-        headers.append((b"x-baton-ignored-params", _listed(call.ignored)))
+        headers.append((b"x-baton-ignored-params", listed(call.ignored)))
     return headers
-
-
-def _listed(names: Sequence[str]) -> bytes:
-    """Names are the client's: only plain ones, and a bounded number, go into a header."""
-    plain = [name for name in names if _PLAIN.fullmatch(name)][:_MAX_LISTED]
-    rest = len(names) - len(plain)
-    return ", ".join([*plain, *([f"and {rest} more"] if rest else [])]).encode()

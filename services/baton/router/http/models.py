@@ -28,9 +28,13 @@ def model_routes(frontend: Frontend) -> list[Route]:
         raise ModelNotFound("there is no such model", field="model")
 
     return [
-        Route("/v1/models", list_models),
-        # A path: names such as "organisation/model" have slashes.
-        Route("/v1/models/{model:path}", show_model),
+        route
+        for prefix in ("/v1", "")
+        for route in (
+            Route(f"{prefix}/models", list_models),
+            # A path: names such as "organisation/model" have slashes.
+            Route(f"{prefix}/models/{{model:path}}", show_model),
+        )
     ]
 
 

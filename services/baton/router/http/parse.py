@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from baton.core.errors import BatonError, InvalidArgument
+from baton.core.grammar import Grammar
 from baton.core.request import (
     ChatPrompt,
     Message,
@@ -15,25 +17,38 @@ from baton.core.request import (
     SamplingParams,
     TextPrompt,
     TokenPrompt,
+    ToolChoice,
 )
 from baton.core.tenants import Tenant
-from baton.core.validation import validate
+from baton.core.validation import REQUEST_RANGES, validate
 from baton.router.http.decode import decode
+from baton.router.http.forms import asked_form
+from baton.router.http.respond import encode
 from baton.router.http.schema import (
     REFUSED,
     ChatBody,
     ChatMessage,
+    ChatTemplateBody,
     CompletionBody,
     GenerationBody,
     StreamOptions,
 )
+from baton.router.http.tools import calls_of, choice_of, tools_of
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions; chat answers may fill the context."""
 
 MAX_CHOICES_PER_CALL = 128
+PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""What may go into a header as it is."""
+PROMPT_NAMES = {"template": "chat_template", "template_kwargs": "chat_template_kwargs"}
+"""Of a conversation: core's field names to those of bodies."""
+_MAX_LISTED = 32
 _INT64_MIN = -(2**63)
 _UINT64 = 2**64 - 1
+
+_PREDICATES = ("must ", "cannot be ", "takes ")
+"""What a message begins with that says something of its field, without naming it."""
 
 T = TypeVar("T")
 
@@ -43,7 +58,9 @@ class Call:
     """One HTTP request, understood: what to run and how to word the answer.
 
     requests: one a prompt; choice c of prompt p has index p * n + c. ignored: parameters without
-    effect. names: core's field names to the client's, where they differ.
+    effect. names: core's field names to the client's, where they differ. request_id: the client's
+    own, or "". prompt_logprobs: alternatives to tell in vLLM's field of that name, None: no field.
+    tokens_as_ids: tokens of log-probabilities are named by their ids.
     """
 
     requests: tuple[Request, ...]
@@ -52,6 +69,10 @@ class Call:
     continuous_usage: bool
     ignored: tuple[str, ...]
     names: Mapping[str, str] = field(default_factory=dict)
+    request_id: str = ""
+    prompt_logprobs: int | None = None
+    tokens_as_ids: bool = False
+    include_reasoning: bool = True
 
     @property
     def n(self) -> int:
@@ -60,6 +81,10 @@ class Call:
     @property
     def wants_token_ids(self) -> bool:
         return self.requests[0].return_token_ids
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.requests[0].sampling.top_logprobs is not None
 
     def of(self, tenant: Tenant) -> Call:
         """The same call, of whoever made it."""
@@ -70,22 +95,45 @@ class Call:
         return in_client_words(error, self.names)
 
 
+def most_urgent(raw: bytes, tenant: Tenant) -> int:
+    """The smallest priority number that a body may turn out to ask for, without parsing it. Its
+    name may be spelled with escapes."""
+    if b"priority" not in raw and b"\\u" not in raw:
+        return 0
+    lowest = int(REQUEST_RANGES["priority"].low)
+    return lowest if tenant.most_urgent is None else tenant.most_urgent
+
+
 def parse_chat(raw: bytes) -> Call:
     """Raises InvalidArgument naming the field."""
     body, ignored = decode(raw, ChatBody, REFUSED)
-    names = {"stop_strings": "stop", "prompt": "messages"}
+    names = {"stop_strings": "stop", "prompt": "messages", **PROMPT_NAMES}
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs = true", field="top_logprobs")
-    prompt = ChatPrompt(
-        messages=tuple(_message(i, message) for i, message in enumerate(body.messages)),
+    top_logprobs = _or(body.top_logprobs, 0) if body.logprobs else None
+    call = _call(body, [chat_prompt(body)], max_tokens, top_logprobs, ignored, names)
+    return replace(call, include_reasoning=_or(body.include_reasoning, True))
+
+
+def chat_prompt(body: ChatBody | ChatTemplateBody) -> ChatPrompt:
+    """Raises InvalidArgument naming the field."""
+    kwargs = body.chat_template_kwargs
+    return ChatPrompt(
+        messages=tuple(_message(i, message) for i, message in enumerate(body.messages or ())),
         add_generation_prompt=_or(body.add_generation_prompt, True),
         continue_final_message=_or(body.continue_final_message, False),
+        template_kwargs=encode(kwargs).decode() if kwargs else "",
+        template=body.chat_template or "",
+        tools=tools_of(body.tools),
+        tool_choice=(
+            choice_of(body.tool_choice, body.parallel_tool_calls)
+            if isinstance(body, ChatBody)
+            else ToolChoice()
+        ),
     )
-    top_logprobs = _or(body.top_logprobs, 0) if body.logprobs else None
-    return _call(body, [prompt], max_tokens, top_logprobs, ignored, names)
 
 
 def parse_completion(raw: bytes) -> Call:
@@ -96,6 +144,8 @@ def parse_completion(raw: bytes) -> Call:
     prompts = _prompts(body.prompt, _or(body.add_special_tokens, True))
     names = {"stop_strings": "stop", "top_logprobs": "logprobs"}
     max_tokens = _or(body.max_tokens, COMPLETION_MAX_TOKENS)
+    if body.echo and body.logprobs is not None:
+        names["prompt_logprobs"] = "logprobs"
     return _call(body, prompts, max_tokens, body.logprobs, ignored, names)
 
 
@@ -104,9 +154,16 @@ def in_client_words(error: BatonError, names: Mapping[str, str]) -> BatonError:
     name, message = names.get(error.field, error.field), error.message
     if error.field and message.startswith(error.field):
         message = name + message.removeprefix(error.field)
-    elif name and message.startswith("must "):  # from a process that tells the field apart
+    elif name and message.startswith(_PREDICATES):  # from a process that tells the field apart
         message = f"{name} {message}"
     return type(error)(message, field=name, retry_after_s=error.retry_after_s)
+
+
+def listed(names: Sequence[str]) -> bytes:
+    """Names are the client's: only plain ones, and a bounded number, go into a header."""
+    plain = [name for name in names if PLAIN.fullmatch(name)][:_MAX_LISTED]
+    rest = len(names) - len(plain)
+    return ", ".join([*plain, *([f"and {rest} more"] if rest else [])]).encode()
 
 
 def _call(
@@ -119,10 +176,19 @@ def _call(
 ) -> Call:
     if body.stream_options is not None and not body.stream:
         raise InvalidArgument("stream_options needs stream = true", field="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidArgument(
+            "prompt_logprobs cannot be streamed; echo and logprobs can", field="prompt_logprobs"
+        )
     options = body.stream_options or StreamOptions()
+    asked = asked_form(body)
+    if asked is not None:
+        names = {**names, "grammar": asked.field}
+    grammar = asked and asked.grammar
     try:
         requests = tuple(
-            validate(_request(body, prompt, max_tokens, top_logprobs)) for prompt in prompts
+            validate(_request(body, prompt, max_tokens, top_logprobs, grammar))
+            for prompt in prompts
         )
     except BatonError as error:
         raise in_client_words(error, names) from None
@@ -137,11 +203,18 @@ def _call(
         continuous_usage=_or(options.continuous_usage_stats, False),
         ignored=ignored,
         names=names,
+        request_id=_request_id(body.request_id),
+        prompt_logprobs=body.prompt_logprobs,
+        tokens_as_ids=_or(body.return_tokens_as_token_ids, False),
     )
 
 
 def _request(
-    body: GenerationBody, prompt: Prompt, max_tokens: int | None, top_logprobs: int | None
+    body: GenerationBody,
+    prompt: Prompt,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    grammar: Grammar | None,
 ) -> Request:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
@@ -160,6 +233,11 @@ def _request(
         skip_special_tokens=_or(body.skip_special_tokens, True),
         priority=_or(body.priority, 0),
         cache_salt=(body.cache_salt or "").encode(),
+        echo=isinstance(body, CompletionBody) and _or(body.echo, False),
+        prompt_logprobs=_prompt_logprobs(body),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+        grammar=grammar,
     )
 
 
@@ -176,7 +254,24 @@ def _sampling(body: GenerationBody, top_logprobs: int | None) -> SamplingParams:
         frequency_penalty=_or(body.frequency_penalty, default.frequency_penalty),
         logit_bias=tuple((body.logit_bias or {}).items()),
         top_logprobs=top_logprobs,
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
     )
+
+
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    """An echo with log-probabilities has the prompt's own, too."""
+    echoed = body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+    wanted = [each for each in (body.prompt_logprobs, echoed) if each is not None]
+    return max(wanted) if wanted else None
+
+
+def _request_id(given: str | None) -> str:
+    if given and not PLAIN.fullmatch(given):
+        raise InvalidArgument(
+            "request_id must be up to 64 letters, digits, dots, dashes or underscores",
+            field="request_id",
+        )
+    return given or ""
 
 
 def _seed(seed: int | None) -> int | None:
@@ -186,15 +281,22 @@ def _seed(seed: int | None) -> int | None:
 
 def _message(index: int, message: ChatMessage) -> Message:
     where = f"messages[{index}]"
-    if message.tool_calls:
-        raise InvalidArgument(f"{where}.tool_calls is not supported", field=f"{where}.tool_calls")
     # "developer" is OpenAI's newer word for "system"; chat templates know the older one.
     role = "system" if message.role == "developer" else message.role
-    return Message(role, _content(f"{where}.content", message))
+    return Message(
+        role,
+        _content(f"{where}.content", message),
+        tool_calls=calls_of(message.tool_calls),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+    )
 
 
 def _content(where: str, message: ChatMessage) -> str:
     match message.content:
+        case None if message.tool_calls:
+            return ""
         case None:
             raise InvalidArgument(f"{where} is required", field=where)
         case str(text):

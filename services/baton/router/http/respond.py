@@ -18,6 +18,11 @@ def encode(document: Json) -> bytes:
     return _encoder.encode(document)
 
 
+def encode_text(text: str) -> bytes:
+    """With its quotes."""
+    return _encoder.encode(text)
+
+
 async def send_json(
     send: Send, status: int, document: Json, headers: Sequence[Header] = ()
 ) -> None:

@@ -8,8 +8,14 @@ accepted without effect and named in a response header.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
+
+
+def _absent() -> msgspec.Raw:
+    """By a function: the document of this API cannot tell what a Raw is when nothing is said."""
+    return msgspec.Raw(b"null")
 
 
 class StreamOptions(msgspec.Struct):
@@ -22,10 +28,68 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class CallOfTool(msgspec.Struct):
+    id: str
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[CallOfTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.field(default_factory=_absent)
+
+
+class ToolOfBody(msgspec.Struct):
+    type: str
+    function: Function
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    type: str
+    function: NamedFunction | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """name, description and strict are taken and change nothing: an answer always follows."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = msgspec.field(default_factory=_absent)
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's. Exactly one of them is given."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=_absent)
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -55,6 +119,27 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    request_id: str | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # OpenAI's of chats, vLLM's of text completions too
+    response_format: ResponseFormat | None = None
+
+
+class ChatTemplateBody(msgspec.Struct, kw_only=True):
+    """A conversation and how it becomes text."""
+
+    model: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolOfBody] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -66,6 +151,12 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolOfBody] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -74,31 +165,28 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
 REFUSED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Parameter to the values that ask for nothing (as null does); any other value is refused."""
+"""Parameter to the values that ask for nothing (as null does); any other value is refused, but for
+one of a body that has it as a field."""

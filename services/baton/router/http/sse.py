@@ -39,8 +39,12 @@ class EventWriter:
 
     async def write(self, documents: Iterable[Json]) -> None:
         if events := b"".join(b"data: %b\n\n" % encode(each) for each in documents):
-            self._idle = False
-            await self._body(events)
+            await self.write_events(events)
+
+    async def write_events(self, events: bytes) -> None:
+        """Whole events, framed."""
+        self._idle = False
+        await self._body(events)
 
     async def end(self, last: Json | None = None) -> None:
         """Ends the stream: with [DONE], or with an error document in its place."""

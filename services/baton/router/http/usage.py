@@ -14,6 +14,7 @@ class Usage:
         self._running = 0
         self._finished = 0
         self._cached = 0
+        self._reasoning = 0
 
     def add(self, event: Delta | Finished) -> None:
         if isinstance(event, Delta):
@@ -21,6 +22,7 @@ class Usage:
         else:
             self._finished += event.completion_tokens
             self._cached += event.cached_tokens
+            self._reasoning += event.reasoning_tokens
 
     def so_far(self) -> Json:
         """While it runs: output counts what was sampled, cached tokens are not known yet."""
@@ -29,7 +31,8 @@ class Usage:
     def total(self) -> Json:
         """When all have finished."""
         return _words(self._prompt, self._finished) | {
-            "prompt_tokens_details": {"cached_tokens": self._cached}
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning},
         }
 
 

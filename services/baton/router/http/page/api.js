@@ -1,0 +1,84 @@
+// Speaks to this router's OpenAI API; knows nothing of the page.
+
+export class ApiError extends Error {
+  // status: 0 when no answer came. retryAfter: seconds, or null.
+  constructor(message, status, retryAfter = null) {
+    super(message);
+    this.status = status;
+    this.retryAfter = retryAfter;
+  }
+}
+
+function headers(key) {
+  return key ? { authorization: `Bearer ${key}` } : {};
+}
+
+async function ask(path, options) {
+  let response;
+  try {
+    response = await fetch(path, { cache: "no-store", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The router does not answer.", 0);
+  }
+  if (response.ok) return response;
+  const after = Number.parseFloat(response.headers.get("retry-after") ?? "");
+  let message = `The router answered ${response.status}.`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // It was no JSON: the status has to do.
+  }
+  throw new ApiError(message, response.status, Number.isFinite(after) ? after : null);
+}
+
+// Names of the models served.
+export async function models(key) {
+  const response = await ask("v1/models", { headers: headers(key) });
+  return (await response.json()).data.map((model) => model.id);
+}
+
+// The chunks of one streamed answer. It ends well only after one with `usage`, and with `baton` where
+// the router tells it.
+export async function* chat(body, key, signal) {
+  const response = await ask("v1/chat/completions", {
+    method: "POST",
+    headers: { ...headers(key), "content-type": "application/json", "x-baton-timings": "true" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  let counted = false;
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]" && counted) return;
+    if (data === "[DONE]") break;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message, response.status);
+    counted ||= Boolean(chunk.usage);
+    yield chunk;
+  }
+  throw new ApiError("The answer broke off.", 0);
+}
+
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      let read;
+      try {
+        read = await reader.read();
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        throw new ApiError("The connection broke.", 0);
+      }
+      if (read.done) return;
+      const parts = (rest + read.value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (part.startsWith("data: ")) yield part.slice(6);
+      }
+    }
+  } finally {
+    reader.releaseLock();
+  }
+}

@@ -1,0 +1,66 @@
+"""The playground's files as a browser is given them; what it does with them, tests/browser says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from baton.core.api_keys import KeyBook, Limits
+from baton.core.key_document import render
+from baton.router.http.app import HttpApp
+from baton.router.http.door import HttpDoor
+from baton.router.http.playground import playground_routes
+from baton.router.http.server import serve_http
+from baton.router.keys import KeyedDoor
+from tests.services.router_http.scripted import ANYONE, Scripted
+
+PAGES = playground_routes()
+
+
+async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """All it links to is there, under a policy that allows no inline script and no other host; it
+    is open where everything else needs a key."""
+    book, _ = KeyBook().with_key("alice", Limits(), "")
+    keys = tmp_path / "keys.json"
+    keys.write_text(render(book))
+    keyed = KeyedDoor(str(keys), CollectorRegistry())
+    door = HttpDoor(keyed, open_metrics=False, pages=[page.path for page in PAGES])
+    app = HttpApp(Scripted(), CollectorRegistry(), door, PAGES)
+    server = await serve_http(app, "127.0.0.1:0")
+    base = f"http://{server.address}"
+    try:
+        async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as http:
+            index = await http.get("/")
+            assert index.headers["content-type"] == "text/html; charset=utf-8"
+            policy = index.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "unsafe" not in policy
+            linked = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', index.text)
+            pending, seen = [f"/{path}" for path in linked], {"/"}
+            while pending:
+                path = pending.pop()
+                seen.add(path)
+                found = await http.get(path)
+                assert found.status_code == 200, path
+                assert "://" not in found.text, "nothing from elsewhere"
+                imported = re.findall(r'from "\./([^"]+)"', found.text)
+                pending += [f"/playground/{name}" for name in imported]
+            assert seen == {page.path for page in PAGES}, "and nothing is served in vain"
+            assert not re.search(r"<script>|<style| on\w+=|style=", index.text)
+            assert (await http.get("/v1/models")).status_code == 401
+            assert (await http.post("/", content=b"")).status_code == 401
+            assert (await http.get("/playground/none.js")).status_code == 401
+    finally:
+        await server.close()
+
+
+async def test_where_it_is_not_wanted_there_is_nothing() -> None:
+    server = await serve_http(HttpApp(Scripted(), CollectorRegistry(), ANYONE), "127.0.0.1:0")
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as http:
+            for page in PAGES:
+                assert (await http.get(page.path)).status_code == 404
+    finally:
+        await server.close()
