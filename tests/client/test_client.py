@@ -1,0 +1,174 @@
+"""`baton.client` against the router's gRPC service over a real socket, answers scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton.client import (
+    Accepted,
+    AsyncClient,
+    Client,
+    ContextLengthExceeded,
+    Delta,
+    Finished,
+    FinishReason,
+    InvalidArgument,
+    Message,
+    Overloaded,
+    Retries,
+    Unavailable,
+)
+from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+from tests.services.router_http.test_timings import TIMES
+
+ANSWER = whole_answer("<user>hello", 0)
+
+
+async def test_events_are_typed_and_in_order(address: str, frontend: Scripted) -> None:
+    frontend.stages = TIMES
+    async with AsyncClient(address) as client, client.chat("hello", seed=5) as stream:
+        events = [event async for event in stream]
+        assert isinstance(events[0], Accepted) and events[0].seed == 5
+        assert isinstance(events[-1], Finished)
+        deltas = [event for event in events if isinstance(event, Delta)]
+        assert len(events) == len(deltas) + 2
+        assert "".join(delta.text for delta in deltas) == ANSWER
+        assert deltas[-1].finish_reason is FinishReason.STOP
+        assert stream.finished == events[-1] and stream.accepted == events[0]
+        stages = events[-1].stages
+        assert stages is not None and stages.spent() == TIMES.spent()
+        assert [worker.address for worker in stages.workers] == [w.address for w in TIMES.workers]
+
+
+async def test_the_blocking_client_says_the_same(address: str) -> None:
+    def ask() -> tuple[str, list[Any], list[str], tuple[str, ...]]:
+        with Client(address) as client:
+            with client.chat([Message("user", "hello")]) as stream:
+                events = list(stream)
+            four = client.generate("hello", n=2).read()
+            return (
+                client.chat([{"role": "user", "content": "hello"}]).text,
+                events,
+                [model.name for model in client.models()],
+                tuple(choice.text for choice in four.choices),
+            )
+
+    text, events, models, choices = await asyncio.to_thread(ask)
+    assert text == ANSWER
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == ANSWER
+    assert models == [MODEL.name]
+    assert choices == (whole_answer("hello", 0), whole_answer("hello", 1))
+
+
+async def test_what_is_asked_arrives(address: str, frontend: Scripted) -> None:
+    async with AsyncClient(address) as client:
+        answer = await client.generate(
+            list(b"hello"),
+            max_tokens=30,
+            temperature=0.0,
+            top_k=3,
+            stop="zz",
+            stop_token_ids=[7],
+            logit_bias={5: 1.5},
+            top_logprobs=2,
+            return_token_ids=True,
+            priority=4,
+            ignore_eos=True,
+        ).read()
+        assert await client.generate("x", model=MODEL.name).text() == whole_answer("x", 0)
+    request, plain = frontend.seen
+    assert (request.max_tokens, request.stop_strings, request.stop_token_ids) == (30, ("zz",), (7,))
+    assert (request.sampling.temperature, request.sampling.top_k) == (0.0, 3)
+    assert request.sampling.logit_bias == ((5, 1.5),)
+    assert (request.priority, request.ignore_eos) == (4, True)
+    assert (plain.max_tokens, plain.sampling.temperature, plain.seed) == (None, 1.0, None)
+    (choice,) = answer.choices
+    assert bytes(choice.token_ids).decode(errors="ignore")[:5] == answer.text[:5]
+    assert len(choice.logprobs) == len(choice.token_ids)
+    assert len(choice.logprobs[0].top) == 2
+    assert answer.accepted.prompt_token_ids == tuple(b"hello")
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": -1}, {"seed": 2**70}, {"stop": 3}])
+async def test_what_cannot_be_sent_is_named(address: str, options: Any) -> None:
+    async with AsyncClient(address) as client:
+        with pytest.raises(InvalidArgument) as caught:
+            client.chat("hello", **options)
+        assert caught.value.field == next(iter(options))
+        with pytest.raises(TypeError, match="no option 'tmperature'"):
+            client.chat("hello", tmperature=1.0)  # type: ignore[call-arg]
+
+
+async def test_failures_keep_their_field_and_their_hint(address: str, frontend: Scripted) -> None:
+    async with AsyncClient(address, retries=Retries(most=0)) as client:
+        with pytest.raises(InvalidArgument) as bad:
+            await client.chat("hello", temperature=9.0).read()
+        assert bad.value.field == "options.sampling.temperature"
+        with pytest.raises(ContextLengthExceeded):
+            await client.chat("x" * 5000).read()
+        frontend.refusal = Overloaded("full", retry_after_s=7.5)
+        with pytest.raises(Overloaded) as full:
+            await client.chat("hello").read()
+        assert (full.value.message, full.value.retry_after_s) == ("full", 7.5)
+        frontend.refusal = Unavailable("nobody is there")
+        with pytest.raises(Unavailable) as gone:
+            await client.chat("hello").read()
+        assert gone.value.retry_after_s == 1.0, "a hint even if nobody knows"
+
+
+async def test_it_tries_again_while_nothing_came(address: str, frontend: Scripted) -> None:
+    frontend.refusal = Overloaded("full", retry_after_s=0.01)
+    async with AsyncClient(address, retries=Retries(most=3)) as client:
+        with pytest.raises(Overloaded):
+            await client.chat("hello").read()
+        assert len(frontend.seen) == 4
+        frontend.refusal = Overloaded("full", retry_after_s=60.0)
+        with pytest.raises(Overloaded):
+            await client.chat("hello", timeout_s=30.0).read()
+        assert len(frontend.seen) == 5, "it would not end in time"
+        frontend.refusal, frontend.failure = None, Unavailable("lost", retry_after_s=0.01)
+        with pytest.raises(Unavailable):
+            await client.chat("hello").read()
+        assert len(frontend.seen) == 6, "something of it came"
+
+    def ask() -> None:
+        with Client(address, retries=Retries(most=1)) as client:
+            client.chat("hello").read()
+
+    frontend.failure, frontend.refusal = None, Overloaded("full", retry_after_s=0.01)
+    with pytest.raises(Overloaded):
+        await asyncio.to_thread(ask)
+    assert len(frontend.seen) == 8
+
+
+async def test_closing_a_stream_ends_its_request(address: str, frontend: Scripted) -> None:
+    frontend.hold = True
+    async with AsyncClient(address) as client:
+        async with client.chat("hello") as stream:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    break
+        async with asyncio.timeout(30):
+            await frontend.closed.wait()
+
+        def leave() -> None:
+            with Client(address) as blocking, blocking.chat("hello") as stream:
+                assert any(isinstance(event, Delta) for event in stream)
+
+        frontend.closed.clear()
+        await asyncio.to_thread(leave)
+        async with asyncio.timeout(30):
+            await frontend.closed.wait()
+
+
+def test_a_key_is_not_shown_to_another_machine_in_plain_text() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Client("10.0.0.1:50051", api_key="baton-k")
+    assert caught.value.field == "api_key"
+    with pytest.raises(InvalidArgument) as nowhere:
+        Client("nowhere")
+    assert nowhere.value.field == "address"
+    Client("10.0.0.1:50051", api_key="baton-k", tls=True).close()

@@ -1,0 +1,119 @@
+"""One Baton with API keys, and the clients of other people, installed as their users would.
+
+They are installed into throw-away folders, so that nothing here depends on them; where no package
+registry can be reached, their tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.relay import Relay
+
+INSTALL_S = 600
+RUN_S = 150
+PYTHON_CLIENTS = ("openai", "litellm", "llm", "grpcio", "grpcio-tools")
+NODE_CLIENTS = ("openai", "@bufbuild/buf")
+TENANTS = ("openai", "node", "litellm", "llm", "grpcio")
+TIGHT = "12"
+"""Requests a minute of each tenant: two at once, then one every five seconds."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running Baton. key: without limits; tight_keys: by tenant, each with its own limit."""
+
+    relay: Relay
+    key: str
+    tight_keys: dict[str, str]
+
+    def refusals(self) -> float:
+        return self.relay.metric(self.relay.processes("router")[0], "baton_refusals_total")
+
+    def run(self, *command: str | Path, tight: str = "", **more: str) -> str:
+        """What a client prints. tight: the tenant whose key is in TIGHT_KEY."""
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        environment = {
+            **kept,
+            "OPENAI_BASE_URL": f"{self.relay.http}/v1",
+            "OPENAI_API_KEY": self.key,
+            "TIGHT_KEY": self.tight_keys.get(tight, ""),
+            "GRPC": self.relay.description["grpc"],
+            "MODEL": "baton-tiny",
+            "NO_PROXY": "127.0.0.1",
+            **more,
+        }
+        done = subprocess.run(
+            [str(word) for word in command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("clients")
+    keys = folder / "keys.json"
+    limits = ("--requests-per-minute", TIGHT)
+    key, *tight = [
+        _new_key(keys, name, *more)
+        for name, more in (("free", ()), *((name, limits) for name in TENANTS))
+    ]
+    relay = Relay(folder, "--keys", str(keys))
+    yield Served(relay, key, dict(zip(TENANTS, tight, strict=True)))
+    relay.close()
+
+
+@pytest.fixture(scope="session")
+def python_clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with nothing but other people's clients."""
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_S)
+    pip = (folder / "bin" / "pip", "install", "-q", "--disable-pip-version-check")
+    _install(*pip, *PYTHON_CLIENTS)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def node_clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with node_modules."""
+    if not shutil.which("npm") or not shutil.which("node"):
+        pytest.skip("needs node and npm")
+    folder = tmp_path_factory.mktemp("node")
+    npm = ("npm", "install", "--prefix", folder, "--no-audit", "--no-fund", "--loglevel=error")
+    _install(*npm, *NODE_CLIENTS)
+    return folder
+
+
+def _install(*command: str | Path) -> None:
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_S,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        what = Path(command[0]).name
+        pytest.skip(f"{what} cannot install the clients: {done.stderr.strip()[-300:]}")
+
+
+def _new_key(file: Path, tenant: str, *limits: str) -> str:
+    command = (sys.executable, "-m", "baton.cli.main", "keys", "new", "--tenant", tenant)
+    made = subprocess.run(
+        [*command, *limits, str(file)], capture_output=True, text=True, check=True, timeout=60
+    )
+    return made.stdout.strip()

@@ -1,0 +1,49 @@
+"""What a program does with litellm; prints what it got as JSON."""
+
+import json
+import os
+
+import litellm
+
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+BASE = os.environ["OPENAI_BASE_URL"]
+key = os.environ["OPENAI_API_KEY"]
+asked = {"api_base": BASE, "api_key": key, "max_tokens": 12, "temperature": 0}
+model = "hosted_vllm/" + os.environ["MODEL"]
+
+
+def failure(**wrong):
+    try:
+        litellm.completion(**{**asked, "model": model, "messages": MESSAGES, **wrong})
+    except litellm.exceptions.APIError as error:
+        return [type(error).__name__, error.status_code]
+    except Exception as error:
+        return [type(error).__name__, getattr(error, "status_code", 0)]
+
+
+chat = litellm.completion(model=model, messages=MESSAGES, **asked)
+chunks = list(litellm.completion(model=model, messages=MESSAGES, stream=True, **asked))
+text = litellm.text_completion(
+    model="text-completion-openai/" + os.environ["MODEL"], prompt="The capital of France", **asked
+)
+print(
+    json.dumps(
+        {
+            "chat": chat.choices[0].message.content,
+            "chat_streamed": "".join(c.choices[0].delta.content or "" for c in chunks),
+            "completion": text.choices[0].text,
+            "errors": [failure(model="hosted_vllm/other"), failure(temperature=-1)],
+            "retried": [
+                litellm.completion(
+                    model=model,
+                    messages=MESSAGES,
+                    num_retries=3,
+                    **{**asked, "api_key": os.environ["TIGHT_KEY"]},
+                )
+                .choices[0]
+                .message.content
+                for _ in range(4)
+            ],
+        }
+    )
+)

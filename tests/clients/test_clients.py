@@ -1,0 +1,136 @@
+"""Other people's clients against a real Baton, unmodified and from their own packages.
+
+Each says what it got; what it should have got is what the others got: answers are greedy.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import Served
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PROTOS = Path(__file__).parents[2] / "protos"
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+
+
+def said(served: Served, *command: str | Path, tight: str, **more: str) -> dict[str, Any]:
+    """What a client that is also limited for a while got in the end."""
+    before = served.refusals()
+    got: dict[str, Any] = json.loads(served.run(*command, tight=tight, **more).splitlines()[-1])
+    assert served.refusals() > before, "somebody was refused"
+    assert got["retried"] == [got["chat"]] * 4, "and asked again by itself"
+    return got
+
+
+def check_texts(served: Served, got: dict[str, Any]) -> None:
+    """Against what Baton says to somebody who knows it."""
+    chat = served.run(
+        "curl", "-sS", f"{served.relay.http}/v1/chat/completions",
+        "-H", f"authorization: Bearer {served.key}", "-H", "content-type: application/json",
+        "-d", json.dumps({"messages": MESSAGES, "max_tokens": 12, "temperature": 0}),
+    )  # fmt: skip
+    assert got["chat"] == json.loads(chat)["choices"][0]["message"]["content"]
+    assert got["chat"] and got["completion"]
+    assert got.get("chat_streamed", got["chat"]) == got["chat"]
+    assert got.get("completion_streamed", got["completion"]) == got["completion"]
+
+
+@pytest.mark.parametrize("language", ["python", "node"])
+def test_openai(served: Served, request: pytest.FixtureRequest, language: str) -> None:
+    if language == "python":
+        python = request.getfixturevalue("python_clients") / "python"
+        got = said(served, python, SCRIPTS / "with_openai.py", tight="openai")
+    else:
+        folder: Path = request.getfixturevalue("node_clients")
+        script = shutil.copy(SCRIPTS / "with_openai.mjs", folder)
+        got = said(served, "node", script, tight="node")
+    check_texts(served, got)
+    assert got["models"] == ["baton-tiny"]
+    assert got["usage"][0] == got["usage"][1] > 0
+    assert got["errors"] == [
+        ["NotFoundError", 404, "model", True],
+        ["BadRequestError", 400, "temperature", True],
+    ]
+
+
+def test_litellm(served: Served, python_clients: Path) -> None:
+    script = SCRIPTS / "with_litellm.py"
+    # Without this it first asks the internet for prices.
+    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    got = said(served, python_clients / "python", script, tight="litellm", **local)
+    check_texts(served, got)
+    assert got["errors"] == [["NotFoundError", 404], ["BadRequestError", 400]]
+
+
+def test_llm(served: Served, python_clients: Path, tmp_path: Path) -> None:
+    models = (
+        f"- model_id: baton\n  model_name: baton-tiny\n  api_base: {served.relay.http}/v1\n"
+        "  api_key_name: baton\n"
+    )
+    (tmp_path / "extra-openai-models.yaml").write_text(models)
+
+    def ask(key: str, *more: str) -> str:
+        words = ("-m", "baton", "Who are you?", "--key", key, "-o", "temperature", "0")
+        limit = ("-o", "max_tokens", "12", "--no-log")
+        return served.run(
+            python_clients / "llm", *words, *limit, *more, LLM_USER_PATH=str(tmp_path)
+        ).strip()
+
+    before = served.refusals()
+    streamed, whole = ask(served.key), ask(served.key, "--no-stream")
+    assert streamed == whole != ""
+    retried = [ask(served.tight_keys["llm"]) for _ in range(4)]
+    assert retried == [whole] * 4
+    assert served.refusals() > before
+
+
+def test_buf_curl(served: Served, node_clients: Path) -> None:
+    buf = (node_clients / "node_modules" / ".bin" / "buf", "curl", "--protocol", "grpc")
+    header = f"authorization: Bearer {served.key}"
+    # Reflection is a call of its own, with headers of its own.
+    key = ("-H", header, "--reflect-header", header, "--http2-prior-knowledge")
+    where = f"http://{served.relay.description['grpc']}"
+    listed = served.run(*buf, *key, "--list-services", where)
+    assert "baton.v1.Inference" in listed.split()
+    asked = {
+        "messages": MESSAGES,
+        "options": {"sampling": {"temperature": 0}, "stop": {"maxTokens": 12}},
+    }
+    chat = f"{where}/baton.v1.Inference/Chat"
+    events = _documents(served.run(*buf, *key, "-d", json.dumps(asked), chat))
+    text = "".join(one["event"].get("delta", {}).get("text", "") for one in events)
+    assert text
+    assert "finished" in events[-1]["event"]
+    failed = served.run(
+        "sh", "-c", '"$0" "$@" 2>&1 || true', *buf, *key, "-d", '{"model": "other"}', chat
+    )
+    assert '"not_found"' in failed or '"invalid_argument"' in failed
+
+
+def test_grpcio(served: Served, python_clients: Path, tmp_path: Path) -> None:
+    sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("baton/v1/*.proto"))
+    served.run(
+        python_clients / "python", "-m", "grpc_tools.protoc", f"-I{PROTOS}",
+        f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", *sources,
+    )  # fmt: skip
+    script = SCRIPTS / "with_grpcio.py"
+    got = said(served, python_clients / "python", script, tmp_path, tight="grpcio")
+    check_texts(served, got)
+    assert got["errors"] == [["NOT_FOUND"]]
+
+
+def _documents(text: str) -> list[dict[str, Any]]:
+    """JSON documents one behind the other."""
+    decoder, found, place = json.JSONDecoder(), [], 0
+    while place < len(text.rstrip()):
+        document, place = decoder.raw_decode(text, place + text[place:].find("{"))
+        found.append(document)
+    return found
