@@ -1,0 +1,1 @@
+"""`baton batch`: many requests from a file, answered into a file while there is idle capacity."""
