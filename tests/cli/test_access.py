@@ -38,6 +38,16 @@ def test_the_running_batons_ca_is_trusted_there_and_nowhere_else(tmp_path: Path)
     assert found("--tls").ca == b""
 
 
+def test_either_face_of_the_running_baton_is_found(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_bytes(b"up's")
+    told = {"http": "https://127.0.0.1:3", "grpc": "127.0.0.1:2", "ca": str(tmp_path / "ca.pem")}
+    state.write({**told, "pid": os.getpid()})
+    args = argparse.Namespace(http=None, ca=None, tls=False, api_key="")
+    assert access_of(args, "127.0.0.1:1", "http") == Access("127.0.0.1:3", b"up's")
+    args.http = "127.0.0.1:2"
+    assert access_of(args, "127.0.0.1:1", "http") == Access("127.0.0.1:2")
+
+
 def test_a_key_is_shown_but_never_to_another_machine_in_plain_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

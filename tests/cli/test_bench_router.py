@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from baton.cli.bench.drains import Drained, GrpcDrain, Question, SseDrain
-from baton.cli.bench.synthetic import WORD, Decode, Times
+from baton.cli.bench.served import Times
+from baton.cli.bench.synthetic import WORD, Decode
 from baton.cli.main import main
 from baton.v1 import decode_pb2, types_pb2
 from baton.v1 import inference_pb2 as pb

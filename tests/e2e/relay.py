@@ -57,6 +57,7 @@ def options(
     n: int = 1,
     ignore_eos: bool = True,
     stop: Sequence[str] = (),
+    form: inference_pb2.StructuredOutput | None = None,
 ) -> inference_pb2.GenerationOptions:
     return inference_pb2.GenerationOptions(
         sampling=types_pb2.SamplingParams(temperature=temperature, seed=seed),
@@ -65,6 +66,7 @@ def options(
         ),
         n=n,
         return_token_ids=True,
+        structured_output=form,
     )
 
 

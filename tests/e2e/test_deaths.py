@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from baton.v1 import inference_pb2
+from tests.e2e.calls import COUNT, call, tool
 from tests.e2e.relay import Answer, Relay, eventually, options
 from tests.e2e.streams import Following, requests, undisturbed
 
 pytestmark = pytest.mark.chaos
 
 PROMPT = list(range(50, 250))
+NUMBERS = inference_pb2.StructuredOutput(
+    json_schema='{"type":"array","items":{"type":"integer"},"minItems":200}'
+)
+"""Takes more than 256 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +43,16 @@ def wait_for_all(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("role", ["decode", "detokenizer", "prefill"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_kill_in_mid_stream(pair: Relay, role: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "form"),
+    [(0.0, None), (1.0, None), (1.0, NUMBERS)],
+    ids=["greedy", "sampled", "structured"],
+)
+def test_kill_in_mid_stream(
+    pair: Relay, role: str, temperature: float, form: inference_pb2.StructuredOutput | None
+) -> None:
     wait_for_all(pair)
-    wanted = options(max_tokens=256, temperature=temperature, seed=3)
+    wanted = options(max_tokens=256, temperature=temperature, seed=3, form=form)
     reference = pair.generate(PROMPT, wanted)
     assert len(reference.token_ids[0]) == 256
 
@@ -71,6 +84,28 @@ def test_kill_in_mid_stream(pair: Relay, role: str, temperature: float) -> None:
         assert answer.text == reference.text
     wait_for_all(pair)
     assert busy[0]["pid"] not in [p["pid"] for p in pair.processes(role)]
+
+
+@pytest.mark.parametrize("role", ["decode", "detokenizer"])
+def test_kill_in_mid_call(pair: Relay, role: str) -> None:
+    wait_for_all(pair)
+    tools = [tool("count", COUNT), tool("ring", {})]
+    wanted = inference_pb2.ToolChoice(use=inference_pb2.ToolChoice.USE_REQUIRED, name="count")
+    reference = call(pair, tools, wanted)
+    assert len(json.loads(reference.calls[0][2])["numbers"]) == 90
+    killed: list[int] = []
+
+    def kill(num_deltas: int) -> None:
+        if num_deltas >= 20 and not killed:
+            busy = [p for p in pair.processes(role) if pair.metric(p, "baton_sequences") > 0]
+            pair.kill(busy[0])
+            killed.append(busy[0]["pid"])
+
+    disturbed = call(pair, tools, wanted, on_delta=kill)
+    assert killed
+    assert (disturbed.calls, disturbed.content) == (reference.calls, reference.content)
+    assert disturbed.finish == reference.finish
+    wait_for_all(pair)
 
 
 @pytest.mark.parametrize("victim", ["the one that leaves", "the one that takes over"])

@@ -11,6 +11,7 @@ import pytest
 
 from baton.cli import state
 from tests.e2e.relay import Relay, eventually, options
+from tests.shared_memory import abandoned
 
 PROMPT = list(range(60, 460))
 
@@ -61,19 +62,15 @@ def pids(relay: Relay) -> list[int]:
     return [p["pid"] for p in relay.processes()] + [relay.supervisor]
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_supervisor(tmp_path: Path, number: int) -> None:
-    before = shared_memory()
+    before = abandoned()
     relay = small(tmp_path)
     relay.generate(PROMPT, options(max_tokens=8))
     everyone = pids(relay)
     os.kill(relay.supervisor, number)
     eventually(lambda: not any(map(state.alive, everyone)), 30, "all processes ended")
-    assert shared_memory() <= before
+    eventually(lambda: abandoned() <= before, 30, "its shared memory given back")
     relay.channel.close()
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -136,3 +137,29 @@ def test_what_decode_has_of_a_prompt_is_not_prefilled_elsewhere(
     assert finished is not None
     assert finished.cached_tokens >= units * UNIT_TOKENS
     assert relay.metric(router, "baton_local_prefill_total") == local + 1
+
+
+def test_prompts_own_log_probabilities(running: tuple[Relay, Path, str]) -> None:
+    """As evaluation harnesses ask for them; the numbers are transformers' own, also of prompts that
+    are in the prefix caches by now."""
+    relay, model, _ = running
+    asked = [prompt for prompt in prompts(400) if 1 < len(prompt) < 500]
+    body = {"prompt": asked, "echo": True, "logprobs": 2, "temperature": 0, "seed": 1}
+    told = []
+    for max_tokens in (1, 0):
+        answer = httpx.post(
+            f"{relay.http}/v1/completions", json=body | {"max_tokens": max_tokens}, timeout=120
+        )
+        assert answer.status_code == 200, answer.text
+        told.append([choice["logprobs"] for choice in answer.json()["choices"]])
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt, generated, alone in zip(asked, *told, strict=True):
+        with torch.inference_mode():
+            scores = torch.log_softmax(network(torch.tensor([prompt])).logits[0, :-1], 1)
+        own = scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        first, *numbers = alone["token_logprobs"]
+        assert first is None and len(generated["tokens"]) == len(prompt) + 1
+        assert generated["token_logprobs"][:-1] == alone["token_logprobs"]
+        torch.testing.assert_close(torch.tensor(numbers), own, rtol=1e-4, atol=1e-4)
+        best = [max(each.values()) for each in alone["top_logprobs"][1:]]
+        torch.testing.assert_close(torch.tensor(best), scores.max(1).values, rtol=1e-4, atol=1e-4)

@@ -137,8 +137,19 @@ def seeds(workers: Sequence[Description]) -> Seeds:
     encode = tokenizer_pb2.EncodeRequest(
         inputs=[
             tokenizer_pb2.EncodeInput(text="hello", add_special_tokens=True),
-            tokenizer_pb2.EncodeInput(chat=tokenizer_pb2.Chat(messages=chat)),
-            tokenizer_pb2.EncodeInput(token_ids=IDS),
+            tokenizer_pb2.EncodeInput(
+                chat=tokenizer_pb2.Chat(messages=chat, template_kwargs='{"a": [1]}')
+            ),
+            tokenizer_pb2.EncodeInput(
+                chat=tokenizer_pb2.Chat(messages=chat, template="{{ messages[0].content }}")
+            ),
+            tokenizer_pb2.EncodeInput(token_ids=IDS, with_token_strings=True),
+        ]
+    )
+    ids_to_text = tokenizer_pb2.DecodeRequest(
+        inputs=[
+            tokenizer_pb2.DecodeInput(token_ids=IDS),
+            tokenizer_pb2.DecodeInput(token_ids=IDS, skip_special_tokens=True),
         ]
     )
     by_path: Mapping[str, Sequence[Sequence[Message]]] = {
@@ -152,6 +163,7 @@ def seeds(workers: Sequence[Description]) -> Seeds:
         "/baton.v1.Detokenizer/Session": (texts,),
         "/baton.v1.Prefill/Run": ((run,), (give,)),
         "/baton.v1.Tokenizer/Encode": ((encode,),),
+        "/baton.v1.Tokenizer/Decode": ((ids_to_text,),),
         "/baton.v1.Inference/Generate": (
             (inference_pb2.GenerateRequest(text="hello", options=options),),
         ),

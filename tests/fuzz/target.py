@@ -92,9 +92,10 @@ class Target:
         )
         assert answer.accepted is not None
         answer.accepted.request_id = ""
-        # How much of the prompt was still cached is nobody's promise.
+        # How much of the prompt was still cached, and how long it took, is nobody's promise.
         assert answer.finished is not None
         answer.finished.cached_tokens = 0
+        answer.finished.ClearField("stages")
         return answer
 
     def _let_go(self) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from baton.cli import state
 from baton.core.errors import InvalidArgument
-from baton.rpc.address import is_loopback, split
+from baton.rpc import api_key
+from baton.rpc.address import split
 
 if TYPE_CHECKING:
     import grpc
@@ -32,9 +33,9 @@ class Access:
         return open_blocking_channel(self.address, self.ca)
 
     @property
-    def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+    def metadata(self) -> api_key.Metadata:
         """Of every call."""
-        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
+        return api_key.metadata(self.key)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def access_of(args: argparse.Namespace, default: str) -> Access:
+def access_of(args: argparse.Namespace, default: str, face: str = "grpc") -> Access:
     """Of the router that was named, else of the one that `baton up` runs, else of `default`.
+
+    face: grpc or http: which of its addresses is meant, and the flag that names it.
 
     Raises InvalidArgument for a CA that cannot be read, and for a key that would go to another
     machine in plain text.
     """
     running = state.read() or {}
-    address = args.grpc or str(running.get("grpc", default))
+    here = str(running.get(face, default)).rpartition("/")[2]
+    address = getattr(args, face) or here
     ca: bytes | None = b"" if args.tls else None
     file = args.ca
-    if file is None and ca is None and address == running.get("grpc") and running.get("ca"):
+    if file is None and ca is None and address == here and running.get("ca"):
         file = Path(running["ca"])
     if file is not None:
         try:
@@ -68,10 +72,6 @@ def access_of(args: argparse.Namespace, default: str) -> Access:
             raise InvalidArgument(f"{file}: {error.strerror}", field="ca") from None
         if not ca:
             raise InvalidArgument(f"{file} is empty", field="ca")
-    if args.api_key and not (args.api_key.isascii() and args.api_key.isprintable()):
-        raise InvalidArgument("is no API key", field="api_key")
-    if args.api_key and ca is None and address and not is_loopback(split(address, "grpc")[0]):
-        raise InvalidArgument(
-            "would go to another machine in plain text; give --ca FILE or --tls", field="api_key"
-        )
+    if address:
+        api_key.check(args.api_key, split(address, face)[0], tls=ca is not None)
     return Access(address, ca, args.api_key)

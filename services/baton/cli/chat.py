@@ -30,18 +30,18 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """130 when the answer was stopped, else 0. Raises BatonError."""
-    from baton.cli.chat_client import ChatClient, Conversation, options
+    from baton.cli.chat_client import ChatClient, Conversation
     from baton.cli.chat_terminal import answer, converse
+    from baton.client import Options
 
-    conversation = Conversation(
-        options(
-            temperature=args.temperature,
-            seed=_in_range("seed", args.seed, 2**64 - 1),
-            max_tokens=_in_range("max_tokens", args.max_tokens, 2**31 - 1),
-        ),
-        args.model,
-        args.system,
-    )
+    options = Options()
+    if args.temperature is not None:
+        options["temperature"] = args.temperature
+    if args.seed is not None:
+        options["seed"] = _in_range("seed", args.seed, 2**64 - 1)
+    if args.max_tokens is not None:
+        options["max_tokens"] = _in_range("max_tokens", args.max_tokens, 2**31 - 1)
+    conversation = Conversation(options, args.model, args.system)
     prompt: str | None = args.prompt
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
@@ -54,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
 
 def ask(where: access.Access, prompt: str) -> None:
     """Asks once and prints the answer as it comes. Raises BatonError."""
-    from baton.cli.chat_client import ChatClient, Conversation, options
+    from baton.cli.chat_client import ChatClient, Conversation
     from baton.cli.chat_terminal import answer
 
     with ChatClient(where) as client:
-        answer(client, Conversation(options()), prompt)
+        answer(client, Conversation(), prompt)
 
 
-def _in_range(field: str, value: int | None, most: int) -> int | None:
-    """Protobuf would only say that a value does not fit."""
-    if value is not None and not 0 <= value <= most:
+def _in_range(field: str, value: int, most: int) -> int:
+    """Before anything is connected."""
+    if not 0 <= value <= most:
         raise InvalidArgument(f"{field} must be from 0 to {most}", field=field)
     return value

@@ -1,4 +1,4 @@
-"""One conversation with a router over gRPC, turn by turn; knows neither terminals nor flags."""
+"""One conversation with a router, turn by turn; knows neither terminals nor flags."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-import grpc
 
 from baton.cli.access import Access
-from baton.core.errors import BatonError, Unavailable
+from baton.client import Client, Delta, Finished, Message, Options
+from baton.core.errors import Unavailable
 from baton.rpc.address import split
-from baton.rpc.errors import from_rpc_error
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 
 CONNECT_S = 5.0
 
@@ -45,37 +40,21 @@ class Turn:
 class Conversation:
     """Messages so far, and how the next answer is made."""
 
-    options: pb.GenerationOptions
+    options: Options = field(default_factory=Options)
     model: str = ""
     system: str = ""
     turns: list[tuple[str, str]] = field(default_factory=list)
 
-    def request(self, prompt: str) -> pb.ChatRequest:
-        messages = [("system", self.system)] if self.system else []
+    def messages(self, prompt: str) -> list[Message]:
+        """All of them, with the next one."""
+        messages = [Message("system", self.system)] if self.system else []
         for asked, answered in self.turns:
-            messages += [("user", asked), ("assistant", answered)]
-        messages.append(("user", prompt))
-        return pb.ChatRequest(
-            model=self.model,
-            messages=[
-                tokenizer_pb2.ChatMessage(role=role, content=content) for role, content in messages
-            ],
-            options=self.options,
-        )
-
-
-def options(
-    *, temperature: float | None = None, seed: int | None = None, max_tokens: int | None = None
-) -> pb.GenerationOptions:
-    """None leaves a value to the server."""
-    return pb.GenerationOptions(
-        sampling=types_pb2.SamplingParams(temperature=temperature, seed=seed),
-        stop=types_pb2.StopParams(max_tokens=max_tokens),
-    )
+            messages += [Message("user", asked), Message("assistant", answered)]
+        return [*messages, Message("user", prompt)]
 
 
 class ChatClient:
-    """A channel to one router; a context manager."""
+    """Speaks to one router; a context manager."""
 
     def __init__(self, access: Access) -> None:
         """Raises InvalidArgument for what is no address, Unavailable when nothing listens."""
@@ -86,15 +65,14 @@ class ChatClient:
             raise Unavailable(
                 f"nothing listens on {access.address}: start it with 'baton up'"
             ) from None
-        self._metadata = access.metadata
-        self._channel = access.channel()
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        tls = False if access.ca is None else access.ca or True
+        self._client = Client(access.address, api_key=access.key, tls=tls)
 
     def __enter__(self) -> ChatClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._channel.close()
+        self._client.close()
 
     def ask(self, conversation: Conversation, prompt: str, show: Callable[[str], None]) -> Turn:
         """The whole answer; `show` gets each piece of text as it comes.
@@ -104,26 +82,18 @@ class ChatClient:
         """
         turn = Turn()
         began = time.monotonic()
-        call = self._stub.Chat(conversation.request(prompt), metadata=self._metadata)
-        try:
-            with suppress(KeyboardInterrupt):
-                for response in call:
-                    event = response.event
-                    if event.HasField("delta"):
-                        turn.first_s = turn.first_s or time.monotonic() - began
-                        turn.text += event.delta.text
-                        show(event.delta.text)
-                    elif event.HasField("finished"):
-                        turn.tokens = event.finished.completion_tokens
-                        turn.finished = True
-        except grpc.RpcError as error:
-            raise _meaning(error) from error
-        finally:
-            call.cancel()
+        messages, options = conversation.messages(prompt), conversation.options
+        with (
+            suppress(KeyboardInterrupt),
+            self._client.chat(messages, model=conversation.model, **options) as stream,
+        ):
+            for event in stream:
+                if isinstance(event, Delta):
+                    turn.first_s = turn.first_s or time.monotonic() - began
+                    turn.text += event.text
+                    show(event.text)
+                elif isinstance(event, Finished):
+                    turn.tokens = event.completion_tokens
+                    turn.finished = True
         turn.total_s = time.monotonic() - began
         return turn
-
-
-def _meaning(error: grpc.RpcError) -> BatonError:
-    # The error of a blocking call has the same parts as the asyncio one.
-    return from_rpc_error(cast(grpc.aio.AioRpcError, error))

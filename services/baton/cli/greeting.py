@@ -20,7 +20,8 @@ def greeting(description: dict[str, Any], model: str, *, keys: bool) -> str:
     key = f'os.environ["{KEY_VARIABLE}"]' if keys else '"none"'
     python = f"  # SSL_CERT_FILE={ca} python ...\n" if ca else ""
     return f"""
-Baton answers at {http} (OpenAI HTTP) and {description["grpc"]} (gRPC). Ask more:
+Baton answers at {http} (OpenAI HTTP) and {description["grpc"]} (gRPC).
+Chat in a browser at {http}/, or ask from here:
 
   {command} chat "What is the capital of France?"
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +19,7 @@ from typing import Any
 from baton.cli import state
 from baton.cli.layout import Layout, ProcessSpec
 from baton.cli.process import Child
+from baton.cli.scrape import met
 from baton.core.errors import BatonError
 
 FIRST_BACKOFF_S = 0.1
@@ -199,14 +197,3 @@ def _wait_for_routers(layout: Layout, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.05)
-
-
-def met(url: str, trust: ssl.SSLContext | None) -> Counter[str]:
-    """How many workers of each role a router knows; none while it does not answer. Blocks."""
-    try:
-        with urllib.request.urlopen(url, timeout=2, context=trust) as answer:
-            text = answer.read().decode()
-    except (urllib.error.URLError, OSError):
-        return Counter()
-    found = re.findall(r'^baton_workers{role="(\w+)",state="serving"} (\S+)$', text, re.MULTILINE)
-    return Counter({role: int(float(count)) for role, count in found if float(count)})

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +18,8 @@ from typing import Any
 
 from baton.cli.bench.open_loop import END_S, Asked
 from baton.cli.bench.process import call
-from baton.cli.bench.stalls import percentile
 from baton.cli.layout import Layout
+from baton.cli.quantiles import quantile
 from baton.cli.supervisor import Supervisor
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
@@ -28,17 +30,26 @@ WARM_S = 6.0
 SEARCH_S = 12.0
 SETTLING_S = 3.0
 SAMPLE_S = 0.5
+VISIBLE_TOKEN = 70
+"""A letter in most vocabularies, which every answer is biased to: an answer that begins with half a
+character has no text to time, however fast its first token was."""
+
 MIB = 2**20
+TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
 class Phase:
-    """What one phase asked. rss: the most resident memory of each process meanwhile, in bytes."""
+    """What one phase asked. rss: the most resident memory of each process meanwhile, in bytes.
+    cpu: seconds of CPU that each used. took_s: until the last answer.
+    """
 
     name: str
     seconds: float
     asked: list[Asked]
     rss: dict[str, int] = field(default_factory=dict)
+    cpu: dict[str, float] = field(default_factory=dict)
+    took_s: float = 1.0
 
     def goodput(self, args: argparse.Namespace) -> float:
         """Requests answered within their objectives, a second."""
@@ -46,17 +57,21 @@ class Phase:
 
     def first_token(self, share: float) -> float:
         """Of those that were let in, in seconds."""
-        return _quantile([one.first_s for one in self.asked if one.whole], share)
+        return quantile([one.first_s for one in self.asked if one.whole], share)
 
     def refusal(self, share: float) -> float:
-        return _quantile([s for one in self.asked for s in one.refusals_s], share)
+        return quantile([s for one in self.asked for s in one.refusals_s], share)
 
     def retry_after(self, share: float) -> float:
-        return _quantile([s for one in self.asked for s in one.retry_after_s], share)
+        return quantile([s for one in self.asked for s in one.retry_after_s], share)
 
     def lag(self, share: float) -> float:
         """By which requests left later than they should have."""
-        return _quantile([one.lag_s for one in self.asked], share)
+        return quantile([one.lag_s for one in self.asked], share)
+
+    def cores(self, role: str) -> float:
+        """CPU that all processes of a role used, in cores."""
+        return sum(used for name, used in self.cpu.items() if name.startswith(role)) / self.took_s
 
     def failed(self) -> int:
         """Neither answered in full nor refused."""
@@ -82,6 +97,7 @@ class Arrivals:
             "max_tokens": args.output_tokens,
             "ignore_eos": True,
             "temperature": 0,
+            "logit_bias": {str(VISIBLE_TOKEN): 100},
             "stream": True,
             "return_token_ids": True,
         }
@@ -113,12 +129,28 @@ class Arrivals:
                 asyncio.to_thread(call, "open_loop", job, threads=1, deadline_s=deadline_s)
             )
             rss: dict[str, int] = defaultdict(int)
+            began, cpu = time.perf_counter(), self._cpu()
             while not working.done():
                 for name, size in self._rss().items():
                     rss[name] = max(rss[name], size)
                 await asyncio.wait([working], timeout=SAMPLE_S)
+            used = {name: seconds - cpu.get(name, 0.0) for name, seconds in self._cpu().items()}
+            took_s = time.perf_counter() - began
             asked = [Asked(**one) for one in working.result()["phases"][0]]
-            found.append(Phase(phase["name"], phase["seconds"], asked, dict(rss)))
+            found.append(Phase(phase["name"], phase["seconds"], asked, dict(rss), used, took_s))
+        return found
+
+    def _cpu(self) -> dict[str, float]:
+        """Seconds of CPU that each process has used."""
+        found = {}
+        for index, process in enumerate(self._supervisor.description()["processes"]):
+            try:
+                stat = Path(f"/proc/{process['pid']}/stat").read_text()
+            except OSError:
+                continue
+            # Behind the name, which may hold anything.
+            user, system = stat.rpartition(")")[2].split()[11:13]
+            found[f"{process['role']} {index}"] = (int(user) + int(system)) / TICKS_S
         return found
 
     def _rss(self) -> dict[str, int]:
@@ -144,7 +176,3 @@ def _model(layout: Layout) -> str:
     """The name that the workers were told."""
     command = next(spec.command for spec in layout.processes if spec.role == "decode")
     return command[command.index("--model-name") + 1]
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return percentile(values, share) if values else 0.0

@@ -11,7 +11,7 @@ from typing import Any
 from baton.cli.bench import blocks
 from baton.cli.bench.replay import made_up
 from baton.cli.bench.serving import attempt
-from baton.worker import garbage
+from baton.rpc import garbage
 
 TIMED_STEPS = 400
 REQUESTS = 256

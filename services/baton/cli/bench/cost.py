@@ -15,8 +15,8 @@ from baton.cli.bench.child import progress
 from baton.cli.bench.process import call, cores
 from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.serving import BLOCK_SIZE, open_runner
-from baton.cli.bench.stalls import percentile
 from baton.cli.bench.steps import StepTimer
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 
 DEADLINE_S = 600.0
@@ -99,7 +99,7 @@ def _scheduler(books: dict[str, Any], sequences: int) -> list[Result]:
     name = f"scheduler, per step of {sequences} sequences"
     return [
         at_most(f"{name}, p50", median(times), "µs", SCHEDULER_US),
-        Result(f"{name}, p99", percentile(times, 0.99), "µs"),
+        Result(f"{name}, p99", quantile(times, 0.99), "µs"),
     ]
 
 

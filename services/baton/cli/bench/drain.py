@@ -20,14 +20,15 @@ from pathlib import Path
 import grpc
 
 from baton.cli.bench import shapes
-from baton.cli.bench.fleet import fleet, scrape
+from baton.cli.bench.fleet import fleet
 from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, drive, request
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Bars, Report
-from baton.cli.bench.stalls import percentile
 from baton.cli.layout import Layout, UpOptions, resolve_model
 from baton.cli.ports import free_ports
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, compared
+from baton.cli.scrape import scrape
 from baton.cli.supervisor import Supervisor
 from baton.core.errors import BatonError
 from baton.rpc.transport import open_channel
@@ -76,17 +77,17 @@ def measure(args: argparse.Namespace) -> Report:
     results = [
         Result("streams on the worker that leaves", args.running, ""),
         Result("prompt tokens of each", args.prompt_tokens, ""),
-        Result("between tokens before, p50", 1000 * percentile(drained.gaps, 0.5), "ms"),
+        Result("between tokens before, p50", 1000 * quantile(drained.gaps, 0.5), "ms"),
         Result("streams whose KV moved", drained.moved, ""),
         Result("input tokens computed again, drained", drained.computed, ""),
         Result("input tokens computed again, killed", killed.computed, ""),
     ]
     for share in (0.5, 0.99):
-        pause, again = (1000 * percentile(side.pauses, share) for side in (drained, killed))
+        pause, again = (1000 * quantile(side.pauses, share) for side in (drained, killed))
         name = f"pause, p{round(100 * share)}, KV moved against prefilled again"
         results.append(compared(name, pause, "ms", again))
     bars = tuple(
-        (f"{name}, p{round(100 * share)}", 1000 * percentile(side.pauses, share))
+        (f"{name}, p{round(100 * share)}", 1000 * quantile(side.pauses, share))
         for name, side in (("moved", drained), ("prefilled again", killed))
         for share in (0.5, 0.99)
     )

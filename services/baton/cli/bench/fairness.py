@@ -115,6 +115,7 @@ def _figures(
             "A gets, at one router, against its quota", _rate(sticky), "requests/s", quota, WHOLE
         ),
         Result("A's refusals, p99", 1000 * _of(flooded, 0).refusal(0.99), "ms"),
+        Result("both routers' CPU beside A", flooded.cores("router"), "cores"),
         Result("failed otherwise", sum(phase.failed() for phase in phases), ""),
         Result("the load's own lag, p99", 1000 * max(p.lag(0.99) for p in phases), "ms"),
     ]  # fmt: skip

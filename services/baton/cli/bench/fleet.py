@@ -1,10 +1,8 @@
-"""Runs a whole Baton for a benchmark and reads its metrics; measures nothing."""
+"""Runs a whole Baton for a benchmark; measures nothing."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -44,11 +42,3 @@ async def supervised(
     finally:
         supervisor.stop()
         await asyncio.wait({running})
-
-
-def scrape(url: str, prefix: str = "baton_") -> dict[str, float]:
-    """Samples of a process's /metrics by name and labels, as they are written there. Blocks."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        text = answer.read().decode()
-    found = re.findall(rf"^({prefix}\S+) (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found}

@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import uvloop
-
 from baton.cli.bench.beside import Beside
 from baton.cli.bench.child import progress
 from baton.cli.bench.kv_ends import described, identity, open_transport
@@ -33,6 +31,7 @@ from baton.kv.staging import Staging
 from baton.kv.transport import ReadState
 from baton.rpc.channels import Channels
 from baton.rpc.handover import GrpcGiverConnection
+from baton.rpc.loop import Loop
 
 RAW = "raw"
 
@@ -46,7 +45,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     grant on), whole (peers that have met), first (peers that have not), nothing (a hand-over of
     which all is there already, from the grant on).
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(_measure(job))
 
 

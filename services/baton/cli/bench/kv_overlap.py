@@ -16,8 +16,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import uvloop
-
 from baton.cli.bench.beside import Beside
 from baton.cli.bench.child import progress
 from baton.cli.bench.kv_ends import identity
@@ -35,12 +33,14 @@ from baton.decode.departures import Departures
 from baton.decode.service import DecodeService
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.kv.collector import Collected, Collector, Ticket
 from baton.kv.giver import Giver
 from baton.kv.staging import Staging
 from baton.kv.ticket import Reserve, Unpack
 from baton.rpc.channels import Channels
 from baton.rpc.handover import GrpcGiverConnection
+from baton.rpc.loop import Loop
 
 PATIENCE_S = 120.0
 WARM_TOKENS = 64
@@ -55,7 +55,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     the end of the last chunk to the last byte in decode's pool, and to the beginning of decode's
     first step, and the bytes that were sent. Raises BatonError when tokens differ between them.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(_measure(job))
 
 
@@ -189,7 +189,9 @@ class _Decode:
             staging,
             lambda peer: GrpcGiverConnection(channels.get(peer.address)),
         )
-        beginner = Beginner(engine, made._collector, handover_timeout_s=HANDOVER_S)
+        beginner = Beginner(
+            engine, made._collector, GrammarBook(None), handover_timeout_s=HANDOVER_S
+        )
         giver = Giver(made.identity, loops[0].runner.layout, staging)
         departures = Departures(engine, giver, handover_timeout_s=HANDOVER_S)
         made.service = DecodeService(engine, beginner, departures, resume_window_s=2.0)

@@ -22,6 +22,7 @@ from baton.core.block_pool import BlockPool
 from baton.core.loop import EngineLoop
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.kv.giver import Giver
 from baton.kv.staging import Staging
 from baton.prefill.service import PrefillService
@@ -88,7 +89,9 @@ class _Prefill:
         )
         ends.push_async_callback(staging.close)
         giver = Giver(me, made[0].runner.layout, staging)
-        service = self._service = PrefillService(engine, giver, handover_timeout_s=HANDOVER_S)
+        service = self._service = PrefillService(
+            engine, giver, GrammarBook(None), handover_timeout_s=HANDOVER_S
+        )
         ends.push_async_callback(service.close)
         add = partial(handover_pb2_grpc.add_HandoverServicer_to_server, HandoverServicer(giver))
         server = await serve(address, Service("baton.v1.Handover", add))

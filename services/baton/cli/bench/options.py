@@ -29,8 +29,11 @@ def add(kinds: Any) -> None:
     _readers(kinds)
     _overload(kinds)
     _fairness(kinds)
+    _batch(kinds)
     _routing(kinds)
     _router(kinds)
+    _tokens(kinds)
+    _grammar(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -223,6 +226,23 @@ def _fairness(kinds: Any) -> None:
     fairness.set_defaults(seconds=40.0)
 
 
+def _batch(kinds: Any) -> None:
+    batch = _kind(
+        kinds,
+        "batch",
+        "what interactive streams notice of a batch beside them",
+        "About 3 minutes.",
+        plot=False,
+    )
+    batch.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    batch.add_argument("--target-ms", type=float, default=50.0, metavar="MS", help="inter_token_ms")
+    batch.add_argument("--streams", type=int, default=4, metavar="N", help="interactive, at a time")
+    batch.add_argument("--requests", type=int, default=24, metavar="N", help="of each turn")
+    batch.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
+    batch.add_argument("--output-tokens", type=int, default=96, metavar="N")
+    batch.add_argument("--rounds", type=int, default=3, metavar="N", help="pairs, in turns")
+
+
 def _served(parser: argparse.ArgumentParser) -> None:
     """What the benchmarks with arriving requests have in common."""
     parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
@@ -275,6 +295,42 @@ def _router(kinds: Any) -> None:
     router.add_argument(
         "--seconds", type=float, default=10.0, metavar="S", help="that streams are measured for"
     )
+
+
+def _tokens(kinds: Any) -> None:
+    tokens = _kind(
+        kinds,
+        "tokens",
+        "tokenizer and detokenizer workers against the same library in one process",
+        "About 2 minutes.",
+    )
+    tokens.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    tokens.add_argument(
+        "--sizes",
+        type=_numbers,
+        default=tuple(4**n for n in range(4, 11)),
+        metavar="N,N",
+        help="bytes of text in a request",
+    )
+    tokens.add_argument(
+        "--streams", type=_numbers, default=(1, 4, 16, 64, 256), metavar="N,N", help="at once"
+    )
+    tokens.add_argument(
+        "--seconds", type=float, default=1.5, metavar="S", help="that each point is measured for"
+    )
+
+
+def _grammar(kinds: Any) -> None:
+    grammar = _kind(
+        kinds,
+        "grammar",
+        "what following a grammar costs: compiling it, each mask, and whole steps",
+        "About 3 minutes, on the bundled model and one of a large vocabulary.",
+    )
+    _model(grammar, threads=2)
+    grammar.set_defaults(shape="wide")
+    grammar.add_argument("--batch", type=int, default=16, metavar="N", help="answers at once")
+    grammar.add_argument("--tokens", type=int, default=120, metavar="N", help="of an answer")
 
 
 def _kind(

@@ -74,6 +74,7 @@ def _figures(
         Result(f"capacity, {AT_ONCE} requests at a time", capacity, "requests/s"),
         Result("prompt tokens", args.prompt_tokens, ""),
         Result("output tokens", args.output_tokens, ""),
+        Result("longest foretold wait that is let in", 1000 * args.queue_s, "ms"),
         Result("objective, first token", 1000 * args.first_s, "ms"),
         Result("objective, between tokens", 1000 * args.between_s, "ms"),
     ]
@@ -89,6 +90,7 @@ def _figures(
         found += [
             Result(f"refused at {phase.name}", _refused(phase), "%"),
             Result(f"first token at {phase.name}, p50", 1000 * phase.first_token(0.5), "ms"),
+            Result(f"the router's CPU at {phase.name}", phase.cores("router"), "cores"),
         ]
     found += [
         at_most(

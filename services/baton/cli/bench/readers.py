@@ -24,14 +24,15 @@ from typing import Any
 import grpc
 
 from baton.cli.bench.drain import Stream
-from baton.cli.bench.fleet import fleet, scrape
+from baton.cli.bench.fleet import fleet
 from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, request
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Report
-from baton.cli.bench.stalls import percentile
 from baton.cli.layout import Layout, UpOptions
 from baton.cli.ports import free_ports
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most, compared
+from baton.cli.scrape import scrape
 from baton.core.errors import BatonError
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
@@ -109,7 +110,7 @@ def _figures(
         Result("neighbours", args.streams, "streams"),
         Result("a step of their worker", args.step_ms, "ms"),
         both(
-            "between tokens, p50, median turn", "ms", lambda turn: 1000 * percentile(turn.gaps, 0.5)
+            "between tokens, p50, median turn", "ms", lambda turn: 1000 * quantile(turn.gaps, 0.5)
         ),
         at_most("between tokens, p99, median turn", 1000 * after, "ms", GOAL, 1000 * before),
         both("router's memory, median turn", "MiB", lambda turn: turn.rss / MIB),
@@ -138,7 +139,7 @@ async def _turn(layout: Layout, load: Load) -> Turn:
                 raise BatonError(f"a stream failed: {error.details()}") from None
 
         await asyncio.gather(*map(follow, load.prompts, streams))
-    read = await asyncio.to_thread(scrape, f"{layout.http}/metrics", "process_")
+    read = await asyncio.to_thread(scrape, f"{layout.http}/metrics")
     gaps = [gap for stream in streams for gap in stream.gaps(0.0)]
     return Turn(gaps, read["process_resident_memory_bytes"], _socket_bytes())
 
@@ -187,7 +188,7 @@ async def _crowd(
 
 
 def _p99(turn: Turn) -> float:
-    return percentile(turn.gaps, 0.99)
+    return quantile(turn.gaps, 0.99)
 
 
 def _socket_bytes() -> float:

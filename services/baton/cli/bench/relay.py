@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 
-from baton.cli.bench.fleet import fleet, scrape
+from baton.cli.bench.fleet import fleet
 from baton.cli.bench.load import Load, Outcome, drive
 from baton.cli.bench.report import Report
 from baton.cli.layout import APART, UpOptions, resolve_model
 from baton.cli.results import Result, compared
+from baton.cli.scrape import scrape
 from baton.core.errors import BatonError
 
 ENGINE_CORE, OTHER_CORE = "0", "1"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from baton.cli.bench.beside import Beside
 from baton.cli.bench.process import ContenderFailed, say
 from baton.cli.bench.report import Report
-from baton.cli.bench.stalls import percentile
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.core.errors import BatonError
 from baton.rpc.lifecycle import PARENT_VARIABLE
@@ -106,8 +106,8 @@ class _Bench:
         times = await self._times(face, self._args.requests)
         name = f"added to the time to first token, {FACES[face]}"
         return [
-            at_most(f"{name}, p50", 1000 * percentile(times, 0.5), "ms", ADDED_MS),
-            Result(f"{name}, p99", 1000 * percentile(times, 0.99), "ms"),
+            at_most(f"{name}, p50", 1000 * quantile(times, 0.5), "ms", ADDED_MS),
+            Result(f"{name}, p99", 1000 * quantile(times, 0.99), "ms"),
         ]
 
     async def _times(self, face: str, requests: int) -> list[float]:

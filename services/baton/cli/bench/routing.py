@@ -17,6 +17,7 @@ import tracemalloc
 from typing import Any
 
 from baton.cli.bench.report import Report
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.core.breaker import Breaker, Breakers
 from baton.core.cache_log import BATCH_UNITS, CacheBatch
@@ -67,9 +68,9 @@ def measure(args: argparse.Namespace) -> Report:
         [
             Result("workers, half of them prefill", args.workers, ""),
             Result("units of a prompt, hashes given", len(documents[0]) // HASH_BYTES, ""),
-            Result("routing decision, p50", 1000 * _quantile(whole, 0.5), "ms"),
-            at_most("routing decision, p99", 1000 * _quantile(whole, 0.99), "ms", GOAL_MS),
-            Result("of it the index's look-up, p99", 1000 * _quantile(looking, 0.99), "ms"),
+            Result("routing decision, p50", 1000 * quantile(whole, 0.5), "ms"),
+            at_most("routing decision, p99", 1000 * quantile(whole, 0.99), "ms", GOAL_MS),
+            Result("of it the index's look-up, p99", 1000 * quantile(looking, 0.99), "ms"),
             Result("entries of both indices", entries, ""),
             at_most("memory of both indices", index_bytes / 1e6, "MB", bound / 1e6),
             at_most("memory of an entry", index_bytes / entries, "bytes", BYTES_PER_ENTRY),
@@ -197,8 +198,3 @@ def _load(draw: random.Random) -> WorkerLoad:
 
 def _split(hashes: bytes) -> list[bytes]:
     return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
-
-
-def _quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

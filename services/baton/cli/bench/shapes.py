@@ -36,6 +36,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "initializer_range": 0.3,
     },
+    "wide": {
+        **_COMMON,
+        "config": "LlamaConfig",
+        "vocab_size": 131072,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+    },
     "100m": {
         **_COMMON,
         "config": "LlamaConfig",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from baton.cli.bench import shapes
@@ -18,6 +17,7 @@ from baton.cli.bench.process import call, cores
 from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.serving import EVERYTHING, GROWTH, attempt, open_loop, open_runner, step
 from baton.cli.bench.workload import FIRST_TOKEN
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, compared
 from baton.core.decode_scheduler import DecodePolicy
 from baton.core.errors import InvalidArgument
@@ -55,9 +55,9 @@ def measure(args: argparse.Namespace) -> Report:
     lines = []
     for chunk, found in zip(job["chunks"], measured, strict=True):
         name = f"chunks of {chunk}" if chunk < args.prompt_tokens else "no chunks"
-        p50, p99 = (1000 * percentile(found["gaps"], share) for share in (0.5, 0.99))
+        p50, p99 = (1000 * quantile(found["gaps"], share) for share in (0.5, 0.99))
         longest = 1000 * max(found["gaps"])
-        first = 1000 * percentile(found["first"], 0.5)
+        first = 1000 * quantile(found["first"], 0.5)
         results += [
             compared(f"between tokens, p99 against p50, {name}", p99, "ms", p50),
             Result(f"between tokens, longest, {name}", longest, "ms"),
@@ -68,12 +68,6 @@ def measure(args: argparse.Namespace) -> Report:
     title = f"{args.running} sequences, {args.arrivals} prompts of {args.prompt_tokens} tokens"
     chart = Chart(title, "step", "longest wait for a token, ms", tuple(lines))
     return Report(results, (chart,))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of all is at most."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

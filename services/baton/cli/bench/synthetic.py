@@ -10,22 +10,23 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
-from time import perf_counter
 from typing import Any
 
 import grpc
-import uvloop
 
 from baton.cli.bench.beside import answer
+from baton.cli.bench.served import Times
 from baton.cli.ports import HOST
 from baton.core.attempt import AttemptKey
+from baton.core.errors import Unimplemented
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.rpc.convert import identity_to_proto, token_ids_from_bytes, token_ids_to_bytes
 from baton.rpc.lifecycle import new_incarnation
+from baton.rpc.loop import Loop
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
 from baton.v1 import (
@@ -52,28 +53,6 @@ Offers = defaultdict[bytes, asyncio.Event]
 """Set when a hand-over's KV is there."""
 
 
-class Times:
-    """Seconds that each request was served, by what was done. serve_s: what everything takes."""
-
-    def __init__(self) -> None:
-        self.serve_s = 0.0
-        self._spent: defaultdict[str, dict[int, float]] = defaultdict(dict)
-
-    @asynccontextmanager
-    async def serve(self, what: str, *requests: int) -> AsyncIterator[None]:
-        """What is within, and the time it is said to take."""
-        began = perf_counter()
-        yield
-        if self.serve_s:
-            await asyncio.sleep(self.serve_s)
-        for request in requests:
-            self._spent[what][request] = perf_counter() - began
-
-    def take(self) -> dict[str, dict[int, float]]:
-        spent, self._spent = self._spent, defaultdict(dict)
-        return spent
-
-
 class Tokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     """One token a word; the last one is the number that it spells."""
 
@@ -93,6 +72,11 @@ class Tokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.DescribeRequest, context: Context
     ) -> tokenizer_pb2.DescribeResponse:
         return tokenizer_pb2.DescribeResponse(model=MODEL.name)
+
+    async def Decode(
+        self, request: tokenizer_pb2.DecodeRequest, context: Context
+    ) -> tokenizer_pb2.DecodeResponse:
+        raise Unimplemented("synthetic tokens have no text")
 
 
 class Prefill(prefill_pb2_grpc.PrefillServicer):
@@ -392,4 +376,5 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_main())
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(_main())

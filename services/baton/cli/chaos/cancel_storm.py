@@ -16,13 +16,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from baton.cli.bench.stalls import percentile
 from baton.cli.chaos.calls import call, read
-from baton.cli.chaos.cluster import Cluster, cluster, metrics, total
+from baton.cli.chaos.cluster import Cluster, cluster
 from baton.cli.chaos.peers import Broken
 from baton.cli.layout import APART, UpOptions
 from baton.cli.process import Child
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
+from baton.cli.scrape import total
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 
@@ -58,7 +59,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         after, seconds = await _rest(running, before)
         waits, step_ms = await _cancel_one_by_one(running, stub, draw, args.samples)
     kinds = sorted({name.partition(" ")[2] for name in before})
-    p50, p99, longest = (1000 * percentile(waits, share) for share in (0.5, 0.99, 1.0))
+    p50, p99, longest = (1000 * quantile(waits, share) for share in (0.5, 0.99, 1.0))
     return [
         Result("requests cancelled at random moments", args.count - finished, ""),
         Result("that ended before they were cancelled", finished, ""),
@@ -101,11 +102,11 @@ async def _cancel_one_by_one(
             await asked.read()
         cancelled = time.perf_counter()
         asked.cancel()
-        while total(await asyncio.to_thread(metrics, decode), *_USED):
+        while total(await asyncio.to_thread(running.metrics, decode), *_USED):
             if time.perf_counter() - cancelled > SETTLE_S:
                 raise Broken("a cancelled request's blocks did not come back")
         waits.append(time.perf_counter() - cancelled)
-    found = metrics(decode)
+    found = running.metrics(decode)
     step = found["baton_step_seconds_sum"] / found["baton_step_seconds_count"]
     return waits, 1000 * step
 
@@ -139,12 +140,12 @@ async def _counts(running: Cluster) -> Counts:
     """By "process what": used blocks and slots, requests or attempts, tasks, file descriptors."""
     counts: dict[str, float] = {}
     for child in running.children:
-        counts.update(await asyncio.to_thread(_counts_of, child))
+        counts.update(await asyncio.to_thread(_counts_of, running, child))
     return counts
 
 
-def _counts_of(child: Child) -> dict[str, float]:
-    found = metrics(child.spec)
+def _counts_of(running: Cluster, child: Child) -> dict[str, float]:
+    found = running.metrics(child.spec)
     counts = {
         "tasks": total(found, "baton_tasks"),
         "file descriptors": float(len(os.listdir(f"/proc/{child.pid}/fd"))),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from baton.cli.chaos.peers import Broken
 from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_ports
 from baton.cli.process import Child
+from baton.cli.scrape import scrape, total
 
 START_S = 60.0
 
@@ -31,6 +31,10 @@ class Cluster:
     @property
     def grpc(self) -> str:
         return self.layout.grpc
+
+    def metrics(self, spec: ProcessSpec) -> dict[str, float]:
+        """Blocks. Raises OSError."""
+        return scrape(self.layout.metrics_url(spec))
 
     def children_of(self, *roles: str) -> list[Child]:
         return [child for child in self.children if child.spec.role in roles]
@@ -85,23 +89,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def metrics(spec: ProcessSpec) -> dict[str, float]:
-    """A process's metrics by name with labels. Blocks. Raises OSError."""
-    with urllib.request.urlopen(f"http://{spec.metrics}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
-
-
-def total(found: Mapping[str, float], name: str, *labels: str) -> float:
-    """The sum of a metric's samples that have these labels, each as `key="value"`."""
-    return sum(
-        value
-        for sample, value in found.items()
-        if sample.partition("{")[0] == name and all(label in sample for label in labels)
-    )
-
-
 def _routed(
     layout: Layout, routed: Mapping[int, int], flags: Mapping[str, Sequence[str]]
 ) -> Layout:
@@ -121,7 +108,7 @@ async def _ready(started: Cluster, routed: bool) -> None:
 
     def met(router: ProcessSpec) -> bool:
         try:
-            return total(metrics(router), "baton_workers", 'state="serving"') >= least
+            return total(started.metrics(router), "baton_workers", 'state="serving"') >= least
         except OSError:
             return False
 

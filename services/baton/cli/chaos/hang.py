@@ -19,10 +19,11 @@ import grpc
 
 from baton.cli.bench.process import say
 from baton.cli.chaos.calls import call
-from baton.cli.chaos.cluster import Cluster, cluster, metrics, total
+from baton.cli.chaos.cluster import Cluster, cluster
 from baton.cli.layout import APART, UpOptions
 from baton.cli.process import Child
 from baton.cli.results import Result, at_most, compared
+from baton.cli.scrape import total
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 
@@ -154,5 +155,5 @@ async def _read(stub: inference_pb2_grpc.InferenceStub, seed: int) -> _Stream:
 
 async def _moved(running: Cluster) -> float:
     (router,) = running.children_of("router")
-    found = await asyncio.to_thread(metrics, router.spec)
+    found = await asyncio.to_thread(running.metrics, router.spec)
     return sum(total(found, name) for name in MOVED)

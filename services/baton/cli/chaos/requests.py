@@ -6,9 +6,10 @@ import argparse
 import asyncio
 
 from baton.cli.bench.load import Load, Outcome, drive
-from baton.cli.chaos.cluster import cluster, metrics, total
+from baton.cli.chaos.cluster import cluster
 from baton.cli.layout import APART, UpOptions
 from baton.cli.results import Result, compared
+from baton.cli.scrape import total
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 8
 
@@ -54,6 +55,6 @@ async def _run(args: argparse.Namespace, load: Load, faults: str) -> tuple[Outco
         outcome = await drive(running.grpc, load)
         refused = 0.0
         for child in running.children_of("decode"):
-            found = await asyncio.to_thread(metrics, child.spec)
+            found = await asyncio.to_thread(running.metrics, child.spec)
             refused += total(found, "baton_parcels_refused_total")
     return outcome, refused

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from baton.cli import state
 from baton.cli.bench.fleet import supervised
 from baton.cli.bench.process import say
-from baton.cli.chaos.cluster import environment, metrics, total
+from baton.cli.chaos.cluster import environment
 from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.streams.network import Network
 from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_row
 from baton.cli.process import Child
-from baton.cli.supervisor import FIRST_BACKOFF_S, Supervisor, met
+from baton.cli.scrape import met, scrape, total
+from baton.cli.supervisor import FIRST_BACKOFF_S, Supervisor
 
 OF_EACH = 2
 KV_MEMORY_MIB = 64
@@ -128,7 +129,7 @@ class Fleet:
 
     async def metrics(self, name: str) -> dict[str, float]:
         """Raises OSError while the process is not there."""
-        return await asyncio.to_thread(metrics, self.spec(name))
+        return await asyncio.to_thread(scrape, self.layout.metrics_url(self.spec(name)))
 
     async def held(self, *names: str) -> float:
         """What workers hold for requests: attempts, sequences, texts, and what would be a leak."""

@@ -21,10 +21,10 @@ from baton.cli.chaos.streams.answer import Answer
 from baton.cli.chaos.streams.fleet import OF_EACH, Fleet, fleet
 from baton.cli.chaos.streams.hits import hits
 from baton.cli.chaos.streams.load import Load, client_of
-from baton.cli.chaos.streams.quantiles import quantile
 from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 
 RESUME_GOAL_S = 3.0

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.cli.bench.process import say
-from baton.cli.chaos.cluster import total
 from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.streams.answer import Answer
 from baton.cli.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet
 from baton.cli.chaos.streams.load import Load, Stub, client_of, follow
 from baton.cli.chaos.streams.network import ProxiedNetwork
 from baton.cli.chaos.streams.proxy import Edge, Way
-from baton.cli.chaos.streams.quantiles import quantile
 from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import short, streams
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
+from baton.cli.scrape import total
 
 HEAL_GOAL_S = 5.0
 HANDOVER_BYTES = 512

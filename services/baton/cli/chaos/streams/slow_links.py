@@ -16,9 +16,9 @@ from baton.cli.chaos.streams.hits import hits
 from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.network import ProxiedNetwork
 from baton.cli.chaos.streams.partitions import pairs_of
-from baton.cli.chaos.streams.quantiles import quantile
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
+from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 
 DELAYS_S = (0.02, 0.2)

@@ -1,0 +1,254 @@
+"""`baton bench tokens`: tokenizer and detokenizer workers against the same library in one process.
+
+Both sides of a figure are measured in this run, pinned to the same core, and compared by processor
+time. Text is the source of Python's own library: prose and code, and everybody has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from baton.cli.bench import process
+from baton.cli.bench.process import say
+from baton.cli.bench.report import Chart, Line, Report
+from baton.cli.bench.tokens_hard import beside, growing
+from baton.cli.bench.tokens_worker import Worker, detokenize, encode, serving
+from baton.cli.layout import resolve_model
+from baton.cli.results import Result, compared
+from baton.core.errors import BatonError
+from baton.v1.tokenizer_pb2 import EncodeInput, EncodeRequest
+
+TEXT_BYTES = 1 << 22
+ITEM_BYTES = 1 << 10
+"""A batch is of such texts, or of larger ones when more than 256 would be needed."""
+MAX_ITEMS = 256
+COMPARED_FROM = 1 << 16
+GOAL = 0.8
+STREAM_BYTES = 1 << 12
+DIRECT_S = 120.0
+STOPS = ("\n\n\n\n", "</answer>", "User:")
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises BatonError when a worker fails."""
+    if sys.platform != "linux":
+        raise BatonError("another process's processor time can be read on Linux only")
+    allowed = os.sched_getaffinity(0)
+    try:
+        return asyncio.run(_Bench(args).measure())
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+class _Bench:
+    """The measurements in order; each adds its figures and lines."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._model = resolve_model(args.model)[0]
+        self._text = _text()
+        self._ids = _ids(self._model, self._text)
+        cores = sorted(os.sched_getaffinity(0))
+        self._core, self._other = cores[0], cores[-1]
+        self._batches = {size: _batches(self._text, size) for size in args.sizes}
+        self.results: list[Result] = []
+
+    async def measure(self) -> Report:
+        direct = self._direct()
+        encode_direct = {int(size): rate for size, rate in direct["encode"].items()}
+        os.sched_setaffinity(0, {self._other})
+        async with serving("tokenizer", self._model, self._core) as first:
+            by_size = await self._sizes(first, encode_direct)
+            by_streams = await self._streams(first)
+            self.results += await beside(first)
+            async with serving("tokenizer", self._model, self._other) as second:
+                await self._two(first, second)
+        self.results += await growing(self._model, self._core, self._text)
+        decoded, with_stops = await self._decoding(direct["decode"])
+        sizes, streams = list(self._args.sizes), list(self._args.streams)
+        return Report(
+            self.results,
+            (
+                Chart(
+                    "encoding, one request at a time",
+                    "bytes of text in a request",
+                    "MB a CPU-second",
+                    (
+                        Line("the library, called directly", sizes, _mb(encode_direct.values())),
+                        Line("a tokenizer worker", sizes, _mb(by_size)),
+                    ),
+                    log=True,
+                ),
+                Chart(
+                    f"encoding, {STREAM_BYTES >> 10} KiB a request",
+                    "streams",
+                    "MB a CPU-second",
+                    (Line("a tokenizer worker", streams, _mb(by_streams)),),
+                    log=True,
+                ),
+                Chart(
+                    "detokenizing, a token of each stream at a time",
+                    "streams",
+                    "tokens a CPU-second",
+                    (
+                        Line("a detokenizer worker", streams, decoded),
+                        Line("with stop strings", streams, with_stops),
+                        Line(
+                            "the library, called directly",
+                            streams,
+                            [direct["decode"]] * len(streams),
+                        ),
+                    ),
+                    log=True,
+                ),
+            ),
+        )
+
+    def _direct(self) -> dict[str, Any]:
+        say("the library, called directly")
+        job = {
+            "tokenizer": str(self._model / "tokenizer.json"),
+            "batches": self._batches,
+            "ids": self._ids,
+            "seconds": self._args.seconds,
+        }
+        return process.call("tokens_direct", job, threads=1, deadline_s=DIRECT_S)
+
+    async def _sizes(self, worker: Worker, direct: dict[int, float]) -> list[float]:
+        """Bytes a CPU-second by the size of a request."""
+        rates = []
+        for size, batches in self._batches.items():
+            say(f"requests of {size} bytes")
+            requests = [_request(batch) for batch in batches]
+            load = await encode([worker], requests, streams=1, seconds=self._args.seconds)
+            rates.append(load.per_core_s)
+            self.results.append(
+                compared(
+                    f"encoding, {_size(size)} a request, against the library called directly",
+                    load.per_core_s / 1e6,
+                    "MB/CPU-s",
+                    direct[size] / 1e6,
+                    GOAL if size >= COMPARED_FROM else None,
+                )
+            )
+        enough = [
+            size
+            for size, rate in zip(self._batches, rates, strict=True)
+            if rate >= GOAL * direct[size]
+        ]
+        if enough:
+            name = f"smallest request measured that reaches {GOAL:.0%} of the library"
+            self.results.append(Result(name, min(enough), "bytes"))
+        return rates
+
+    async def _streams(self, worker: Worker) -> list[float]:
+        """Bytes a CPU-second by the number of streams that ask at once."""
+        requests = [_request(batch) for batch in _batches(self._text, STREAM_BYTES)]
+        rates = []
+        for streams in self._args.streams:
+            say(f"{streams} streams")
+            load = await encode([worker], requests, streams=streams, seconds=self._args.seconds)
+            rates.append(load.per_core_s)
+            name = f"encoding, {_size(STREAM_BYTES)} a request, {_streams(streams)}"
+            self.results.append(Result(name, load.per_core_s / 1e6, "MB/CPU-s"))
+        return rates
+
+    async def _two(self, first: Worker, second: Worker) -> None:
+        say("one worker, then two")
+        requests = [_request(batch) for batch in _batches(self._text, COMPARED_FROM)]
+        loads = [
+            await encode(workers, requests, streams=4, seconds=2 * self._args.seconds)
+            for workers in ([first], [first, second])
+        ]
+        self.results.append(
+            compared(
+                f"encoding, {_size(COMPARED_FROM)} a request, two workers against one",
+                loads[1].per_s / 1e6,
+                "MB/s",
+                loads[0].per_s / 1e6,
+            )
+        )
+
+    async def _decoding(self, direct: float) -> tuple[list[float], list[float]]:
+        """Tokens a CPU-second by the number of streams, without and with stop strings."""
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        async with serving("detokenizer", self._model, self._core) as worker:
+            for streams in self._args.streams:
+                for stops in (False, True):
+                    say(f"{streams} texts{', with stop strings' if stops else ''}")
+                    load = await detokenize(
+                        worker,
+                        self._ids,
+                        streams=streams,
+                        seconds=self._args.seconds,
+                        stop_strings=STOPS if stops else (),
+                    )
+                    rates[stops].append(load.per_core_s)
+                    name = f"detokenizing, {_streams(streams)}"
+                    name += ", with stop strings" if stops else ""
+                    self.results.append(
+                        Result(name, load.per_core_s, "tokens/CPU-s")
+                        if stops
+                        else compared(
+                            f"{name}, against the library's own stream, called directly",
+                            load.per_core_s,
+                            "tokens/CPU-s",
+                            direct,
+                        )
+                    )
+        return rates[False], rates[True]
+
+
+def _text() -> str:
+    """About TEXT_BYTES."""
+    pieces, size = [], 0
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        piece = path.read_text("utf-8", errors="replace")
+        pieces.append(piece)
+        size += len(piece)
+        if size >= TEXT_BYTES:
+            break
+    return "".join(pieces)
+
+
+def _batches(text: str, size: int) -> list[list[str]]:
+    """Batches of about `size` characters, as many as the text has, at most a megabyte of them."""
+    item = max(min(size, ITEM_BYTES), size // MAX_ITEMS)
+    batches = []
+    for start in range(0, min(len(text) - size, 1 << 20) + 1, size):
+        batches.append([text[at : at + item] for at in range(start, start + size, item)])
+    return batches
+
+
+def _request(batch: Sequence[str]) -> EncodeRequest:
+    return EncodeRequest(inputs=[EncodeInput(text=text, add_special_tokens=True) for text in batch])
+
+
+def _ids(model: Path, text: str) -> list[int]:
+    """Tokens of the text, none of which ends anything."""
+    start = random.Random(0).randrange(len(text) // 2)
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(
+        text[start : start + (1 << 15)], add_special_tokens=False
+    )
+    return list(ids.ids)
+
+
+def _mb(rates: Any) -> list[float]:
+    return [rate / 1e6 for rate in rates]
+
+
+def _size(size: int) -> str:
+    return f"{size} B" if size < 1024 else f"{size >> 10} KiB"
+
+
+def _streams(count: int) -> str:
+    return "one stream" if count == 1 else f"{count} streams"
