@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# How many processes test at a time. A file's tests stay in one, so that what they share starts once.
+TEST_PROCESSES ?= 2
+
 # An interpreter that has llama_cpp, where one was named.
 llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Where a benchmark leaves its figures and its plot.
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv bench-router tables test-chaos test-slow chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv bench-router bench-tokens bench-grammar tables test-chaos test-slow test-browser test-clients chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -41,13 +44,19 @@ down: ## Stop what 'make up' started
 
 test: install ## The default tests: no GPU, no network
 	@echo "Running the default tests (a few minutes on 2 cores)"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
 
 test-chaos: install ## Tests that kill real processes
 	@$(BIN)/python -m pytest -q -m chaos
 
 test-slow: install ## Tests that take long
 	@$(BIN)/python -m pytest -q -m slow
+
+test-browser: install ## Tests of the playground; need Debian's chromium and chromium-driver
+	@$(BIN)/python -m pytest -q -m browser tests/browser
+
+test-clients: install ## openai, litellm, llm, buf curl, grpcio from their own packages (pip and npm)
+	@$(BIN)/python -m pytest -q -m clients tests/clients
 
 fmt: install ## Format the code
 	@$(BIN)/ruff format .
@@ -90,10 +99,18 @@ bench-kv: install ## Measure the KV hand-over (about 4 minutes)
 	@$(BIN)/baton bench kv $(call figures,kv)
 	@$(BIN)/python scripts/tables.py
 
-bench-router: install ## Measure overload, fairness, slow readers and the router's own cost (about half an hour)
-	@missed=0; for what in overload fairness readers router routing; do \
+bench-router: install ## Measure overload, fairness, slow readers, batches and the router's own cost (about half an hour)
+	@missed=0; for what in overload fairness readers router routing batch; do \
 		$(BIN)/baton bench $$what --json docs/benchmarks/$$what.json || missed=1; \
 	done; $(BIN)/python scripts/tables.py; exit $$missed
+
+bench-tokens: install ## Measure tokenizer and detokenizer against their library (about 2 minutes)
+	@$(BIN)/baton bench tokens $(call figures,tokens)
+	@$(BIN)/python scripts/tables.py
+
+bench-grammar: install ## Measure structured output (about 3 minutes)
+	@$(BIN)/baton bench grammar $(call figures,grammar)
+	@$(BIN)/python scripts/tables.py
 
 chaos: install ## Kill, stop, cut off and restart processes under load, and count (about half an hour)
 	@missed=0; for schedule in kills routers partitions rolling slow-links; do \
