@@ -168,7 +168,10 @@ async def test_a_giver_that_falls_silent_again_and_again_costs_no_sockets() -> N
             with pytest.raises(HandoverFailed, match="silent"):
                 await collecting
             here.signal(signal.SIGCONT)
-        assert counts[0] == counts[1] == counts[2]
+        # Fewer are no leak: what earlier tests left to this process may close meanwhile.
+        ours, theirs = ([count[side] for count in counts] for side in (0, 1))
+        assert max(ours[1:]) <= ours[0]
+        assert max(theirs[1:]) <= theirs[0]
 
 
 @pytest.mark.parametrize("fate", ["continues", "dies"])
