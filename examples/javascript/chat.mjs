@@ -9,6 +9,7 @@ const definition = loader.loadSync("baton/v1/inference.proto", {
   includeDirs: [protos],
   longs: Number,
   enums: String,
+  defaults: true,
   oneofs: true,
 });
 const { Inference } = grpc.loadPackageDefinition(definition).baton.v1;
