@@ -112,6 +112,8 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert tenant.max_requests is None or len(own) <= tenant.max_requests
         if not self.held:
             assert self.admission.encoding == self.admission.unplaced == 0
+        coming = {held.tenant for held in self.held if not held.settled}
+        assert len(self.admission.approach) == len(coming)
 
     def turned_away(self, tenant: str) -> bool:
         try:
@@ -205,6 +207,30 @@ def test_at_a_glance_a_long_queue_turns_away_all_but_who_would_pass_it() -> None
     busy.glance(TENANTS["free"], -1, NOWHERE, 0.0)
     busy.glance(TENANTS["few"], 0, NOWHERE, 0.0)
     assert busy.num_requests == busy.tokens == busy.encoding == 0
+
+
+def test_those_that_are_being_encoded_count_as_if_they_waited() -> None:
+    busy, prompt = waiting(120), {"least_tokens": 40, "most_tokens": 40}
+    grants = [busy.open(ask(**prompt), NOWHERE, 100.0, 0.0) for _ in range(2)]
+    assert refused(busy, ask(**prompt)).limit is Limit.WAIT
+    busy.open(ask(priority=-1, **prompt), NOWHERE, 100.0, 0.0).release(0, 0.0)
+    busy.open(ask(TENANTS["few"], **prompt), NOWHERE, 100.0, 0.0).release(0, 0.0)
+    grants[0].settle(40, 20, NOWHERE, 100.0, 0.0)
+    busy.open(ask(**prompt), NOWHERE, 100.0, 0.0)
+
+
+def test_who_was_let_in_is_kept_unless_the_wait_is_too_long_for_certain() -> None:
+    for tokens, kept in ((300, True), (500, False)):
+        busy = waiting(100)
+        grant = busy.open(ask(), NOWHERE, 100.0, 0.0)
+        busy._queue.add(Entry(None, "free", 1.0, 0, tokens - 100, 0.0))
+        assert refused(busy, ask()).limit is Limit.WAIT
+        if kept:
+            grant.settle(40, 20, NOWHERE, 100.0, 0.0)
+        else:
+            with pytest.raises(Refusal) as caught:
+                grant.settle(40, 20, NOWHERE, 100.0, 0.0)
+            assert caught.value.limit is Limit.WAIT
 
 
 def test_another_tenants_flood_is_not_waited_for() -> None:

@@ -8,7 +8,9 @@ that what is being encoded is bounded. After that its numbers are exact. Either 
 which somebody must release.
 
 Whoever could only wait in vain is refused at once: the queue's drain is measured, so the wait of a
-new entry can be foretold. A refusal says when to come back: later the longer the queue is, and for
+new entry can be foretold, behind all that is let in already. When its prompt is encoded it is
+refused only if the wait has become too long for certain: a refusal should come at once or not at
+all. A refusal says when to come back: later the longer the queue is, and for
 each one at another time.
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from baton.core.approach import Approach
 from baton.core.drain_rate import DrainRate
 from baton.core.errors import InvalidArgument
 from baton.core.fair_queue import FairQueue
@@ -32,6 +35,9 @@ MAX_ENCODING = 1 << 23
 
 SHORTEST_RETRY_S = 0.5
 LONGEST_RETRY_S = 60.0
+TOKEN_BYTES = 4
+"""Of a prompt, about: what one that is not encoded yet will come to."""
+
 FIRST_GUESS = 256.0
 """Output tokens of a choice, before any was seen to end."""
 
@@ -77,6 +83,11 @@ class Ask:
     def least_charge(self) -> int:
         return self.least_tokens + self.longest_output
 
+    @property
+    def likely_tokens(self) -> int:
+        """Of the prompt."""
+        return max(self.least_tokens, self.most_tokens // TOKEN_BYTES)
+
 
 def check_priority(tenant: Tenant, priority: int) -> None:
     """Raises InvalidArgument when a tenant asks for more urgency than it may."""
@@ -107,6 +118,7 @@ class Admission:
         self.unplaced = 0
         """Prompt tokens of those who are let in and have no place yet."""
         self.encoding = 0
+        self.approach = Approach()
         self._limits = limits
         self._queue = queue
         self._drain = drain
@@ -144,7 +156,11 @@ class Admission:
             raise self._refused(Limit.QUEUE, "Too many prompts are being encoded.")
         self._check_tokens(ask.tenant, 1, ask.least_charge, outlook, now)
         cost = self.cost(ask.least_tokens, ask.longest_output, ask.choices)
-        self._check_wait(ask, ask.least_tokens, cost, outlook, remaining_s)
+        if len(self._queue):
+            # With an empty queue it is about to be seen.
+            ahead = self._ahead(ask) + self.approach.ahead(ask.tenant.name, ask.priority)
+            wait_s = self._drain.wait_s(ahead)
+            self._check_wait(ask, wait_s, ask.least_tokens, cost, outlook, remaining_s)
 
     def _check_tokens(
         self, tenant: Tenant, requests: int, tokens: int, outlook: Outlook, now: float
@@ -159,16 +175,22 @@ class Admission:
             refusal.retry_after_s = self.retry_after_s(refusal.retry_after_s)
             raise
 
+    def _ahead(self, ask: Ask) -> float:
+        return self._queue.ahead(ask.tenant.name, ask.tenant.weight, ask.priority)
+
     def _check_wait(
-        self, ask: Ask, prompt: int, cost: int, outlook: Outlook, remaining_s: float
+        self,
+        ask: Ask,
+        wait_s: float,
+        prompt: int,
+        cost: int,
+        outlook: Outlook,
+        remaining_s: float,
     ) -> None:
-        """Whether it would get a place in time. With an empty queue it is about to be seen."""
-        if not len(self._queue):
-            return
+        """Whether it would get a place in time."""
         if not self._queue.has_room(ask.tenant.name, cost):
             raise self._refused(Limit.QUEUE, "The queue is full.")
-        ahead = self._queue.ahead(ask.tenant.name, ask.tenant.weight, ask.priority)
-        wait_s, most_s = self._drain.wait_s(ahead), self._limits.max_queue_s
+        most_s = self._limits.max_queue_s
         if wait_s + outlook.first_token_s > remaining_s:
             raise self._refused(Limit.DEADLINE, "It could not begin before its deadline.")
         if wait_s > most_s:
@@ -195,12 +217,14 @@ class Grant:
         self._charged = charged
         self._prompt = 0
         self._encoding = ask.most_tokens
+        self._approach = admission.cost(ask.likely_tokens, ask.longest_output, ask.choices)
         self._unplaced = 0
         self._was_placed = False
         self._released = False
         admission.num_requests += 1
         admission.tokens += charged
         admission.encoding += self._encoding
+        admission.approach.add(ask.tenant.name, ask.priority, self._approach)
         admission.budgets.take(ask.tenant.name, 1, charged, now)
 
     def settle(
@@ -217,7 +241,9 @@ class Grant:
         try:
             admission._check_tokens(ask.tenant, 0, prompt + longest_output, outlook, now)
             self.cost = admission.cost(prompt, longest_output, ask.choices)
-            admission._check_wait(ask, prompt, self.cost, outlook, remaining_s)
+            if len(admission._queue):
+                wait_s = admission._drain.least_wait_s(admission._ahead(ask))
+                admission._check_wait(ask, wait_s, prompt, self.cost, outlook, remaining_s)
             charged = prompt + longest_output
         finally:
             self._charge(charged, now)
@@ -259,3 +285,6 @@ class Grant:
     def _encoded(self) -> None:
         self._admission.encoding -= self._encoding
         self._encoding = 0
+        approach, self._approach = self._approach, 0
+        if approach:
+            self._admission.approach.remove(self._ask.tenant.name, self._ask.priority, approach)
