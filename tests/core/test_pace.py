@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,8 +24,24 @@ def test_what_is_busy_keeps_them_apart_and_what_has_time_lets_them_together() ->
     assert intervals == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
     pace.observe(0.5)
     assert pace.interval_s == 1.0, "near the limit nothing changes"
-    pace.observe(0.1)
-    assert pace.interval_s == 0.8
+    pace.observe(0.225)
+    assert pace.interval_s == pytest.approx(0.5), "half as busy as it may be"
+    for _ in range(2):
+        pace.observe(0.0)
+    assert pace.interval_s == 0.0
+
+
+@given(events=st.floats(0.001, 2), else_=st.floats(0, 0.4), interval_s=st.floats(FIRST_S, 1))
+def test_coming_closer_does_not_make_it_too_busy(
+    events: float, else_: float, interval_s: float
+) -> None:
+    """events: what they cost when a second apart."""
+    pace = Pace(0.6)
+    pace.interval_s = interval_s
+    busy = events / interval_s + else_
+    pace.observe(busy)
+    if pace.interval_s and busy < 0.45:
+        assert events / pace.interval_s + else_ <= 0.45 + else_
 
 
 @given(st.lists(st.floats(0, 4)))

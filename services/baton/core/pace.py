@@ -17,7 +17,8 @@ _RELIEF = 0.75
 """Busy below this share of the limit, events come closer together: not at once below it, for the
 limit is where they belong."""
 
-_CLOSER = 0.8
+_MOST_CLOSER = 10.0
+"""Times, at once."""
 
 
 class Pace:
@@ -33,5 +34,7 @@ class Pace:
         if busy > self._limit:
             self.interval_s = min(LONGEST_S, max(FIRST_S, 2 * self.interval_s))
         elif busy < _RELIEF * self._limit:
-            closer = _CLOSER * self.interval_s
+            # As close as makes it about as busy as that, were events all that it is busy with: then
+            # what made it busy is forgotten as soon as it is over, and never overshot.
+            closer = self.interval_s * max(busy / (_RELIEF * self._limit), 1 / _MOST_CLOSER)
             self.interval_s = closer if closer >= FIRST_S else 0.0
