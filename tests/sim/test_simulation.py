@@ -45,6 +45,12 @@ def test_a_thousand_schedules() -> None:
     assert losses > 1000, "nothing was disturbed"
 
 
+@pytest.mark.parametrize("seed", [1355])
+def test_what_once_failed(seed: int) -> None:
+    """1355: sent away by how fast a queue had gone while there was no worker."""
+    assert not schedule.run(seed).violations
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_schedules() -> None:

@@ -11,6 +11,7 @@ while workers are missing that may come back.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -248,7 +249,10 @@ class Turnstile:
             self._fail(entry, self._too_late(), now)
 
     def _latest(self, entry: Entry[Waiter]) -> float:
-        """When it must have its place."""
+        """When it must have its place. While workers are missing nothing can be foretold: how fast
+        the queue went says nothing of when they are back."""
+        if self._present_since == self._swept_at:
+            return math.inf
         patience = max(entry.arrived, self._present_since) + PATIENCE * self._max_queue_s
         return min(entry.deadline, patience)
 
