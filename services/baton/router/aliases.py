@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.load import WorkerDescription, WorkerLoad
 from baton.router.fleet import Fleet
 from baton.router.pipeline import Pipeline
+from baton.router.use import Use
 from baton.rpc.aliases import CACHE_CONFIG, KV_USAGE, RUNNING, WAITING
 from baton.rpc.metrics import REGISTRY, gauge
 
@@ -25,38 +25,29 @@ def watch(
 ) -> list[Callable[[], None]]:
     """Reads the gauges at every scrape until the returned functions are called."""
 
-    def waiting() -> Counter[str]:
-        return Counter(entry.item.kind[0] for entry in pipeline.gate.queue)
-
-    def known() -> list[tuple[str, WorkerDescription, WorkerLoad]]:
-        """Decode workers that have said what they are and what they do, with their models."""
-        return [
-            (worker.model.name, worker.description, worker.load)
-            for worker in fleet.decodes.workers()
-            if worker.load is not None and worker.description.num_blocks
-        ]
+    use = Use(pipeline, fleet)
 
     def models() -> set[str]:
         return {model.name for model in pipeline.models()}
 
     def running_now() -> Gauge:
-        running, queued = pipeline.running_by_model(), waiting()
-        return {(m,): max(0, running[m] - queued[m]) for m in models() | running.keys()}
+        running = use.running()
+        return {(m,): running[m] for m in models() | running.keys()}
 
     def waiting_now() -> Gauge:
-        queued = waiting()
+        queued = use.waiting()
         return {(m,): queued[m] for m in models() | queued.keys()}
 
     def usage() -> Gauge:
         blocks, free = Counter[str](), Counter[str]()
-        for model, description, load in known():
+        for model, description, load in use.decodes():
             blocks[model] += description.num_blocks
             free[model] += load.free_blocks
         return {(m,): 1 - free[m] / blocks[m] for m in blocks}
 
     def config() -> Gauge:
         blocks = Counter[tuple[str, int]]()
-        for model, description, _ in known():
+        for model, description, _ in use.decodes():
             blocks[model, description.block_size] += description.num_blocks
         return {(m, str(size), str(count)): 1 for (m, size), count in blocks.items()}
 

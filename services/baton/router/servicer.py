@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
-from baton.core.errors import BatonError, DeadlineExceeded
+from baton.core.errors import BatonError
 from baton.core.request import Request
-from baton.core.validation import REQUEST_RANGES
 from baton.router.grpc_door import CALLER
 from baton.router.inference_messages import (
     chat_from_proto,
@@ -20,6 +19,7 @@ from baton.router.inference_messages import (
 )
 from baton.router.pipeline import Pipeline
 from baton.router.stall import Stall
+from baton.router.time_left import deadline_s
 from baton.rpc.server import Service
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
@@ -49,7 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
         self._pipeline.turn_away(CALLER.get(), request.options.priority)
-        asked = generate_from_proto(request, _deadline_s(context))
+        asked = generate_from_proto(request, deadline_s(context))
         await self._answer(asked, pb.GenerateResponse, context.write)
 
     async def Chat(  # type: ignore[override]
@@ -58,7 +58,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
     ) -> None:
         self._pipeline.turn_away(CALLER.get(), request.options.priority)
-        asked = chat_from_proto(request, _deadline_s(context))
+        asked = chat_from_proto(request, deadline_s(context))
         await self._answer(asked, pb.ChatResponse, context.write)
 
     async def ListModels(
@@ -86,13 +86,3 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await stream.aclose()
         except BatonError as error:
             raise in_client_words(error) from error
-
-
-def _deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Time left for the call, or None; no more than a request may name."""
-    remaining_s = context.time_remaining()
-    if remaining_s is None:
-        return None
-    if remaining_s <= 0:
-        raise DeadlineExceeded("The request ran out of time.")
-    return min(float(remaining_s), REQUEST_RANGES["deadline_s"].high)

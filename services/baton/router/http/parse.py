@@ -34,6 +34,7 @@ from baton.router.http.schema import (
     StreamOptions,
 )
 from baton.router.http.tools import calls_of, choice_of, tools_of
+from baton.router.wording import in_client_words
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions; chat answers may fill the context."""
@@ -46,9 +47,6 @@ PROMPT_NAMES = {"template": "chat_template", "template_kwargs": "chat_template_k
 _MAX_LISTED = 32
 _INT64_MIN = -(2**63)
 _UINT64 = 2**64 - 1
-
-_PREDICATES = ("must ", "cannot be ", "takes ")
-"""What a message begins with that says something of its field, without naming it."""
 
 T = TypeVar("T")
 
@@ -147,16 +145,6 @@ def parse_completion(raw: bytes) -> Call:
     if body.echo and body.logprobs is not None:
         names["prompt_logprobs"] = "logprobs"
     return _call(body, prompts, max_tokens, body.logprobs, ignored, names)
-
-
-def in_client_words(error: BatonError, names: Mapping[str, str]) -> BatonError:
-    """names: core's field names to the client's, where they differ."""
-    name, message = names.get(error.field, error.field), error.message
-    if error.field and message.startswith(error.field):
-        message = name + message.removeprefix(error.field)
-    elif name and message.startswith(_PREDICATES):  # from a process that tells the field apart
-        message = f"{name} {message}"
-    return type(error)(message, field=name, retry_after_s=error.retry_after_s)
 
 
 def listed(names: Sequence[str]) -> bytes:

@@ -14,10 +14,11 @@ from baton.router.http.body import ClientGone, read_json_body
 from baton.router.http.decode import decode
 from baton.router.http.door import caller
 from baton.router.http.frontend import Frontend
-from baton.router.http.parse import PROMPT_NAMES, chat_prompt, in_client_words, listed
+from baton.router.http.parse import PROMPT_NAMES, chat_prompt, listed
 from baton.router.http.respond import Json, send_json
 from baton.router.http.schema import ChatTemplateBody
 from baton.router.http.tasks import while_connected
+from baton.router.wording import in_client_words
 
 
 class TokenizeBody(ChatTemplateBody, kw_only=True):
