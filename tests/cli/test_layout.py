@@ -47,6 +47,19 @@ def test_who_prefills_is_the_routers_own_choice_unless_it_is_told() -> None:
     assert told == {-1: None, 0: "0", 64: "64"}
 
 
+def test_routers_serve_gateways_only_where_that_is_asked() -> None:
+    told = []
+    for given in (False, True):
+        layout = plan(UpOptions(vllm_engine=given))
+        (router,) = (spec for spec in layout.processes if spec.role == "router")
+        told.append(flags(router.command))
+    plain, engine = told
+    assert not {"--vllm-engine", "--vllm-tokenizer"} & plain.keys()
+    assert engine["--vllm-engine"] == "true"
+    (tokenizer,) = (spec for spec in layout.processes if spec.role == "tokenizer")
+    assert engine["--vllm-tokenizer"] == flags(tokenizer.command)["--model"]
+
+
 def test_without_prefill_workers_the_router_is_told_of_none() -> None:
     layout = plan(UpOptions(prefill=0))
     assert "prefill" not in [spec.role for spec in layout.processes]

@@ -12,12 +12,12 @@ from tests.fuzz.target import Target
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    yield from _running(tmp_path_factory, "--runner", "fake")
+    yield from _running(tmp_path_factory, "--runner", "fake", "--vllm-engine")
 
 
 @pytest.fixture(scope="session")
 def real_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    yield from _running(tmp_path_factory)
+    yield from _running(tmp_path_factory, "--vllm-engine")
 
 
 def _running(factory: pytest.TempPathFactory, *flags: str) -> Iterator[Target]:

@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from baton import v1
 
@@ -51,6 +52,7 @@ def _files() -> Iterator[FileDescriptor]:
     for module in pkgutil.iter_modules(v1.__path__, "baton.v1."):
         if module.name.endswith("_pb2"):
             yield importlib.import_module(module.name).DESCRIPTOR
+    yield vllm_engine_pb2.DESCRIPTOR
     yield health_pb2.DESCRIPTOR
     yield reflection_pb2.DESCRIPTOR
 

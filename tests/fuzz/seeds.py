@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import Message
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from baton.v1 import (
     decode_pb2,
@@ -152,6 +153,11 @@ def seeds(workers: Sequence[Description]) -> Seeds:
             tokenizer_pb2.DecodeInput(token_ids=IDS, skip_special_tokens=True),
         ]
     )
+    engine = vllm_engine_pb2.SamplingParams(
+        max_tokens=4, stop=["stop"], n=2, seed=7, logprobs=2, logit_bias={5: 1.0}, regex="[a-z]+"
+    )
+    ids = vllm_engine_pb2.TokenizedInput(input_ids=range(20, 60))
+    as_one = {"request_id": REQUEST_IDS[1], "sampling_params": engine, "stream": True}
     by_path: Mapping[str, Sequence[Sequence[Message]]] = {
         "/baton.v1.Decode/Session": (
             session,
@@ -166,6 +172,13 @@ def seeds(workers: Sequence[Description]) -> Seeds:
         "/baton.v1.Tokenizer/Decode": ((ids_to_text,),),
         "/baton.v1.Inference/Generate": (
             (inference_pb2.GenerateRequest(text="hello", options=options),),
+        ),
+        "/vllm.grpc.engine.VllmEngine/Generate": (
+            (vllm_engine_pb2.GenerateRequest(text="hello", **as_one),),  # type: ignore[arg-type]
+            (vllm_engine_pb2.GenerateRequest(tokenized=ids, **as_one),),  # type: ignore[arg-type]
+        ),
+        "/vllm.grpc.engine.VllmEngine/Abort": (
+            (vllm_engine_pb2.AbortRequest(request_ids=REQUEST_IDS),),
         ),
         "/baton.v1.Inference/Chat": ((inference_pb2.ChatRequest(messages=chat, options=options),),),
     }

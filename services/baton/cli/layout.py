@@ -49,6 +49,8 @@ class UpOptions:
     """Cores for router, tokenizer and detokenizer."""
     keys: str = ""
     """File of API keys that routers ask for; empty: they ask for none."""
+    vllm_engine: bool = False
+    """Routers serve gateways, and give them the model's tokenizer."""
     local_prefill_tokens: int = -1
     """As the router has it; below 0: what the router is told otherwise."""
 
@@ -169,6 +171,8 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     if options.keys:
         keys = str(Path(options.keys).expanduser().resolve())
         lists += ["--keys", keys, "--metrics-open", "true"]
+    if options.vllm_engine:
+        lists += ["--vllm-engine", "true", "--vllm-tokenizer", str(model)]
     if options.local_prefill_tokens >= 0:
         lists += ["--local-prefill-tokens", str(options.local_prefill_tokens)]
     for index in range(options.routers):

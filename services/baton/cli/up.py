@@ -75,6 +75,11 @@ def add_parser(subparsers: Any) -> None:
         help="ask clients for API keys of this file ('baton keys new' makes it)",
     )  # fmt: skip
     parser.add_argument(
+        "--vllm-engine",
+        action="store_true",
+        help="routers also serve vllm.grpc.engine.VllmEngine, for gateways such as SMG",
+    )
+    parser.add_argument(
         "--tls",
         action="store_true",
         help="TLS everywhere, with a CA made for this run and thrown away after it",

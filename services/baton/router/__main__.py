@@ -26,11 +26,12 @@ from baton.router.pipeline import Pipeline
 from baton.router.replicas import Replicas
 from baton.router.servicer import InferenceServicer
 from baton.router.sources import discovery_of
+from baton.router.vllm.optional import engine_service
 from baton.rpc import config as configuration
 from baton.rpc import garbage, lifecycle, logs
 from baton.rpc.channels import Channels
 from baton.rpc.metrics import REGISTRY
-from baton.rpc.options import PublicLimits
+from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
 from baton.rpc.server import ProcessServer
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,12 @@ async def serve(config: RouterConfig) -> int:
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
     metrics = RouterMetrics()
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas)
-    servicer = InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s)
+    services = [InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service()]
+    if config.vllm_engine:
+        services.append(engine_service(pipeline, fleet, config))
     server = ProcessServer(
         listen=config.grpc_listen,
-        services=[servicer.service()],
+        services=services,
         reflection=config.reflection,
         public=True,
         certificates=certificates,
@@ -72,6 +75,9 @@ async def serve(config: RouterConfig) -> int:
             idle_s=config.connection_idle_s,
             max_age_s=config.connection_max_age_s,
             handshake_s=config.head_timeout_s,
+            # A gateway has one connection for all its users, and calls that wait for others to end
+            # would keep its aborts waiting.
+            streams=PUBLIC_STREAMS + (config.max_requests if config.vllm_engine else 0),
         ),
         field="grpc_listen",
     )

@@ -143,6 +143,14 @@ class RouterConfig(TlsOptions):
         True, "tell clients how long each stage of their requests took, and which workers served"
     )
     vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
+    vllm_engine: bool = option(
+        False, "serve vllm.grpc.engine.VllmEngine on grpc_listen too, for gateways (baton[vllm])"
+    )
+    vllm_tokenizer: str = option(
+        "",
+        "the model's folder: gateways get its tokenizer of VllmEngine; empty: they need their own",
+        unit="folder",
+    )
     drain_timeout_s: float = option(
         20.0, "longest time to finish on SIGTERM", unit="s", minimum=0.0
     )
@@ -155,6 +163,8 @@ class RouterConfig(TlsOptions):
     def __post_init__(self) -> None:
         """Raises InvalidArgument for what would let strangers in by oversight."""
         TlsOptions.__post_init__(self)
+        if self.vllm_tokenizer and not self.vllm_engine:
+            raise InvalidArgument("needs vllm_engine", field="vllm_tokenizer")
         needs_all(self, ("public_tls_cert", "public_tls_key"))
         if self.public_tls_ca and not self.public_tls_cert:
             raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")

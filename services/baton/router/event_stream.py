@@ -56,6 +56,16 @@ class EventStream(AsyncIterator[Event]):
                 await asyncio.wait((self._task,), timeout=early_s)
         return self._events.popleft()
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first attempt found in a prefix cache, known with its first
+        token."""
+        return self._relay.cached_tokens
+
+    def call_off(self) -> None:
+        """Ends the request if it still runs: what is there is told, and then Cancelled raised."""
+        self._relay.cancel()
+
     async def aclose(self) -> None:
         """Ends the request if it still runs; returns when all that it held is given back."""
         self._ended = True

@@ -56,6 +56,7 @@ class PublicLimits:
     """What a public port bears of connections. idle_s: without a call. max_age_s: an older one
     takes no new calls, and its client opens another, maybe to another server; varied by a tenth.
     last_calls_s: what running calls get from then on. handshake_s: to the end of HTTP/2's greeting.
+    streams: calls of one connection at a time.
     """
 
     max_connections: int = 4096
@@ -63,6 +64,7 @@ class PublicLimits:
     max_age_s: float = 300.0
     last_calls_s: float = 3600.0
     handshake_s: float = 10.0
+    streams: int = PUBLIC_STREAMS
 
 
 def public_server(limits: PublicLimits) -> Arguments:
@@ -73,7 +75,7 @@ def public_server(limits: PublicLimits) -> Arguments:
         *_SERVER,
         ("grpc.max_receive_message_length", PUBLIC_RECEIVE_BYTES),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-        ("grpc.max_concurrent_streams", PUBLIC_STREAMS),
+        ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.max_metadata_size", 16 * 2**10),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),

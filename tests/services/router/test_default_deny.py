@@ -20,12 +20,16 @@ from starlette.routing import Route
 from baton.core.api_keys import KeyBook, KeyIndex, Limits
 from baton.core.errors import Unauthenticated
 from baton.core.tenants import Tenant
+from baton.router.config import RouterConfig
+from baton.router.fleet import Fleet
 from baton.router.grpc_door import KeyInterceptor
 from baton.router.http.app import HttpApp
 from baton.router.http.door import HttpDoor
 from baton.router.http.server import serve_http
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
+from baton.router.vllm.engine import SERVICE as VLLM
+from baton.router.vllm.optional import engine_service
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer
 from baton.rpc.transport import open_channel
@@ -80,10 +84,12 @@ async def serving(*, open_metrics: bool = False) -> AsyncIterator[Router]:
     book, key = KeyBook().with_key("acme", LIMITS, "")
     door, frontend = IndexDoor(book), Scripted()
     app = HttpApp(frontend, CollectorRegistry(), HttpDoor(door, open_metrics=open_metrics))
-    servicer = InferenceServicer(cast(Pipeline, frontend), stall_timeout_s=20)
+    pipeline = cast(Pipeline, frontend)
+    servicer = InferenceServicer(pipeline, stall_timeout_s=20)
+    engine = engine_service(pipeline, cast(Fleet, None), RouterConfig(vllm_engine=True))
     server = ProcessServer(
         listen="127.0.0.1:0",
-        services=[servicer.service()],
+        services=[servicer.service(), engine],
         public=True,
         interceptors=[KeyInterceptor(door)],
     )
@@ -143,6 +149,7 @@ async def test_every_call_but_health_refuses_who_shows_no_key() -> None:
     async with serving() as router:
         methods = [method async for method in _methods(router)]
         assert {"/baton.v1.Inference/Generate", "/baton.v1.Inference/Chat"} < set(methods)
+        assert {f"/{VLLM}/{name}" for name in ("Generate", "Abort", "HealthCheck")} < set(methods)
         assert "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo" in methods
         assert set(methods) > OPEN_CALLS
         for method in (*methods, "/baton.v1.Inference/Nothing", "/no.Such/Thing"):
