@@ -115,8 +115,10 @@ def test_greedy_tokens_are_those_of_batons_own_api(gateway: Gateway) -> None:
 
 def test_text_sampling_stops_and_choices(gateway: Gateway) -> None:
     text = "Tell me a story about yourself."
-    own = options(max_tokens=60, temperature=1.0, seed=9, n=3, ignore_eos=False, stop=["e"])
-    wanted = pb.SamplingParams(max_tokens=60, seed=9, n=3, stop=["e"], skip_special_tokens=True)
+    own = options(max_tokens=60, temperature=1.0, seed=9, n=3, stop=["e"])
+    wanted = pb.SamplingParams(
+        max_tokens=60, seed=9, n=3, stop=["e"], skip_special_tokens=True, ignore_eos=True
+    )
     ends = gateway.ask(text, wanted)
     check(ends, gateway.relay.generate(text, own))
     stopped = [end for end in ends.values() if end.finish_reason == "stop"]

@@ -162,7 +162,7 @@ async def test_forms_go_to_the_tokenizer_as_from_every_door(gateway: Gateway) ->
 
 async def test_refusals_are_in_the_protocols_words(gateway: Gateway) -> None:
     bad = {
-        "sampling_params.n": sampling(n=99),
+        "sampling_params.n": sampling(n=2**32 - 1),
         "sampling_params.max_tokens": sampling(max_tokens=9999),
         "sampling_params.stop_token_ids": sampling(stop_token_ids=[999]),
         "sampling_params.structural_tag": sampling(structural_tag="{}"),

@@ -133,13 +133,14 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
             for message in messages:
                 await stall.watch(context.write(message))
 
-        answer = Answer(call)
         try:
             async with handle.interrupting():
                 stream = await self._pipeline.open(call.request.of(CALLER.get()))
         except Aborted:
-            await tell(answer.aborted())
+            await tell(Answer(call).aborted())
             return
+        # Not before the request was found to be sound: it says how many choices there are.
+        answer = Answer(call)
         try:
             handle.on_abort(stream.call_off)
             async for event in stream:
