@@ -86,6 +86,7 @@ def _without(kind: Descriptor, share: float) -> Damage:
 def _set_fields(message: Message) -> Iterator[tuple[Message, str]]:
     for field, value in message.ListFields():
         yield message, field.name
-        if field.message_type is not None:
+        # A map is cleared as a whole: walking it gives keys.
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for part in value if field.is_repeated else (value,):
                 yield from _set_fields(part)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import psutil
 
-from baton.v1 import decode_pb2, prefill_pb2, worker_pb2
+from baton.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub
 from baton.v1.prefill_pb2_grpc import PrefillStub
 from baton.v1.worker_pb2_grpc import WorkerStub
@@ -54,9 +54,12 @@ class Target:
             grpc.channel_ready_future(face.channel).result(timeout=20)
         workers = [self._describe(role) for role in ("prefill", "decode")]
         self.seeds, self.words = seeds.seeds(workers), seeds.words(workers)
-        # Once for what is made at first use: connections, thread pools, sessions.
+        # Once for what is made at first use: connections, thread pools, sessions, and the process
+        # that tries grammars.
         self._let_go()
         self._ask()
+        form = inference_pb2.StructuredOutput(regex="[a-z]+")
+        relay.generate("one", options(max_tokens=2, form=form))
         self._answer = self._ask()
         self._pids = self._running()
         self._held = self._holding()
