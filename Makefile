@@ -55,7 +55,7 @@ test-slow: install ## Tests that take long
 test-browser: install ## Tests of the playground; need Debian's chromium and chromium-driver
 	@$(BIN)/python -m pytest -q -m browser tests/browser
 
-test-clients: install ## openai, litellm, llm, buf curl, grpcio from their own packages (pip and npm)
+test-clients: install ## openai, litellm, llm, buf curl, grpcio, SMG from their own packages (pip and npm)
 	@$(BIN)/python -m pytest -q -m clients tests/clients
 
 fmt: install ## Format the code

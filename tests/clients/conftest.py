@@ -83,7 +83,7 @@ def python_clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_S)
     pip = (folder / "bin" / "pip", "install", "-q", "--disable-pip-version-check")
-    _install(*pip, *PYTHON_CLIENTS)
+    install(*pip, *PYTHON_CLIENTS)
     return folder / "bin"
 
 
@@ -94,11 +94,12 @@ def node_clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs node and npm")
     folder = tmp_path_factory.mktemp("node")
     npm = ("npm", "install", "--prefix", folder, "--no-audit", "--no-fund", "--loglevel=error")
-    _install(*npm, *NODE_CLIENTS)
+    install(*npm, *NODE_CLIENTS)
     return folder
 
 
-def _install(*command: str | Path) -> None:
+def install(*command: str | Path) -> None:
+    """Skips the test where that cannot be done."""
     done = subprocess.run(
         [str(word) for word in command],
         capture_output=True,
