@@ -138,7 +138,9 @@ def test_a_stream(fronted: Fronted) -> None:
         "model": "baton-tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 30, "n": 2,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    texts, finished, usage = {0: "", 1: ""}, {}, {}
+    texts = {0: "", 1: ""}
+    finished: dict[int, str] = {}
+    usage: dict[str, int] = {}
     with httpx.stream(
         "POST", f"{fronted.gateway}/v1/chat/completions", json=body, timeout=LIMIT_S
     ) as answer:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import shutil
+import subprocess
 import sys
 import zipfile
 from collections.abc import AsyncIterator
@@ -425,6 +426,11 @@ async def test_options_that_cannot_be_are_refused(
     with pytest.raises(InvalidArgument, match=r"pip install 'baton\[vllm\]'") as caught:
         engine_service(world.pipeline, world.fleet, RouterConfig(vllm_engine=True))
     assert caught.value.field == "vllm_engine"
+
+
+def test_a_router_without_it_loads_nothing_of_it() -> None:
+    loads = "import sys, baton.router.__main__; sys.exit('smg_grpc_proto' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loads], timeout=60).returncode == 0
 
 
 def test_nobody_aborts_what_another_tenant_asked() -> None:
