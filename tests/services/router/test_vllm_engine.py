@@ -269,6 +269,7 @@ async def test_what_it_says_of_itself(gateway: Gateway) -> None:
     assert (model.served_model_name, model.max_context_length) == ("made-up", language.LONGEST)
     assert (model.vocab_size, list(model.eos_token_ids)) == (language.VOCAB, [language.EOS])
     assert model.is_generation and not model.supports_vision
+    assert not (model.model_path or model.tokenizer_path), "there is no tokenizer to be had here"
     server = await gateway.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
     assert (server.server_type, server.data_parallel_size) == ("baton", 1)
     assert server.constrained_decoding_start == "first_token"
@@ -396,6 +397,7 @@ async def test_the_tokenizer_that_is_served_is_given_away(world: World, tmp_path
             for name in archive.namelist():
                 assert archive.read(name) == (folder / name).read_bytes()
         info = await gateway.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20)
+        assert info.model_path == info.tokenizer_path == "made-up"
         assert (
             info.architectures == json.loads((folder / "config.json").read_text())["architectures"]
         )

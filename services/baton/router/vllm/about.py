@@ -57,13 +57,16 @@ class About:
         model = self.model()
         config = self._files.model if self._files else {}
         architectures = config.get("architectures")
+        # Where a path is told, gateways ask here for the tokenizer, and never look in a folder of
+        # their own: so it is told only where they can have it.
+        source = model.name if self._files else ""
         return pb.GetModelInfoResponse(
-            model_path=model.name,
+            model_path=source,
             is_generation=True,
             max_context_length=model.max_model_len,
             vocab_size=model.vocab_size,
             served_model_name=model.name,
-            tokenizer_path=model.name,
+            tokenizer_path=source,
             model_type=str(config.get("model_type", "")),
             architectures=map(str, architectures) if isinstance(architectures, list) else (),
             eos_token_ids=model.eos_token_ids,
