@@ -28,7 +28,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             name: _encode(tokenizer, batches, job["seconds"])
             for name, batches in job["batches"].items()
         },
-        "decode": _decode(tokenizer, job["ids"], job["seconds"]),
+        "decode": _decode(tokenizer, job["ids"], job["seconds"]) if job["ids"] else 0.0,
     }
 
 
