@@ -12,6 +12,6 @@ from tests.e2e.relay import Relay
 @pytest.fixture(scope="session")
 def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     """The bundled model, KV over NIXL, two of each engine worker."""
-    running = Relay(tmp_path_factory.mktemp("relay"), "--decode", "2")
+    running = Relay(tmp_path_factory.mktemp("relay"), "--prefill", "2", "--decode", "2")
     yield running
     running.close()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import pytest
 
 from baton.v1 import inference_pb2, tokenizer_pb2
 from tests.e2e.relay import Answer, Relay, options
@@ -13,13 +10,6 @@ from tests.e2e.relay import Answer, Relay, options
 TURNS = 5
 BLOCK = 16
 """Positions of a block: what a cache finds is a whole number of these."""
-
-
-@pytest.fixture(scope="module")
-def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    running = Relay(tmp_path_factory.mktemp("growing"), "--prefill", "2", "--decode", "2")
-    yield running
-    running.close()
 
 
 @dataclass

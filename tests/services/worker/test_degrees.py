@@ -43,7 +43,11 @@ def in_threads(role: str, block_size: int) -> tuple[str, tuple[str, ...]]:
     "prefill, decode, held",
     [
         pytest.param(
-            command("prefill", 32, *RAY), command("decode", 48, *ONE), 48, id="Ray's two to one"
+            command("prefill", 32, *RAY),
+            command("decode", 48, *ONE),
+            48,
+            id="Ray's two to one",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             command("prefill", 48, *ONE), in_threads("decode", 32), 64, id="one to two threads"
