@@ -68,7 +68,7 @@ def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
         _Encoder(),  # type: ignore[arg-type]
         model,
         lambda: identity,
-        Lanes(_AtOnce(), 1),
+        Lanes(_AtOnce(), 1, cores=1),
         Checker(Path(), (), cpu_s=1.0, num_processes=1),
         max_waiting_bytes=1 << 20,
     )

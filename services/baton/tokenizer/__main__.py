@@ -66,13 +66,14 @@ async def serve(options: TokenizerConfig) -> int:
 
     # The pool's threads are the parallelism; the library must not start its own for each call.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threads = options.workers or max(2, len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    threads = options.workers or max(2, cores)
     with closing(client_templates), ThreadPoolExecutor(threads, "encode") as executor:
         servicer = TokenizerServicer(
             encoder,
             model,
             identity,
-            Lanes(executor, threads),
+            Lanes(executor, threads, cores),
             checker,
             max_waiting_bytes=options.max_waiting_mib << 20,
         )

@@ -34,12 +34,14 @@ class _Job(NamedTuple):
 
 
 class Lanes:
-    """threads: how many the executor has, at least 2 if long inputs are to delay nobody. Used on
-    one event loop."""
+    """threads: how many the executor has, at least 2 if long inputs are to delay nobody. cores:
+    short inputs have no more threads at a time, for on one core two of them only get into each
+    other's way. Used on one event loop."""
 
-    def __init__(self, executor: Executor, threads: int) -> None:
+    def __init__(self, executor: Executor, threads: int, cores: int) -> None:
         self._executor = executor
         self._threads = threads
+        self._cores = cores
         self._short: deque[_Job] = deque()
         self._long: deque[_Job] = deque()
         self._running = 0
@@ -77,9 +79,13 @@ class Lanes:
         ):
             return [self._long.popleft()]
         jobs: list[_Job] = []
+        free_cores = self._cores - (self._running - self._running_long)
+        if free_cores <= 0:
+            return jobs
         room = BATCH_BYTES
         # No thread takes what another one is free to do.
-        share = min(BATCH_JOBS, -(-len(self._short) // (self._threads - self._running)))
+        free = min(self._threads - self._running, free_cores)
+        share = min(BATCH_JOBS, -(-len(self._short) // free))
         while self._short and len(jobs) < share and (room >= self._short[0].size or not jobs):
             job = self._short.popleft()
             if not job.done.done():

@@ -52,7 +52,7 @@ async def busy() -> AsyncIterator[tuple[TokenizerStub, TokenizerServicer, SlowEn
             encoder,
             ModelDescription("m", "", 0, 0, ()),
             lambda: WorkerIdentity("tokenizer", "i" * 32, ""),
-            Lanes(one_thread, 1),
+            Lanes(one_thread, 1, cores=1),
             Checker(Path(), (), cpu_s=1.0, num_processes=1),
             max_waiting_bytes=1 << 20,
         )
