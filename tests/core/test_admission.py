@@ -210,7 +210,8 @@ def test_at_a_glance_a_long_queue_turns_away_all_but_who_would_pass_it() -> None
 
 
 def test_those_that_are_being_encoded_count_as_if_they_waited() -> None:
-    busy, prompt = waiting(120), {"least_tokens": 40, "most_tokens": 40}
+    busy = waiting(120)
+    prompt: dict[str, Any] = {"least_tokens": 40, "most_tokens": 40}
     grants = [busy.open(ask(**prompt), NOWHERE, 100.0, 0.0) for _ in range(2)]
     assert refused(busy, ask(**prompt)).limit is Limit.WAIT
     busy.open(ask(priority=-1, **prompt), NOWHERE, 100.0, 0.0).release(0, 0.0)
