@@ -49,3 +49,12 @@ def is_fault(error: BatonError) -> bool:
     """Whether a failure speaks against the worker, rather than of the request, of others' load, or
     of a worker that leaves."""
     return isinstance(error, WorkerLost) or error.reason in _FAULTS
+
+
+def leaves(error: BatonError | None) -> bool:
+    """Whether a worker said that it takes nothing any more, rather than was lost."""
+    return (
+        error is not None
+        and error.reason is Reason.UNAVAILABLE
+        and not isinstance(error, WorkerLost)
+    )

@@ -37,6 +37,7 @@ class Speller:
         """Each token's own bytes. deadline: on the running loop's clock. Raises BatonError."""
         wanted = sorted(set(token_ids))
         passed_over: set[str] = set()
+        lost: BatonError | None = None
         failures = 0
         while True:
             worker = await pick_detokenizer(
@@ -44,6 +45,7 @@ class Speller:
                 self.fleet.changed,
                 tokenizer_digest,
                 passed_over=passed_over,
+                lost=lost,
                 wait_timeout_s=self.wait_timeout_s,
             )
             words = _Words(wanted)
@@ -54,6 +56,7 @@ class Speller:
                 try:
                     await words.done
                 except BatonError as error:
+                    lost = error
                     worker.blamed(error)
                     passed_over.add(worker.identity.incarnation)
                     failures += 1

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from baton.core.errors import BatonError, Reason, WorkerLost
+from baton.core.errors import BatonError
 from baton.core.losses import VERDICTS, Verdict
 from baton.core.stages import StageClock
 from baton.core.token_log import TokenLog
@@ -87,6 +87,7 @@ class Texts:
                 self._changed,
                 self._tokenizer_digest,
                 passed_over=self._passed_over,
+                lost=self._lost,
                 wait_timeout_s=self._wait_timeout_s,
             )
             open_texts = [text for text in self.choices if not text.ended]
@@ -129,9 +130,7 @@ class Texts:
         worker.blamed(self._lost)
         self.moves += 1
         verdict = VERDICTS[self._lost.reason]
-        # One that leaves may be the only one until its successor is there: that has a deadline.
-        leaves = self._lost.reason is Reason.UNAVAILABLE and not isinstance(self._lost, WorkerLost)
-        self._barren += verdict is Verdict.ELSEWHERE and not leaves
+        self._barren += verdict is Verdict.ELSEWHERE
         if verdict is Verdict.FATAL or self._barren >= self._max_barren:
             raise self._lost
         lost = {"lost_at": "detokenizer", "reason": self._lost.reason.name}
