@@ -156,11 +156,10 @@ class Admission:
             raise self._refused(Limit.QUEUE, "Too many prompts are being encoded.")
         self._check_tokens(ask.tenant, 1, ask.least_charge, outlook, now)
         cost = self.cost(ask.least_tokens, ask.longest_output, ask.choices)
-        if len(self._queue):
-            # With an empty queue it is about to be seen.
-            ahead = self._ahead(ask) + self.approach.ahead(ask.tenant.name, ask.priority)
-            wait_s = self._drain.wait_s(ahead)
-            self._check_wait(ask, wait_s, ask.least_tokens, cost, outlook, remaining_s)
+        coming = self.approach.ahead(ask.tenant.name, ask.priority)
+        self._check_wait(
+            ask, ask.least_tokens, cost, outlook, remaining_s, self._drain.wait_s, coming
+        )
 
     def _check_tokens(
         self, tenant: Tenant, requests: int, tokens: int, outlook: Outlook, now: float
@@ -175,21 +174,24 @@ class Admission:
             refusal.retry_after_s = self.retry_after_s(refusal.retry_after_s)
             raise
 
-    def _ahead(self, ask: Ask) -> float:
-        return self._queue.ahead(ask.tenant.name, ask.tenant.weight, ask.priority)
-
     def _check_wait(
         self,
         ask: Ask,
-        wait_s: float,
         prompt: int,
         cost: int,
         outlook: Outlook,
         remaining_s: float,
+        foretold_s: Callable[[float], float],
+        coming: int,
     ) -> None:
-        """Whether it would get a place in time."""
+        """Whether it would get a place in time. With an empty queue it is about to be seen.
+        foretold_s: how long so many tokens take. coming: tokens that are to be queued before it."""
+        if not len(self._queue):
+            return
         if not self._queue.has_room(ask.tenant.name, cost):
             raise self._refused(Limit.QUEUE, "The queue is full.")
+        ahead = self._queue.ahead(ask.tenant.name, ask.tenant.weight, ask.priority)
+        wait_s = foretold_s(ahead + coming)
         most_s = self._limits.max_queue_s
         if wait_s + outlook.first_token_s > remaining_s:
             raise self._refused(Limit.DEADLINE, "It could not begin before its deadline.")
@@ -241,9 +243,8 @@ class Grant:
         try:
             admission._check_tokens(ask.tenant, 0, prompt + longest_output, outlook, now)
             self.cost = admission.cost(prompt, longest_output, ask.choices)
-            if len(admission._queue):
-                wait_s = admission._drain.least_wait_s(admission._ahead(ask))
-                admission._check_wait(ask, wait_s, prompt, self.cost, outlook, remaining_s)
+            least_wait_s = admission._drain.least_wait_s
+            admission._check_wait(ask, prompt, self.cost, outlook, remaining_s, least_wait_s, 0)
             charged = prompt + longest_output
         finally:
             self._charge(charged, now)
