@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Outlook
@@ -101,11 +102,8 @@ class Gate:
     def glance(self, tenant: Tenant, priority: int) -> None:
         """Raises Refusal when not even the least request of a tenant would be let in."""
         now = self.turnstile.now()
-        try:
+        with self._counted():
             self._admission.glance(tenant, priority, self._outlook(tenant, now), now)
-        except Refusal as refusal:
-            self._metrics.refused(refusal.limit)
-            raise
 
     def open(self, request: Request, deadline: float) -> Pass:
         """Before the prompt is encoded. Raises Refusal, or InvalidArgument for a priority that the
@@ -121,11 +119,8 @@ class Gate:
             longest_output=request.n * (request.max_tokens or 1),
         )
         outlook = self._outlook(request.tenant, now)
-        try:
+        with self._counted():
             grant = self._admission.open(ask, outlook, deadline - now, now)
-        except Refusal as refusal:
-            self._metrics.refused(refusal.limit)
-            raise
         return Pass(self, request, grant, deadline, asyncio.Event())
 
     def settle(self, held: Pass, prompt: int, stop: StopParams) -> None:
@@ -133,14 +128,20 @@ class Gate:
         now = self.turnstile.now()
         longest = held.request.n * stop.max_tokens
         outlook = self._outlook(held.request.tenant, now)
-        try:
+        with self._counted():
             held.grant.settle(prompt, longest, outlook, held.deadline - now, now)
-        except Refusal as refusal:
-            self._metrics.refused(refusal.limit)
-            raise
 
     async def close(self) -> None:
         await self.turnstile.close()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A refusal is counted by its limit."""
+        try:
+            yield
+        except Refusal as refusal:
+            self._metrics.refused(refusal.limit)
+            raise
 
     def _outlook(self, tenant: Tenant, now: float) -> Outlook:
         self._look(now)
