@@ -163,3 +163,20 @@ def attempt(
             answer.content(fault.taken)
         return False
     return True
+
+
+def attempt_list(
+    text: AnswerText,
+    answer: AnswerParts,
+    marker: str,
+    first: Reading[None],
+    following: Callable[[], Reading[None]],
+) -> Reading[None]:
+    """Reads the calls of a list, of which `first` takes the bracket and the first call, to its end
+    or to what is no call. marker: what was read before the list."""
+    more = yield from attempt(text, answer, marker, first)
+    while more:
+        yield from text.skip()
+        if (yield from text.follows("]")) or not (yield from text.follows(",")):
+            return
+        more = yield from attempt(text, answer, ",", following())

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
-from baton.core.answer_parts import AnswerParts, attempt
+from baton.core.answer_parts import AnswerParts, attempt, attempt_list
 from baton.core.answer_text import AnswerText, Malformed, Reading
 from baton.core.lark import Lark
 from baton.core.request import Tool
@@ -26,18 +27,10 @@ def read(text: AnswerText, answer: AnswerParts) -> Reading[None]:
         listed = (yield from text.peek()) == "["
         text.rewind()
         if listed:
-            yield from _list(text, answer)
+            following = partial(call_object, text, answer)
+            yield from attempt_list(text, answer, BEGIN, _first(text, answer), following)
         else:
             yield from attempt(text, answer, BEGIN, _named(text, answer))
-
-
-def _list(text: AnswerText, answer: AnswerParts) -> Reading[None]:
-    more = yield from attempt(text, answer, BEGIN, _first(text, answer))
-    while more:
-        yield from text.skip()
-        if (yield from text.follows("]")) or not (yield from text.follows(",")):
-            return
-        more = yield from attempt(text, answer, ",", call_object(text, answer))
 
 
 def _first(text: AnswerText, answer: AnswerParts) -> Reading[None]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from baton.core.answer_parts import AnswerParts, attempt
+from baton.core.answer_parts import AnswerParts, attempt_list
 from baton.core.answer_text import AnswerText, Emit, Malformed, Reading
 from baton.core.errors import InvalidArgument
 from baton.core.lark import Lark
@@ -36,12 +37,8 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def read(text: AnswerText, answer: AnswerParts) -> Reading[None]:
-    more = yield from attempt(text, answer, "", _first(text, answer))
-    while more:
-        yield from text.skip()
-        if (yield from text.follows("]")) or not (yield from text.follows(",")):
-            return
-        more = yield from attempt(text, answer, ",", _call(text, answer))
+    following = partial(_call, text, answer)
+    yield from attempt_list(text, answer, "", _first(text, answer), following)
 
 
 def _first(text: AnswerText, answer: AnswerParts) -> Reading[None]:
