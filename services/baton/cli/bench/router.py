@@ -13,13 +13,12 @@ import os
 import resource
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from baton.cli.bench.beside import Beside
-from baton.cli.bench.process import ContenderFailed, say
+from baton.cli.bench.process import ContenderFailed, check_cpu_clock, cpu_spent_s, say
 from baton.cli.bench.report import Report
 from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
@@ -49,8 +48,7 @@ class Router:
 
     def spent_s(self) -> float:
         """User and system time of all its threads so far."""
-        # Linux's name for another process's CPU clock, as clock_getcpuclockid(3) would give it.
-        return time.clock_gettime((~self.pid << 3) | 2)
+        return cpu_spent_s(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,7 @@ class Cost:
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError when a stream ends that must not."""
-    if sys.platform != "linux":
-        raise BatonError("another process's processor time can be read on Linux only")
+    check_cpu_clock()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
     return Report(asyncio.run(_measure(args)))

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import os
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -19,13 +18,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.cli.bench import process
-from baton.cli.bench.process import say
+from baton.cli.bench.process import check_cpu_clock, say
 from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.tokens_hard import beside, growing
 from baton.cli.bench.tokens_worker import Worker, detokenize, encode, serving
 from baton.cli.layout import resolve_model
 from baton.cli.results import Result, compared
-from baton.core.errors import BatonError
 from baton.v1.tokenizer_pb2 import EncodeInput, EncodeRequest
 
 TEXT_BYTES = 1 << 22
@@ -44,8 +42,7 @@ STOPS = ("\n\n\n\n", "</answer>", "User:")
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError when a worker fails."""
-    if sys.platform != "linux":
-        raise BatonError("another process's processor time can be read on Linux only")
+    check_cpu_clock()
     allowed = os.sched_getaffinity(0)
     try:
         return asyncio.run(_Bench(args).measure())

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from baton.cli.bench.process import ContenderFailed
+from baton.cli.bench.process import ContenderFailed, cpu_spent_s
 from baton.core.errors import BatonError
 from baton.rpc.convert import token_ids_to_bytes
 from baton.rpc.lifecycle import PARENT_VARIABLE
@@ -42,8 +41,7 @@ class Worker:
 
     def spent_s(self) -> float:
         """User and system time of all its threads so far."""
-        # Linux's name for another process's CPU clock, as clock_getcpuclockid(3) would give it.
-        return time.clock_gettime((~self.pid << 3) | 2)
+        return cpu_spent_s(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
