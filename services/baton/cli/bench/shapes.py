@@ -24,29 +24,20 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 
+_SMALL: dict[str, Any] = {
+    **_COMMON,
+    "config": "LlamaConfig",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        **_COMMON,
-        "config": "LlamaConfig",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-    },
-    "wide": {
-        **_COMMON,
-        "config": "LlamaConfig",
-        "vocab_size": 131072,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-    },
+    "tiny": {**_SMALL, "vocab_size": 512},
+    "wide": {**_SMALL, "vocab_size": 131072},
     "100m": {
         **_COMMON,
         "config": "LlamaConfig",
