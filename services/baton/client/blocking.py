@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeVar, Unpack, cast
+from typing import Unpack, cast
 
 import grpc
 
-from baton.client.answer import Answer, Gathered
+from baton.client.answer import Answer
+from baton.client.calls import Begin, Calls, Progress
 from baton.client.events import event_from_proto
 from baton.client.requests import Messages, Options, chat_request, generate_request
 from baton.client.tries import DEFAULT, Retries, Tries
 from baton.core.errors import BatonError
 from baton.core.model import ModelDescription
-from baton.core.request import Accepted, Event, Finished, Tool, ToolChoice
-from baton.rpc import api_key as api_keys
-from baton.rpc.address import split
+from baton.core.request import Event, Tool, ToolChoice
 from baton.rpc.convert import model_from_proto
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.transport import open_blocking_channel
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
-
-T = TypeVar("T")
 
 
 class Client:
@@ -42,14 +38,7 @@ class Client:
         timeout_s: float | None = None,
         retries: Retries = DEFAULT,
     ) -> None:
-        host, _ = split(address, "address")
-        api_keys.check(api_key, host, tls=bool(tls))
-        self._metadata = api_keys.metadata(api_key)
-        ca = tls if isinstance(tls, bytes) else b"" if tls else None
-        self._channel = open_blocking_channel(address, ca)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
-        self._timeout_s = timeout_s
-        self._retries = retries
+        self._calls = Calls(open_blocking_channel, address, api_key, tls, timeout_s, retries)
 
     def __enter__(self) -> Client:
         return self
@@ -59,7 +48,7 @@ class Client:
 
     def close(self) -> None:
         """Ends the streams that are open."""
-        self._channel.close()
+        self._calls.channel.close()
 
     def generate(
         self,
@@ -71,7 +60,7 @@ class Client:
     ) -> Stream:
         """Continues a text or token ids. Nothing is sent before the stream is read."""
         request = generate_request(prompt, model, options)
-        return Stream(self._opening(self._stub.Generate, request), self._tries(timeout_s))
+        return Stream(self._calls.begin("Generate", request), self._calls.tries(timeout_s))
 
     def chat(
         self,
@@ -85,12 +74,12 @@ class Client:
     ) -> Stream:
         """Answers a conversation. Nothing is sent before the stream is read."""
         request = chat_request(messages, model, tools, tool_choice, options)
-        return Stream(self._opening(self._stub.Chat, request), self._tries(timeout_s))
+        return Stream(self._calls.begin("Chat", request), self._calls.tries(timeout_s))
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
         """The models served. Raises BatonError."""
-        tries = self._tries(timeout_s)()
-        call = self._opening(self._stub.ListModels, pb.ListModelsRequest())
+        tries = self._calls.tries(timeout_s)()
+        call = self._calls.begin("ListModels", pb.ListModelsRequest())
         while True:
             try:
                 listed = call(tries.left_s(time.monotonic()))
@@ -100,24 +89,15 @@ class Client:
                 return [model_from_proto(model) for model in listed.models]
             time.sleep(pause_s)
 
-    def _opening(self, method: Callable[..., T], request: object) -> Callable[[float | None], T]:
-        return lambda timeout_s: method(request, timeout=timeout_s, metadata=self._metadata)
 
-    def _tries(self, timeout_s: float | None) -> Callable[[], Tries]:
-        allowed_s = self._timeout_s if timeout_s is None else timeout_s
-        return lambda: Tries(self._retries, allowed_s, time.monotonic())
-
-
-class Stream(Iterator[Event]):
+class Stream(Progress, Iterator[Event]):
     """One answer as it comes; its end is the end of the iteration, a failure is a BatonError.
 
     Close it, or leave its `with`, to stop an answer that is not wanted any more.
     """
 
-    def __init__(self, call: Callable[[float | None], Any], tries: Callable[[], Tries]) -> None:
-        self._call = call
-        self._tries = tries
-        self._gathered = Gathered()
+    def __init__(self, begin: Begin, tries: Callable[[], Tries]) -> None:
+        super().__init__(begin, tries)
         self._events = self._run()
 
     def __iter__(self) -> Stream:
@@ -138,16 +118,6 @@ class Stream(Iterator[Event]):
         self._events.close()
 
     @property
-    def accepted(self) -> Accepted | None:
-        """Once it came."""
-        return self._gathered.accepted
-
-    @property
-    def finished(self) -> Finished | None:
-        """Once it came."""
-        return self._gathered.finished
-
-    @property
     def text(self) -> str:
         """All of the first choice, when it is there."""
         return self.read().text
@@ -161,7 +131,7 @@ class Stream(Iterator[Event]):
     def _run(self) -> Generator[Event, None, None]:
         tries, came = self._tries(), False
         while True:
-            call = self._call(tries.left_s(time.monotonic()))
+            call = self._begin(tries.left_s(time.monotonic()))
             try:
                 for response in call:
                     came = True
