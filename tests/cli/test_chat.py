@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -31,13 +31,8 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.request import ChatPrompt
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.keys import OpenDoor
-from baton.router.pipeline import Pipeline
-from baton.router.servicer import InferenceServicer
-from baton.rpc.server import ProcessServer, Service
-from baton.v1 import inference_pb2_grpc
-from tests.services.router_http.scripted import Scripted, whole_answer
+from baton.rpc.server import ProcessServer
+from tests.services.router_http.scripted import Scripted, grpc_server, whole_answer
 
 PATIENCE_S = 60.0
 ANSWER = whole_answer("<user>hello", 0)
@@ -54,14 +49,7 @@ def serving(frontend: Scripted, *, ready: bool = True) -> Iterator[str]:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(PATIENCE_S)
 
     async def start() -> tuple[ProcessServer, str]:
-        servicer = InferenceServicer(cast(Pipeline, frontend), stall_timeout_s=30.0)
-        service = Service(
-            "baton.v1.Inference",
-            lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server),
-        )
-        server = ProcessServer(
-            listen="127.0.0.1:0", services=[service], interceptors=[KeyInterceptor(OpenDoor())]
-        )
+        server = grpc_server(frontend)
         address = await server.start()
         server.set_serving(ready)
         return server, address

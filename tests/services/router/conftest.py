@@ -22,6 +22,7 @@ from baton.router.told import Told
 from baton.rpc.channels import Channels
 from tests.services.router.decode_worker import FakeDecode
 from tests.services.router.detokenizer_worker import FakeDetokenizer
+from tests.services.router.gateway import Gateway, gateway_of
 from tests.services.router.listed import Listed
 from tests.services.router.workers import FakePrefill, FakeTokenizer, FakeWorker, KvNetwork
 
@@ -196,3 +197,10 @@ async def world() -> AsyncIterator[World]:
         yield made
     finally:
         await made.close()
+
+
+@pytest.fixture
+async def gateway(world: World) -> AsyncIterator[Gateway]:
+    await world.start()
+    async with gateway_of(world, RouterConfig(vllm_engine=True)) as made:
+        yield made

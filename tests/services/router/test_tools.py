@@ -34,6 +34,7 @@ from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.scripts import says
 from tests.services.router.workers import FakeTokenizer
+from tests.services.router_http.scripted import openai_client
 
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
@@ -69,13 +70,7 @@ async def face(world: World) -> AsyncIterator[Face]:
     door = HttpDoor(OpenDoor(), open_metrics=False)
     server = await serve_http(HttpApp(world.pipeline, CollectorRegistry(), door), "127.0.0.1:0")
     try:
-        async with openai.AsyncOpenAI(
-            base_url=f"http://{server.address}/v1",
-            api_key="x",
-            max_retries=0,
-            timeout=30,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-        ) as client:
+        async with openai_client(server.address) as client:
             yield Face(client, world)
     finally:
         await server.close()

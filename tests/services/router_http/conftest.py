@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.router.http.app import HttpApp
 from baton.router.http.server import HttpServer, serve_http
-from tests.services.router_http.scripted import ANYONE, Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted, openai_client
 
 
 @pytest.fixture
@@ -45,11 +45,5 @@ async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def client(server: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"http://{server.address}/v1",
-        api_key="x",
-        max_retries=0,
-        timeout=30,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    ) as client:
+    async with openai_client(server.address) as client:
         yield client

@@ -10,6 +10,9 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import cast
+
+import openai
 
 from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound
 from baton.core.model import ModelDescription
@@ -29,9 +32,13 @@ from baton.core.request import (
 from baton.core.stages import StageTimes
 from baton.core.tenants import Tenant
 from baton.core.validation import validate
+from baton.router.grpc_door import KeyInterceptor
 from baton.router.http.door import HttpDoor
 from baton.router.keys import OpenDoor
+from baton.router.pipeline import Pipeline
+from baton.router.servicer import InferenceServicer
 from baton.router.tokenizer_client import Encoded
+from baton.rpc.server import ProcessServer
 
 ANYONE = HttpDoor(OpenDoor(), open_metrics=False)
 
@@ -172,3 +179,24 @@ def entries_of(ids: tuple[int, ...], top: int | None) -> tuple[TokenLogprobs, ..
         return ()
     best = tuple(TextLogprob(65 + i, bytes([65 + i]), -0.5 - i) for i in range(top))
     return tuple(TokenLogprobs(TextLogprob(b, bytes([b]), -b / 100), best) for b in ids)
+
+
+def grpc_server(frontend: Scripted) -> ProcessServer:
+    """The router's gRPC face over scripted answers; not started."""
+    servicer = InferenceServicer(cast(Pipeline, frontend), stall_timeout_s=30.0)
+    return ProcessServer(
+        listen="127.0.0.1:0",
+        services=[servicer.service()],
+        interceptors=[KeyInterceptor(OpenDoor())],
+    )
+
+
+def openai_client(address: str) -> openai.AsyncOpenAI:
+    """Of a server at an address. Close it, or use it as a context manager."""
+    return openai.AsyncOpenAI(
+        base_url=f"http://{address}/v1",
+        api_key="x",
+        max_retries=0,
+        timeout=30,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    )
