@@ -119,7 +119,7 @@ class RouterConfig(TlsOptions):
         75.0, "a connection without a request is closed after", unit="s", minimum=0.1
     )
     connection_max_age_s: float = option(
-        300.0, "an older connection takes no more requests", unit="s", minimum=0.1
+        8.0, "an older connection takes no more requests", unit="s", minimum=0.1
     )
     head_timeout_s: float = option(
         10.0, "longest time for a request's headers, or gRPC's greeting", unit="s", minimum=0.1
@@ -155,7 +155,11 @@ class RouterConfig(TlsOptions):
         20.0, "longest time to finish on SIGTERM", unit="s", minimum=0.0
     )
     lame_duck_s: float = option(
-        0.0, "on SIGTERM requests are still taken for so long, readiness off", unit="s", minimum=0.0
+        0.0,
+        "on SIGTERM requests are still taken for so long, readiness off, and then for as long as "
+        "connections may get old; 0: there is no other router to go to",
+        unit="s",
+        minimum=0.0,
     )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
     log_json: bool = option(False, "log JSON lines")

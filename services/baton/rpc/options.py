@@ -61,7 +61,7 @@ class PublicLimits:
 
     max_connections: int = 4096
     idle_s: float = 75.0
-    max_age_s: float = 300.0
+    max_age_s: float = 8.0
     last_calls_s: float = 3600.0
     handshake_s: float = 10.0
     streams: int = PUBLIC_STREAMS
@@ -83,6 +83,11 @@ def public_server(limits: PublicLimits) -> Arguments:
         ("grpc.max_connection_age_grace_ms", _ms(limits.last_calls_s)),
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_s)),
     )
+
+
+def longest_age_s(limits: PublicLimits) -> float:
+    """After so long a connection takes no new calls. gRPC varies an age by a tenth."""
+    return 1.1 * limits.max_age_s
 
 
 def _ms(seconds: float) -> int:

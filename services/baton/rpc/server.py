@@ -22,6 +22,7 @@ from baton.rpc.address import PortInUse as PortInUse
 from baton.rpc.address import check, is_loopback, join, split
 from baton.rpc.health import Health
 from baton.rpc.interceptors import Check, ErrorInterceptor
+from baton.rpc.listening import stop_listening
 from baton.rpc.metrics import TASKS, gauge, serve_metrics
 from baton.rpc.roles import check_caller
 from baton.rpc.scrape import MetricsServer
@@ -29,6 +30,9 @@ from baton.rpc.tls import Certificates
 from baton.rpc.transport import bind
 
 log = logging.getLogger(__name__)
+
+SETTLE_S = 0.2
+"""What a goodbye takes to reach a client, and the client's last calls to reach us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class ProcessServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         """public: others than Baton's own may call, so messages, streams and connections are
-        limited.
+        limited, by limits.
 
         field: the option that `listen` came from, for errors to name. certificates: speaks TLS;
         callers that are Baton's own are then held to `baton.rpc.roles`. interceptors: see the
@@ -71,13 +75,15 @@ class ProcessServer:
         self._metrics_listen = metrics_listen
         self._health_listen = health_listen
         self._public = public
+        self._limits = (limits or options.PublicLimits()) if public else None
         self._arguments = options.INTERNAL_SERVER
-        if public:
-            self._arguments = options.public_server(limits or options.PublicLimits())
+        if self._limits is not None:
+            self._arguments = options.public_server(self._limits)
         self._certificates = certificates
         self._interceptors = tuple(interceptors)
         self._health = Health([service.name for service in services])
         self._server: grpc.aio.Server | None = None
+        self._port = 0
         self._probed: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
         self._untell: Callable[[], None] = lambda: None
@@ -120,7 +126,7 @@ class ProcessServer:
         metrics = serve_metrics(self._metrics_listen) if self._metrics_listen else None
         try:
             self._probed = await self._serve_health()
-            port = self._bind(server)
+            self._port = self._bind(server)
             await server.start()
         except BaseException:
             if metrics is not None:
@@ -133,7 +139,12 @@ class ProcessServer:
         self._server = server
         loop = asyncio.get_running_loop()
         self._untell = gauge(TASKS, lambda: {(): len(asyncio.all_tasks(loop))})
-        return join(host, port)
+        return join(host, self._port)
+
+    @property
+    def goodbye_s(self) -> float:
+        """What `send_away` takes."""
+        return 0.0 if self._limits is None else options.longest_age_s(self._limits) + SETTLE_S
 
     def set_serving(self, serving: bool) -> None:
         """Readiness of all services, as health tells it. Liveness is not touched. Without effect
@@ -145,12 +156,15 @@ class ProcessServer:
         """Not ready from now on, for good. Calls are still taken."""
         self._health.leave()
 
-    async def send_away(self, grace_s: float) -> None:
-        """Takes no new calls: clients learn at once that they must connect elsewhere. Running calls
-        get grace_s, or until `stop`; returns when there are none.
+    async def send_away(self) -> None:
+        """Refuses new connections, and returns when each of the others has been told to connect
+        elsewhere. What they send before they hear it is answered as ever.
+
+        Takes as long as a public connection may grow old: that age is what tells them.
         """
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        if self._server is not None and self._limits is not None:
+            stop_listening(self._port)
+            await asyncio.sleep(self.goodbye_s)
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls, gives running ones `grace_s` to end, cancels the rest. Idempotent."""

@@ -23,6 +23,7 @@ from baton.router.metrics import RouterMetrics
 from baton.router.pipeline import Pipeline
 from baton.router.servicer import InferenceServicer
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.options import PublicLimits
 from baton.rpc.server import ProcessServer
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, types_pb2
@@ -30,6 +31,7 @@ from tests.services.router.conftest import World, until
 from tests.services.router_http.scripted import ANYONE
 
 CONFIG = RouterConfig(local_prefill_tokens=1000, drain_timeout_s=20)
+REPLICA = replace(CONFIG, lame_duck_s=0.3, connection_max_age_s=0.5)
 TOKENS = 40
 ASKED = pb.GenerateRequest(
     text="once upon a time",
@@ -70,6 +72,7 @@ async def router(world: World, config: RouterConfig = CONFIG) -> AsyncIterator[R
         listen="127.0.0.1:0",
         services=[servicer.service()],
         public=True,
+        limits=PublicLimits(max_age_s=config.connection_max_age_s),
         interceptors=[KeyInterceptor(OpenDoor())],
     )
     http = await serve_http(HttpApp(pipeline, CollectorRegistry(), ANYONE), "127.0.0.1:0")
@@ -92,7 +95,7 @@ async def test_what_runs_ends_well_and_what_comes_is_sent_on(world: World) -> No
     await world.start(CONFIG)
     world.decodes[0].stepping.clear()
     async with (
-        router(world, replace(CONFIG, lame_duck_s=0.3)) as leaver,
+        router(world, REPLICA) as leaver,
         httpx.AsyncClient(base_url=f"http://{leaver.http.address}", trust_env=False) as client,
         grpc.aio.insecure_channel(leaver.grpc) as channel,
     ):
@@ -155,7 +158,7 @@ async def test_what_does_not_end_in_time_is_told_to_try_again(world: World) -> N
 async def test_a_rolling_restart_loses_no_call(world: World) -> None:
     """Two replicas, clients that never try again, and each replica leaves while calls come in."""
     await world.start(CONFIG)
-    async with router(world) as first, router(world) as second:
+    async with router(world, REPLICA) as first, router(world, REPLICA) as second:
         target = f"ipv4:{first.grpc},{second.grpc}"
         options = [("grpc.lb_policy_name", "round_robin"), ("grpc.enable_retries", 0)]
         async with grpc.aio.insecure_channel(target, options=options) as channel:
