@@ -16,6 +16,7 @@ from baton.core.errors import InvalidArgument, Unavailable
 from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.options import INTERNAL_MESSAGE_BYTES, PUBLIC_RECEIVE_BYTES
+from baton.rpc.probes import Probes
 from baton.rpc.server import PortInUse, ProcessServer
 from tests.rpc.echo import NAME, Echo, call, stream, unary
 
@@ -64,6 +65,7 @@ async def test_readiness_and_liveness(channels: Channels) -> None:
         answer = await stub.List(health_pb2.HealthListRequest())
         assert {name: entry.status for name, entry in answer.statuses.items()} == {
             "": Response.SERVING,
+            "startup": Response.SERVING,
             NAME: Response.NOT_SERVING,
         }
 
@@ -136,7 +138,7 @@ async def test_an_address_of_another_machine_is_named() -> None:
 async def test_nothing_stays_bound_when_metrics_cannot_be_served() -> None:
     async with serving() as (_, taken):
         free = await _free_address()
-        server = ProcessServer(listen=free, services=[], metrics_listen=taken)
+        server = ProcessServer(listen=free, services=[], probes=Probes(metrics_listen=taken))
         with pytest.raises(PortInUse) as refused:
             await server.start()
         assert refused.value.field == "metrics_listen"

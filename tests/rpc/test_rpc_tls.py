@@ -20,6 +20,7 @@ from baton.cli.ports import free_ports
 from baton.core.errors import Internal, InvalidArgument
 from baton.rpc import tls
 from baton.rpc.channels import Channels
+from baton.rpc.probes import Probes
 from baton.rpc.roles import CALLERS, ROLES
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tls import Certificates
@@ -289,7 +290,7 @@ async def test_health_alone_answers_in_plain_text_where_that_was_said(
     server = ProcessServer(
         listen="127.0.0.1:0",
         services=[],
-        health_listen=health_listen,
+        probes=Probes(health_listen=health_listen),
         certificates=authority.role("prefill").certificates(),
     )
     await server.start()

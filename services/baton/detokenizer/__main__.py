@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -28,9 +29,11 @@ async def serve(options: DetokenizerConfig) -> int:
     incarnation = lifecycle.new_incarnation()
     logs.setup(ROLE, options.log_level, options.log_json, incarnation=incarnation)
     log.info("%s", config.describe(options))
+    probes = options.probes()
+    await probes.open()
     folder = Path(options.model)
     servicer = DetokenizerServicer(
-        Vocabulary.load(folder),
+        await asyncio.to_thread(Vocabulary.load, folder),
         max_texts=options.max_texts,
         max_unsent_bytes=options.max_unsent_mib << 20,
     )
@@ -55,8 +58,7 @@ async def serve(options: DetokenizerConfig) -> int:
             worker_service(describe, load),
         ],
         reflection=options.reflection,
-        metrics_listen=options.metrics_listen,
-        health_listen=options.health_listen,
+        probes=probes,
         certificates=options.certificates(),
     )
     metrics.gauge(metrics.STREAMS, lambda: {(ROLE,): servicer.num_sessions})

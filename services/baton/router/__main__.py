@@ -32,6 +32,7 @@ from baton.rpc import garbage, lifecycle, logs
 from baton.rpc.channels import Channels
 from baton.rpc.metrics import REGISTRY
 from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
+from baton.rpc.probes import Probes
 from baton.rpc.server import ProcessServer
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ async def serve(config: RouterConfig) -> int:
     identity = WorkerIdentity("router", lifecycle.new_incarnation(), config.grpc_listen)
     logs.setup("router", config.log_level, config.log_json, incarnation=identity.incarnation)
     log.info("configuration: %s", configuration.describe(config))
+    probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
+    await probes.open()
     discovery = await discovery_of(config)
     replicas = Replicas(discovery if config.routers else None, config.replicas)
     for warning in warnings(
@@ -67,6 +70,7 @@ async def serve(config: RouterConfig) -> int:
         listen=config.grpc_listen,
         services=services,
         reflection=config.reflection,
+        probes=probes,
         public=True,
         certificates=certificates,
         interceptors=[KeyInterceptor(door)],

@@ -26,6 +26,14 @@ class RouterConfig(TlsOptions):
     http_listen: str = option(
         "127.0.0.1:0", "where HTTP listens; port 0: a free one", unit="host:port"
     )
+    metrics_listen: str = option(
+        "",
+        "where /metrics is served to whoever reaches it, besides HTTP; empty: on HTTP alone",
+        unit="host:port",
+    )
+    health_listen: str = option(
+        "", "where health alone answers, in plain text; empty: nowhere", unit="host:port"
+    )
     keys: str = option("", "JSON file of API keys; empty: none is asked for", unit="file")
     metrics_open: bool = option(False, "answer /metrics without a key")
     public_tls_cert: str = option(

@@ -1,12 +1,18 @@
-"""grpc.health.v1 of one process: "" is liveness, a full service name is readiness.
+"""grpc.health.v1 of one process, which is asked three things by name.
 
-Knows nothing of what makes a process ready. "" is SERVING as long as the event loop answers at all.
+- "" is liveness: SERVING as long as the event loop answers at all, also while a model loads.
+- "startup": SERVING once the process has finished starting, and from then on for good, whether or
+  not others that it needs are there.
+- A full service name is readiness: whether it takes work now.
+
+Knows nothing of what makes a process ready. Until it is told which services there are, every name
+may be one of them, and is NOT_SERVING.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -15,25 +21,32 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.core.errors import NotFound, Overloaded
 
 MAX_WATCHERS = 64
+STARTUP = "startup"
 
 _Response = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Serves the status of the given service names; all change together."""
+    """Serves the status of all services of a process; they change together."""
 
-    def __init__(self, services: Sequence[str]) -> None:
-        self._services = frozenset(services)
+    def __init__(self) -> None:
+        self._services: frozenset[str] | None = None
+        self._started = False
         self._serving = False
         self._leaving = False
         self._changed = asyncio.Event()
         self._watchers = 0
 
+    def set_started(self, services: Iterable[str]) -> None:
+        """All is loaded, and these are the services. They are not ready yet."""
+        self._services = frozenset(services)
+        self._started = True
+        self._tell()
+
     def set_serving(self, serving: bool) -> None:
         """What the next Check and every Watch sees, at once; after `leave` always NOT_SERVING."""
         self._serving = serving and not self._leaving
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._tell()
 
     def leave(self) -> None:
         """Not serving from now on, whatever is said later by somebody who does not know."""
@@ -43,14 +56,15 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
-        if request.service and request.service not in self._services:
+        status = self._status(request.service)
+        if status == _Response.SERVICE_UNKNOWN:
             raise NotFound("no such service here", field="service")
-        return _Response(status=self._status(request.service))
+        return _Response(status=status)
 
     async def List(
         self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthListResponse:
-        names = ["", *sorted(self._services)]
+        names = ["", STARTUP, *sorted(self._services or ())]
         return health_pb2.HealthListResponse(
             statuses={name: _Response(status=self._status(name)) for name in names}
         )
@@ -73,9 +87,17 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         finally:
             self._watchers -= 1
 
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def _status(self, service: str) -> int:
         if not service:
-            return int(_Response.SERVING)
-        if service not in self._services:
+            good = True
+        elif service == STARTUP:
+            good = self._started
+        elif self._services is not None and service not in self._services:
             return int(_Response.SERVICE_UNKNOWN)
-        return int(_Response.SERVING if self._serving else _Response.NOT_SERVING)
+        else:
+            good = self._serving
+        return int(_Response.SERVING if good else _Response.NOT_SERVING)

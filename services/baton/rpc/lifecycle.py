@@ -2,8 +2,9 @@
 
 Knows nothing of what the process does. Exit codes: 0 drained, 1 crashed or not drained in time, 2 a
 wrong configuration, 3 another failure that start-up foresees, 4 worn out (it drained because only a
-new process helps), 128 + signal when told twice to stop. From the end of the drain on, the process
-has EXIT_S to be gone, whatever hangs: then it says where on stderr and ends with 1.
+new process helps), 128 + signal when told to stop twice, or before it serves. From the end of the
+drain on, the process has EXIT_S to be gone, whatever hangs: then it says where on stderr and ends
+with 1.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     process does not outlive that parent.
     """
     die_with_parent()
+    # The first process of a container is deaf to signals that it has no handler for. Nothing is
+    # torn down: a thread that reads gigabytes would have to be waited for.
+    signal.signal(signal.SIGTERM, lambda number, _: exit_at_once(128 + number))
     try:
         with asyncio.Runner(loop_factory=Loop) as runner:
             return runner.run(main)

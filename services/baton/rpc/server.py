@@ -1,7 +1,7 @@
-"""One process's gRPC server: its services, health, reflection and metrics; knows no business.
+"""One process's gRPC server: its services, health and reflection; knows no business.
 
-The port is bound by `start`, readiness is told by `set_serving`, and liveness ("") answers as long
-as the event loop does.
+The port is bound by `start`, when everything is loaded: that is what health's "startup" tells.
+Readiness is told by `set_serving`, and liveness ("") answers as long as the event loop does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from baton.core.errors import Internal
 from baton.rpc import options
 from baton.rpc.address import PortInUse as PortInUse
 from baton.rpc.address import check, is_loopback, join, split
-from baton.rpc.health import Health
 from baton.rpc.interceptors import Check, ErrorInterceptor
 from baton.rpc.listening import stop_listening
-from baton.rpc.metrics import TASKS, gauge, serve_metrics
+from baton.rpc.metrics import TASKS, gauge
+from baton.rpc.probes import Probes
 from baton.rpc.roles import check_caller
-from baton.rpc.scrape import MetricsServer
 from baton.rpc.tls import Certificates
 from baton.rpc.transport import bind
 
@@ -52,8 +51,7 @@ class ProcessServer:
         listen: str,
         services: Sequence[Service],
         reflection: bool = True,
-        metrics_listen: str = "",
-        health_listen: str = "",
+        probes: Probes | None = None,
         public: bool = False,
         limits: options.PublicLimits | None = None,
         field: str = "listen",
@@ -66,14 +64,14 @@ class ProcessServer:
         field: the option that `listen` came from, for errors to name. certificates: speaks TLS;
         callers that are Baton's own are then held to `baton.rpc.roles`. interceptors: see the
         call before the services do; what they raise reaches the caller as a handler's error does.
-        health_listen: where health alone is served in plain text, for probes that speak no TLS.
+        probes: opened by `start` where they are not yet, and closed by `stop`. None: there are no
+        ports besides `listen`.
         """
         self._listen = listen
         self._field = field
         self._services = tuple(services)
         self._reflection = reflection
-        self._metrics_listen = metrics_listen
-        self._health_listen = health_listen
+        self._probes = probes or Probes()
         self._public = public
         self._limits = (limits or options.PublicLimits()) if public else None
         self._arguments = options.INTERNAL_SERVER
@@ -81,17 +79,15 @@ class ProcessServer:
             self._arguments = options.public_server(self._limits)
         self._certificates = certificates
         self._interceptors = tuple(interceptors)
-        self._health = Health([service.name for service in services])
+        self._health = self._probes.health
         self._server: grpc.aio.Server | None = None
         self._port = 0
-        self._probed: grpc.aio.Server | None = None
-        self._metrics: MetricsServer | None = None
         self._untell: Callable[[], None] = lambda: None
 
     @property
     def metrics_address(self) -> str:
         """Where /metrics is served, or ""."""
-        return self._metrics.address if self._metrics else ""
+        return self._probes.metrics_address
 
     async def start(self) -> str:
         """Binds and serves; not ready yet. Returns the actual "host:port".
@@ -117,26 +113,21 @@ class ProcessServer:
         for service in self._services:
             service.register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [service.name for service in self._services]
         if self._reflection:
-            names = [service.name for service in self._services]
             reflection.enable_server_reflection(
                 (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
             )
         # Before the port is bound: a server that never started keeps its port.
-        metrics = serve_metrics(self._metrics_listen) if self._metrics_listen else None
+        await self._probes.open()
         try:
-            self._probed = await self._serve_health()
             self._port = self._bind(server)
             await server.start()
         except BaseException:
-            if metrics is not None:
-                metrics.close()
-            if self._probed is not None:
-                await self._probed.stop(0)
-                self._probed = None
+            await self._probes.close()
             raise
-        self._metrics = metrics
         self._server = server
+        self._health.set_started(names)
         loop = asyncio.get_running_loop()
         self._untell = gauge(TASKS, lambda: {(): len(asyncio.all_tasks(loop))})
         return join(host, self._port)
@@ -170,31 +161,14 @@ class ProcessServer:
         """Takes no new calls, gives running ones `grace_s` to end, cancels the rest. Idempotent."""
         self.leave()
         server, self._server = self._server, None
-        probed, self._probed = self._probed, None
-        metrics, self._metrics = self._metrics, None
         untell, self._untell = self._untell, lambda: None
         untell()
         try:
             if server is not None:
                 await server.stop(grace_s)
-            # Last, so that probes are answered for as long as anybody is.
-            if probed is not None:
-                await probed.stop(0)
         finally:
-            if metrics is not None:
-                await asyncio.to_thread(metrics.close)
-
-    async def _serve_health(self) -> grpc.aio.Server | None:
-        if not self._health_listen:
-            return None
-        check(self._health_listen, "health_listen")
-        server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=options.public_server(options.PublicLimits())
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        bind(server, self._health_listen)
-        await server.start()
-        return server
+            # Last, so that probes are answered for as long as anybody is.
+            await self._probes.close()
 
     def _check(self) -> Check | None:
         return check_caller if self._certificates is not None and not self._public else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import is_loopback, split
 from baton.rpc.config import option
+from baton.rpc.probes import Probes
 from baton.rpc.tls_options import TlsOptions
 
 
@@ -38,3 +39,7 @@ class ServingOptions(TlsOptions):
                 "if only Baton's own processes reach it",
                 field="listen",
             )
+
+    def probes(self) -> Probes:
+        """Not opened yet."""
+        return Probes(health_listen=self.health_listen, metrics_listen=self.metrics_listen)

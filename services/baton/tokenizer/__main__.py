@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -35,8 +36,10 @@ async def serve(options: TokenizerConfig) -> int:
     incarnation = lifecycle.new_incarnation()
     logs.setup(ROLE, options.log_level, options.log_json, incarnation=incarnation)
     log.info("%s", config.describe(options))
+    probes = options.probes()
+    await probes.open()
     folder = Path(options.model)
-    loaded = files.load(folder)
+    loaded = await asyncio.to_thread(files.load, folder)
     digest = tokenizer_digest(folder)
     max_render_s = options.max_render_ms / 1000
     client_templates = ClientTemplates(cpu_s=max_render_s, max_characters=options.max_input_bytes)
@@ -87,8 +90,7 @@ async def serve(options: TokenizerConfig) -> int:
                 worker_service(lambda: WorkerDescription(identity(), model), load),
             ],
             reflection=options.reflection,
-            metrics_listen=options.metrics_listen,
-            health_listen=options.health_listen,
+            probes=probes,
             certificates=options.certificates(),
         )
         metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.num_inputs})

@@ -1,11 +1,11 @@
 """Puts a prefill or decode worker together and runs it from start to exit; knows neither role.
 
-It listens only when everything is there: a port that answers means a worker that works. SIGTERM
-drains; an engine thread that died ends the process at once, because its memory is in an unknown
-state and a new process is the only clean one. A ring that is worn out drains too, and ends with a
-code of its own. Transfers in limbo get what is left of the drain's time to end: UCX aborts a frozen
-peer that wakes up with our read before it and us gone. With one that does not end nothing is torn
-down: the process ends at once.
+It listens only when everything is there: a port that answers means a worker that works. Health and
+metrics alone answer while it loads. SIGTERM drains; an engine thread that died ends the process at
+once, because its memory is in an unknown state and a new process is the only clean one. A ring that
+is worn out drains too, and ends with a code of its own. Transfers in limbo get what is left of the
+drain's time to end: UCX aborts a frozen peer that wakes up with our read before it and us gone.
+With one that does not end nothing is torn down: the process ends at once.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ async def run_worker(
             service.deliver(events)
 
     async with AsyncExitStack() as ends:
+        probes = await ends.enter_async_context(options.probes())
         certificates = options.certificates()
         channels = Channels(certificates)
         ends.push_async_callback(channels.close)
@@ -187,8 +188,7 @@ async def run_worker(
                 worker_service(lambda: description, report.worker_load, cache, service.use_through),
             ],
             reflection=options.reflection,
-            metrics_listen=options.metrics_listen,
-            health_listen=options.health_listen,
+            probes=probes,
             certificates=certificates,
         )
         listening = await server.start()

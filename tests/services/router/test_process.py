@@ -12,6 +12,8 @@ import urllib.request
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.cli.ports import free_ports
+
 
 def start(*flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -56,7 +58,9 @@ def test_a_port_that_is_taken_is_named() -> None:
         assert first.stdout is not None
         try:
             taken = json.loads(first.stdout.readline())
-            for flag, address in (("http", taken["http"]), ("grpc", taken["grpc"])):
+            grpc_address = taken["grpc"]
+            faces = {"http": taken["http"], "grpc": grpc_address, "health": grpc_address}
+            for flag, address in {**faces, "metrics": grpc_address}.items():
                 with start(f"--{flag}-listen", address) as second:
                     _, complaint = second.communicate(timeout=30)
                 assert second.returncode == 2
@@ -64,3 +68,24 @@ def test_a_port_that_is_taken_is_named() -> None:
                 assert "Traceback" not in complaint
         finally:
             first.kill()
+
+
+def test_probes_and_scrapers_have_ports_of_their_own() -> None:
+    health, metrics = (f"127.0.0.1:{port}" for port in free_ports(2))
+    with start("--health-listen", health, "--metrics-listen", metrics) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            with grpc.insecure_channel(health) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                statuses = stub.List(health_pb2.HealthListRequest(), timeout=20).statuses
+            serving = health_pb2.HealthCheckResponse.SERVING
+            assert {name: it.status == serving for name, it in statuses.items()} == {
+                "": True,
+                "startup": True,
+                "baton.v1.Inference": False,
+            }
+            with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=20) as answer:
+                assert b"baton_requests_open 0.0" in answer.read()
+        finally:
+            process.kill()

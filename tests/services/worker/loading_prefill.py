@@ -1,0 +1,21 @@
+"""A prefill worker that loads its model for as long as it is not told to go on, by a line."""
+
+from __future__ import annotations
+
+import sys
+
+from baton.core.ports import ModelRunner
+from baton.prefill.__main__ import main
+from baton.worker import process
+from baton.worker.engine import open_runner
+from baton.worker.options import WorkerOptions
+
+
+def load_when_told(options: WorkerOptions) -> ModelRunner:
+    sys.stdin.readline()
+    return open_runner(options)
+
+
+if __name__ == "__main__":
+    process.open_runner = load_when_told  # type: ignore[attr-defined]
+    sys.exit(main())
