@@ -31,6 +31,7 @@ async def serve(options: DetokenizerConfig) -> int:
     log.info("%s", config.describe(options))
     probes = options.probes()
     await probes.open()
+    probes.startup.enter("tokenizer")
     folder = Path(options.model)
     servicer = DetokenizerServicer(
         await asyncio.to_thread(Vocabulary.load, folder),

@@ -48,6 +48,7 @@ async def serve(config: RouterConfig) -> int:
     log.info("configuration: %s", configuration.describe(config))
     probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
     await probes.open()
+    probes.startup.enter("discovery")
     discovery = await discovery_of(config)
     replicas = Replicas(discovery if config.routers else None, config.replicas)
     for warning in warnings(
@@ -108,6 +109,7 @@ async def serve(config: RouterConfig) -> int:
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
             grpc_address = await server.start()
+            probes.startup.enter("workers")
             fleet.start()
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),

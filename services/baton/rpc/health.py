@@ -5,8 +5,9 @@
   not others that it needs are there.
 - A full service name is readiness: whether it takes work now.
 
-Knows nothing of what makes a process ready. Until it is told which services there are, every name
-may be one of them, and is NOT_SERVING.
+What is not SERVING comes with `baton-progress` among the answer's trailing metadata, in words for
+people. Knows nothing of what makes a process ready. Until it is told which services there are,
+every name may be one of them, and is NOT_SERVING.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.core.errors import NotFound, Overloaded
+from baton.rpc.startup import Startup
 
 MAX_WATCHERS = 64
 STARTUP = "startup"
+PROGRESS = "baton-progress"
 
 _Response = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Serves the status of all services of a process; they change together."""
+    """Serves the status of all services of a process; they change together. startup: how far it
+    has come; told when it is ready.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, startup: Startup) -> None:
+        self._startup = startup
         self._services: frozenset[str] | None = None
         self._started = False
         self._serving = False
@@ -46,6 +52,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def set_serving(self, serving: bool) -> None:
         """What the next Check and every Watch sees, at once; after `leave` always NOT_SERVING."""
         self._serving = serving and not self._leaving
+        if self._serving:
+            self._startup.ready()
         self._tell()
 
     def leave(self) -> None:
@@ -59,6 +67,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         status = self._status(request.service)
         if status == _Response.SERVICE_UNKNOWN:
             raise NotFound("no such service here", field="service")
+        if status != _Response.SERVING:
+            words = "leaving" if self._leaving else self._startup.words
+            context.set_trailing_metadata(((PROGRESS, words),))
         return _Response(status=status)
 
     async def List(

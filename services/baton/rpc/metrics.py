@@ -67,6 +67,9 @@ LEAKS = Spec(
     "Things held while no attempt and no probe is here; what stays is owned by nobody.",
     ("kind",),
 )
+LOAD_PROGRESS = Spec("baton_load_progress", "Share of the weights that is loaded; 1 once ready.")
+READY = Spec("baton_ready_seconds", "From the process's start until it first took work.")
+STARTUP = Spec("baton_startup_seconds", "Time of one part of the process's start.", ("part",))
 
 TLS_STALE = Spec(
     "baton_tls_stale", "Sets of certificate files that were replaced by ones that cannot be used."

@@ -8,6 +8,7 @@ certificate.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Self
 
 import grpc
@@ -19,21 +20,26 @@ from baton.rpc.health import Health
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.metrics import serve_metrics
 from baton.rpc.scrape import MetricsServer
+from baton.rpc.startup import Startup
 from baton.rpc.transport import bind
 
 
 class Probes:
-    """health: what is told, here and on the process's other gRPC ports."""
+    """health: what is told, here and on the process's other gRPC ports. startup: how far the
+    process's start has come, which both tell.
+    """
 
     def __init__(self, *, health_listen: str = "", metrics_listen: str = "") -> None:
         """Empty: there is no such port."""
-        self.health = Health()
+        self.startup = Startup()
+        self.health = Health(self.startup)
         self.health_address = ""
         self._health_listen = health_listen
         self._metrics_listen = metrics_listen
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
         self._open = False
+        self._unexport: Callable[[], None] = lambda: None
 
     @property
     def metrics_address(self) -> str:
@@ -47,6 +53,7 @@ class Probes:
         if self._open:
             return
         self._open = True
+        self._unexport = self.startup.export()
         try:
             if self._metrics_listen:
                 self._metrics = serve_metrics(self._metrics_listen)
@@ -59,6 +66,8 @@ class Probes:
     async def close(self) -> None:
         """Idempotent."""
         self._open = False
+        unexport, self._unexport = self._unexport, lambda: None
+        unexport()
         server, self._server = self._server, None
         metrics, self._metrics = self._metrics, None
         try:

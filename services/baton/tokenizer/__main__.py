@@ -38,6 +38,7 @@ async def serve(options: TokenizerConfig) -> int:
     log.info("%s", config.describe(options))
     probes = options.probes()
     await probes.open()
+    probes.startup.enter("tokenizer")
     folder = Path(options.model)
     loaded = await asyncio.to_thread(files.load, folder)
     digest = tokenizer_digest(folder)

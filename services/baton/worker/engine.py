@@ -39,8 +39,11 @@ _OPTION_NAMES = {
 """How the operator calls what the engine's refusals name."""
 
 
-def open_runner(options: WorkerOptions) -> ModelRunner:
-    """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason."""
+def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: None) -> ModelRunner:
+    """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason.
+
+    loading: told beside whoever started this process.
+    """
     folder = Path(options.model)
     digest = tokenizer_digest(folder) if folder.is_dir() else ""
     if options.runner == "fake":
@@ -64,7 +67,7 @@ def open_runner(options: WorkerOptions) -> ModelRunner:
 
         # What can never fit is refused before gigabytes are read.
         foresee(config)
-        return TorchRunner.load(config, progress=_loading())
+        return TorchRunner.load(config, progress=_told(loading, _loading()))
     except InvalidArgument as error:
         if error.field not in _OPTION_NAMES:
             raise
@@ -110,13 +113,23 @@ def is_exact(runner: ModelRunner) -> bool:
     return bool(getattr(runner, "exact", True))
 
 
+def _told(*listeners: Loading) -> Loading:
+    def tell(done: int, total: int) -> None:
+        for listener in listeners:
+            listener(done, total)
+
+    return tell
+
+
 def _loading() -> Loading:
-    """Tells a supervisor by JSON lines on stdout, or a person by a bar on stderr."""
+    """Tells a supervisor by JSON lines on stdout, a person by a bar on stderr, and others nothing:
+    they have the log.
+    """
     if os.environ.get(PARENT_VARIABLE):
         return lambda done, total: print(
             json.dumps({"loading": done, "total": total}), file=sys.stdout, flush=True
         )
-    return _bar()
+    return _bar() if sys.stderr.isatty() else _told()
 
 
 def _bar() -> Loading:

@@ -121,7 +121,7 @@ async def run_worker(
     cache = CacheLog(changes)
 
     def make_loop() -> EngineLoop[Scheduler]:
-        runner = open_runner(options)
+        runner = open_runner(options, probes.startup.weights)
         pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
         scheduler = make_scheduler(runner, pool)
         if options.poison_token < 0:
@@ -137,8 +137,9 @@ async def run_worker(
         if service is not None:
             service.deliver(events)
 
+    probes = options.probes()
     async with AsyncExitStack() as ends:
-        probes = await ends.enter_async_context(options.probes())
+        await ends.enter_async_context(probes)
         certificates = options.certificates()
         channels = Channels(certificates)
         ends.push_async_callback(channels.close)
@@ -146,10 +147,12 @@ async def run_worker(
         engine: EngineThread[Scheduler] = EngineThread(
             make_loop, deliver, on_step=step_time.observe
         )
+        probes.startup.enter("engine")
         await engine.start()
         garbage.settle()
         ends.push_async_callback(engine.stop)
         runner, scheduler = made[0].runner, made[0].scheduler
+        probes.startup.enter("ring")
         staging = await Staging.open(
             incarnation,
             transport=options.transport,

@@ -7,15 +7,16 @@ import sys
 from baton.core.ports import ModelRunner
 from baton.prefill.__main__ import main
 from baton.worker import process
-from baton.worker.engine import open_runner
+from baton.worker.engine import Loading, open_runner
 from baton.worker.options import WorkerOptions
 
 
-def load_when_told(options: WorkerOptions) -> ModelRunner:
+def load_when_told(options: WorkerOptions, loading: Loading) -> ModelRunner:
+    loading(43, 100)
     sys.stdin.readline()
-    return open_runner(options)
+    return open_runner(options, loading)
 
 
 if __name__ == "__main__":
-    process.open_runner = load_when_told  # type: ignore[attr-defined]
+    process.open_runner = load_when_told  # type: ignore[attr-defined,assignment]
     sys.exit(main())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
 from tests.services.worker.pair import PATIENCE_S
+from tests.services.worker.processes import metrics_of
 
 NAMES = ("", "startup", "baton.v1.Prefill")
 
@@ -22,7 +25,16 @@ async def loading(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Proces
     health = f"127.0.0.1:{free_ports(1)[0]}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.services.worker.loading_prefill"),
-        *("--model", str(folder), "--runner", "fake", "--health-listen", health),
+        *(
+            "--model",
+            str(folder),
+            "--runner",
+            "fake",
+            "--health-listen",
+            health,
+            "--metrics-listen",
+            "127.0.0.1:0",
+        ),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -43,6 +55,15 @@ async def told(channel: grpc.aio.Channel) -> list[bool]:
     return [answer.status == health_pb2.HealthCheckResponse.SERVING for answer in answers]
 
 
+async def progress(channel: grpc.aio.Channel, wanted: str) -> bool:
+    """Waits until a probe that is told no is told so why."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    while True:
+        call = stub.Check(health_pb2.HealthCheckRequest(service="startup"))
+        if dict(await call.trailing_metadata())["baton-progress"] == wanted:
+            return True
+
+
 async def test_health_is_answered_while_the_model_loads(tmp_path: Path) -> None:
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -50,10 +71,19 @@ async def test_health_is_answered_while_the_model_loads(tmp_path: Path) -> None:
         grpc.aio.insecure_channel(health) as channel,
     ):
         assert await told(channel) == [True, False, False]
+        assert await progress(channel, "loading weights 43 %")
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(b"go on\n")
-        await process.stdout.readline()
+        metrics = json.loads(await process.stdout.readline())["metrics"]
         assert await told(channel) == [True, True, True]
+        read = await asyncio.to_thread(metrics_of, metrics)
+        parts = [
+            read[f'baton_startup_seconds{{part="{part}"}}']
+            for part in ("import", "engine", "weights", "ring")
+        ]
+        assert all(part > 0 for part in parts)
+        assert read["baton_ready_seconds"] == pytest.approx(sum(parts))
+        assert read["baton_load_progress"] == 1
 
 
 async def test_it_ends_when_told_to_while_it_loads(tmp_path: Path) -> None:
