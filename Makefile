@@ -10,16 +10,22 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # How many processes test at a time. A file's tests stay in one, so that what they share starts once.
 TEST_PROCESSES ?= 2
 
+# How images are built and what they are called. IMAGE_BUILD is a command that takes docker build's arguments.
+IMAGE_BUILD ?= $(if $(shell docker info >/dev/null 2>&1 && echo yes),docker build,buildah build)
+IMAGE_REGISTRY ?=
+IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGES ?= cpu engine-cpu
+
 # An interpreter that has llama_cpp, where one was named.
 llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Where a benchmark leaves its figures and its plot.
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv bench-router bench-tokens bench-grammar tables test-chaos test-slow test-browser test-clients chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint model bench bench-engine bench-kv bench-router bench-tokens bench-grammar tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
 
 install: $(VENV)/.installed ## Make .venv with everything in it
 
@@ -58,16 +64,31 @@ test-browser: install ## Tests of the playground; need Debian's chromium and chr
 test-clients: install ## openai, litellm, llm, buf curl, grpcio, SMG from their own packages (pip and npm)
 	@$(BIN)/python -m pytest -q -m clients tests/clients
 
+test-k8s: install ## Tests on the cluster of KUBECONFIG; need kubectl, helm and the images BATON_IMAGE_CPU, BATON_IMAGE_ENGINE
+	@$(BIN)/python -m pytest -q -m k8s tests/k8s
+
+images: ## Build the images IMAGES="cpu engine-cpu" (engine-gpu too, if you name it) with docker or buildah
+	@set -e; for target in $(IMAGES); do \
+		$(IMAGE_BUILD) -f deploy/Dockerfile --target $$target \
+			--build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-parse HEAD 2>/dev/null || echo unknown) \
+			--build-arg TORCH_INDEX=$(TORCH_INDEX) \
+			-t $(IMAGE_REGISTRY)baton-$$target:$(IMAGE_TAG) .; \
+	done
+
+image-locks: install ## Resolve again what the images install (pip; downloads CUDA's wheels)
+	@$(BIN)/python scripts/lock_images.py --torch $(TORCH)
+
 fmt: install ## Format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix -q .
 
-lint: install ## Style, import rules, stubs in step with the protos
+lint: install ## Style, import rules, stubs in step with the protos, locks with pyproject.toml
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/gen_protos.py --check
 	@$(BIN)/python scripts/tables.py --check
+	@$(BIN)/python scripts/lock_images.py --torch $(TORCH) --check
 
 type: install ## mypy strict
 	@$(BIN)/mypy services scripts tests
