@@ -1,0 +1,100 @@
+"""One Baton that helm installs, and how to ask about it; knows the chart's names and no load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.cli.scrape import total
+from tests.k8s.cluster import Cluster, Failed
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "baton"
+CPU_PRESET = CHART / "values-cpu.yaml"
+INSTALL_S = 300.0
+ENGINES = ("prefill", "decode")
+COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
+METRICS_PORT = 9090
+
+# Printed by a pod about itself: the images have no tool that fetches.
+_SCRAPE = (
+    "import urllib.request as r;"
+    f"print(r.urlopen('http://127.0.0.1:{METRICS_PORT}/metrics', timeout=10).read().decode())"
+)
+
+
+@dataclass
+class Release:
+    """name: as helm knows it. images: of the light processes, and of the engines."""
+
+    cluster: Cluster
+    cpu_image: str
+    engine_image: str
+    name: str = "baton"
+    values: dict[str, str] = field(default_factory=dict)
+
+    def install(self, timeout_s: float = INSTALL_S) -> None:
+        """With the CPU preset; returns when helm finds all of it ready."""
+        self._helm("install", timeout_s)
+
+    def upgrade(self, values: Mapping[str, str], timeout_s: float = INSTALL_S) -> None:
+        """values: beside those that hold so far, and for good."""
+        self.values |= values
+        self._helm("upgrade", timeout_s)
+
+    def test(self, timeout_s: float = INSTALL_S) -> str:
+        return self.cluster.helm("test", self.name, "--logs", timeout_s=timeout_s)
+
+    def uninstall(self) -> None:
+        self.cluster.helm("uninstall", self.name, "--wait", timeout_s=120)
+
+    def object(self, component: str) -> str:
+        """What the chart calls a component's objects. The release is called like the chart."""
+        return f"{self.name}-{component}"
+
+    def pods(self, component: str) -> list[dict[str, Any]]:
+        return self.cluster.pods(
+            f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        )
+
+    def pod_names(self, component: str) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.pods(component)]
+
+    def metrics(self, pod: str) -> dict[str, float]:
+        """All samples of a pod, as it tells them."""
+        said = self.cluster.execute(pod, "python", "-c", _SCRAPE).splitlines()
+        pairs = (line.rsplit(" ", 1) for line in said if line and not line.startswith("#"))
+        return {sample: float(value) for sample, value in pairs}
+
+    def metric(self, component: str, name: str, *labels: str) -> float:
+        """The sum over a component's pods."""
+        return sum(total(self.metrics(pod), name, *labels) for pod in self.pod_names(component))
+
+    def service_address(self, port: str) -> str:
+        """The router's Service, as reached from inside, and from outside where routes lead in."""
+        spec = self.cluster.get("service", self.object("router"))["spec"]
+        number = next(one["port"] for one in spec["ports"] if one["name"] == port)
+        return f"{spec['clusterIP']}:{number}"
+
+    def _helm(self, verb: str, timeout_s: float) -> None:
+        given = {**self._images(), **self.values}
+        sets = [word for key, value in given.items() for word in ("--set-string", f"{key}={value}")]
+        try:
+            self.cluster.helm(
+                verb, self.name, str(CHART), "-f", str(CPU_PRESET), *sets,
+                "--wait", "--timeout", f"{timeout_s:.0f}s",
+                timeout_s=timeout_s + 30,
+            )  # fmt: skip
+        except Failed as error:
+            raise Failed(f"{error}\n{self.cluster.story()}") from error
+
+    def _images(self) -> dict[str, str]:
+        given = {}
+        for component in COMPONENTS:
+            image = self.engine_image if component in ENGINES else self.cpu_image
+            repository, _, tag = image.rpartition(":")
+            given[f"{component}.image.repository"] = repository
+            given[f"{component}.image.tag"] = tag
+        return given
