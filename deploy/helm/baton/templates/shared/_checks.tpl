@@ -1,0 +1,79 @@
+{{/* What the schema cannot say: keys that depend on one another. Each refusal is a sentence that names its key. */}}
+{{- define "baton.checks" -}}
+{{- $v := .Values -}}
+{{- if and $v.auth.keysSecret $v.auth.allowAnonymous -}}
+{{- fail "auth.allowAnonymous contradicts auth.keysSecret: say only one of them." -}}
+{{- end -}}
+{{- if not (or $v.auth.keysSecret $v.auth.allowAnonymous) -}}
+{{- fail "auth.keysSecret must name a Secret with a file of API keys ('baton keys new' makes one). To answer whoever reaches the router, set auth.allowAnonymous=true." -}}
+{{- end -}}
+{{- if not (or $v.tls.internal.enabled $v.networkPolicy.enabled $v.auth.allowAnonymousWorkers) -}}
+{{- fail "auth.allowAnonymousWorkers: nothing keeps strangers from calling workers. Set tls.internal.enabled=true, or networkPolicy.enabled=true where the cluster enforces it, or auth.allowAnonymousWorkers=true if all of the pod network is trusted." -}}
+{{- end -}}
+{{- if not (include "baton.kvNetwork" .) -}}
+{{- fail "kv.network must be declared: isolated when only Baton's workers reach the network that KV moves on (as with networkPolicy.enabled=true), trusted when everybody on it is trusted with the workers' memory, local when KV stays on its node." -}}
+{{- end -}}
+{{- include "baton.checks.model" . -}}
+{{- range list "router" "tokenizer" "decode" "detokenizer" -}}
+{{- $c := index $v . -}}
+{{- if and (eq (int $c.replicaCount) 0) (not $c.autoscaling.enabled) (not $c.keda.enabled) -}}
+{{- fail (printf "%s.replicaCount must be 1 or more: nothing is answered without this pool. Only prefill may be 0." .) -}}
+{{- end -}}
+{{- end -}}
+{{- range list "prefill" "decode" -}}
+{{- include "baton.checks.engine" (dict "root" $ "component" .) -}}
+{{- end -}}
+{{- range list "router" "tokenizer" "prefill" "decode" "detokenizer" -}}
+{{- include "baton.checks.scaling" (dict "root" $ "component" .) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "baton.checks.model" -}}
+{{- $m := .Values.model -}}
+{{- $needed := dict "hub" "id" "pvc" "claimName" "image" "reference" "hostPath" "path" -}}
+{{- with get $needed $m.source -}}
+{{- if not (index $m $m.source .) -}}
+{{- fail (printf "model.%s.%s is required with model.source=%s." $m.source . $m.source) -}}
+{{- end -}}
+{{- end -}}
+{{- if not (include "baton.model.name" $) -}}
+{{- fail (printf "model.name is required with model.source=%s: it is what clients call the model." $m.source) -}}
+{{- end -}}
+{{- if eq $m.source "hub" -}}
+{{- if and (eq $m.cache.type "hostPath") (not $m.cache.hostPath) -}}
+{{- fail "model.cache.hostPath is required with model.cache.type=hostPath: a folder of each node." -}}
+{{- end -}}
+{{- if and (eq $m.cache.type "pvc") (not $m.cache.claimName) -}}
+{{- fail "model.cache.claimName is required with model.cache.type=pvc." -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "baton.checks.engine" -}}
+{{- $c := index .root.Values .component -}}
+{{- if and $c.gpu.count (contains "engine-cpu" (include "baton.repository" .)) -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.image.repository is %s, which cannot use a GPU. Leave the repository empty, or name one with CUDA." .component (int $c.gpu.count) .component $c.image.repository) -}}
+{{- end -}}
+{{- if and $c.gpu.count (eq ($c.config.device | default "auto") "cpu") -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.config.device is cpu: the GPU would idle." .component (int $c.gpu.count) .component) -}}
+{{- end -}}
+{{- if and (not $c.gpu.count) (eq ($c.config.device | default "auto") "cuda") -}}
+{{- fail (printf "%s.config.device is cuda, but %s.gpu.count is 0." .component .component) -}}
+{{- end -}}
+{{- if and $c.rdma.enabled (eq (include "baton.kvNetwork" .root) "local") -}}
+{{- fail (printf "%s.rdma.enabled contradicts kv.network=local: KV would stay on its node." .component) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "baton.checks.scaling" -}}
+{{- $c := index .root.Values .component -}}
+{{- if and $c.autoscaling.enabled $c.keda.enabled -}}
+{{- fail (printf "%s.keda.enabled contradicts %s.autoscaling.enabled: two autoscalers would fight over one pool." .component .component) -}}
+{{- end -}}
+{{- range list "autoscaling" "keda" -}}
+{{- $s := index $c . -}}
+{{- if and $s.enabled (lt (int $s.maxReplicas) (int $s.minReplicas)) -}}
+{{- fail (printf "%s.%s.maxReplicas is %d, less than minReplicas, which is %d." $.component . (int $s.maxReplicas) (int $s.minReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}

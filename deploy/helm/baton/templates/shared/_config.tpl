@@ -1,0 +1,84 @@
+{{/* Configuration as environment: every key of `config` is a field of the process's dataclass. */}}
+
+{{/* All of an interface, in the pods' family of addresses. */}}
+{{- define "baton.any" -}}
+{{ if eq .Values.network.ipFamily "IPv6" }}[::]{{ else }}0.0.0.0{{ end }}
+{{- end }}
+
+{{- define "baton.pool" -}}
+k8s:///{{ include "baton.componentName" . }}.{{ .root.Release.Namespace }}:grpc
+{{- end }}
+
+{{/* What the chart itself decides. A map, as YAML. */}}
+{{- define "baton.ownConfig" -}}
+{{- $v := .root.Values -}}
+{{- $any := include "baton.any" .root -}}
+health_listen: "{{ $any }}:50052"
+metrics_listen: "{{ $any }}:9090"
+{{- if $v.tls.internal.enabled }}
+tls_cert: /etc/baton/tls/tls.crt
+tls_key: /etc/baton/tls/tls.key
+tls_ca: /etc/baton/tls/ca.crt
+{{- end }}
+{{- if eq .component "router" }}
+grpc_listen: "{{ $any }}:50051"
+http_listen: "{{ $any }}:8000"
+tokenizers: {{ include "baton.pool" (dict "root" .root "component" "tokenizer") }}
+prefills: {{ include "baton.pool" (dict "root" .root "component" "prefill") }}
+decodes: {{ include "baton.pool" (dict "root" .root "component" "decode") }}
+detokenizers: {{ include "baton.pool" (dict "root" .root "component" "detokenizer") }}
+routers: {{ include "baton.pool" . }}
+{{- if $v.auth.keysSecret }}
+keys: /etc/baton/keys/{{ $v.auth.keysSecretKey }}
+{{- else }}
+allow_anonymous: true
+{{- end }}
+{{- if $v.tls.public.secretName }}
+public_tls_cert: /etc/baton/public-tls/tls.crt
+public_tls_key: /etc/baton/public-tls/tls.key
+{{- if $v.tls.public.clientCertificates }}
+public_tls_ca: /etc/baton/public-tls/ca.crt
+{{- end }}
+{{- end }}
+{{- if $v.tls.public.terminated }}
+tls_terminated: true
+{{- end }}
+{{- else }}
+listen: "{{ $any }}:50051"
+advertise: {{ if eq $v.network.ipFamily "IPv6" }}"[$(POD_IP)]:50051"{{ else }}"$(POD_IP):50051"{{ end }}
+model: {{ include "baton.model.path" .root }}
+model_name: {{ include "baton.model.name" .root }}
+{{- if not $v.tls.internal.enabled }}
+allow_anonymous: true
+{{- end }}
+{{- if include "baton.isEngine" . }}
+kv_network: {{ include "baton.kvNetwork" .root }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Declared, or what a NetworkPolicy makes of it. */}}
+{{- define "baton.kvNetwork" -}}
+{{- .Values.kv.network | default (ternary "isolated" "" .Values.networkPolicy.enabled) }}
+{{- end }}
+
+{{/* A component's whole configuration as YAML: its own `config` over the common one. */}}
+{{- define "baton.config" -}}
+{{- $c := index .root.Values .component -}}
+{{- toYaml (mergeOverwrite (dict) .root.Values.config $c.config (include "baton.ownConfig" . | fromYaml)) }}
+{{- end }}
+
+{{- define "baton.env" -}}
+{{- $c := index .root.Values .component -}}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{- range $key, $value := include "baton.config" . | fromYaml }}
+- name: BATON_{{ upper $key }}
+  value: {{ include "baton.text" $value | quote }}
+{{- end }}
+{{- with $c.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,265 @@
+{{/*
+The pod of one component, template and all: the one place where pods are described.
+Takes (dict "root" $ "component" "prefill").
+*/}}
+
+{{- define "baton.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* restricted pod security, but for RDMA: pinning memory takes a capability. */}}
+{{- define "baton.processSecurity" -}}
+{{- $c := index .root.Values .component -}}
+{{ include "baton.containerSecurity" . }}
+{{- if and (include "baton.isEngine" .) $c.rdma.enabled $c.rdma.ipcLock }}
+  add: [IPC_LOCK]
+{{- end }}
+{{- end }}
+
+{{/* The process's own resources, and the pool's devices, which are limits and requests alike. */}}
+{{- define "baton.resources" -}}
+{{- $c := index .root.Values .component -}}
+{{- $r := deepCopy $c.resources -}}
+{{- if include "baton.isEngine" . -}}
+{{- $devices := dict -}}
+{{- if $c.gpu.count }}{{ $_ := set $devices $c.gpu.resource $c.gpu.count }}{{ end -}}
+{{- if $c.rdma.enabled }}{{ $_ := set $devices $c.rdma.resource $c.rdma.count }}{{ end -}}
+{{- if $devices -}}
+{{- $r = mergeOverwrite $r (dict "limits" $devices) (dict "requests" $devices) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $r }}
+{{- end }}
+
+{{/*
+startup: has it finished loading? readiness: does it take work now? liveness: does it answer at all? The port
+speaks health in plain text and nothing else, so TLS changes nothing.
+*/}}
+{{- define "baton.probes" -}}
+{{- $c := index .root.Values .component -}}
+startupProbe:
+  grpc:
+    port: 50052
+    service: startup
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: {{ ceil (divf $c.startupTimeoutSeconds 2) }}
+readinessProbe:
+  grpc:
+    port: 50052
+    service: {{ include "baton.grpcService" . }}
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: 2
+livenessProbe:
+  grpc:
+    port: 50052
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end }}
+
+{{- define "baton.ports" -}}
+- name: grpc
+  containerPort: 50051
+{{- if eq .component "router" }}
+- name: http
+  containerPort: 8000
+{{- end }}
+- name: health
+  containerPort: 50052
+- name: metrics
+  containerPort: 9090
+{{- end }}
+
+{{- define "baton.volumes" -}}
+{{- $c := index .root.Values .component -}}
+{{- $v := .root.Values -}}
+- name: tmp
+  emptyDir: {}
+{{- if include "baton.isEngine" . }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ $c.shm.sizeLimit }}
+{{- end }}
+{{- if ne .component "router" }}
+{{- include "baton.model.volumes" .root }}
+{{- end }}
+{{- if $v.tls.internal.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "baton.tlsSecret" . }}
+{{- end }}
+{{- if eq .component "router" }}
+{{- with $v.auth.keysSecret }}
+- name: keys
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- with $v.tls.public.secretName }}
+- name: public-tls
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- end }}
+{{- with $c.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.mounts" -}}
+{{- $c := index .root.Values .component -}}
+{{- $v := .root.Values -}}
+- name: tmp
+  mountPath: /tmp
+{{- if include "baton.isEngine" . }}
+- name: shm
+  mountPath: /dev/shm
+{{- end }}
+{{- if ne .component "router" }}
+{{- include "baton.model.mounts" .root }}
+{{- end }}
+{{- if $v.tls.internal.enabled }}
+- name: tls
+  mountPath: /etc/baton/tls
+  readOnly: true
+{{- end }}
+{{- if eq .component "router" }}
+{{- if $v.auth.keysSecret }}
+- name: keys
+  mountPath: /etc/baton/keys
+  readOnly: true
+{{- end }}
+{{- if $v.tls.public.secretName }}
+- name: public-tls
+  mountPath: /etc/baton/public-tls
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- with $c.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.tlsSecret" -}}
+{{- index .root.Values.tls.internal.secretNames .component | default (printf "%s-tls" (include "baton.componentName" .)) }}
+{{- end }}
+
+{{- define "baton.podAnnotations" -}}
+{{- $c := index .root.Values .component -}}
+{{- $own := dict -}}
+{{- if include "baton.isEngine" . -}}
+{{- with $c.rdma.network }}{{ $_ := set $own "k8s.v1.cni.cncf.io/networks" . }}{{ end -}}
+{{- end -}}
+{{- with merge (dict) $c.podAnnotations $own }}{{ toYaml . }}{{ end }}
+{{- end }}
+
+{{/* What is spread is this component's pods, where a constraint does not say otherwise. */}}
+{{- define "baton.spread" -}}
+{{- $c := index .root.Values .component -}}
+{{- $selector := dict "labelSelector" (dict "matchLabels" (include "baton.selectorLabels" . | fromYaml)) -}}
+{{- range $c.topologySpreadConstraints }}
+- {{ toYaml (merge (dict) . $selector) | nindent 2 | trim }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.pod" -}}
+{{- $c := index .root.Values .component -}}
+{{- $v := .root.Values -}}
+metadata:
+  labels:
+    {{- include "baton.selectorLabels" . | nindent 4 }}
+    app.kubernetes.io/part-of: baton
+    {{- with $c.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with include "baton.podAnnotations" . }}
+  annotations:
+    {{- . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "baton.componentName" . }}
+  automountServiceAccountToken: {{ eq .component "router" }}
+  # Names of other Services are no business of a process, and would look like its configuration.
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ include "baton.grace" . }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 65532
+    runAsGroup: 65532
+    fsGroup: 65532
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile:
+      type: RuntimeDefault
+  {{- with $v.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- with include "baton.priorityClass" . }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $c.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $c.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $c.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $c.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with include "baton.spread" . }}
+  topologySpreadConstraints:
+    {{- . | nindent 4 }}
+  {{- end }}
+  {{- if ne .component "router" }}
+  {{- with include "baton.model.init" . }}
+  initContainers:
+    {{- . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  containers:
+    - name: {{ .component }}
+      image: {{ include "baton.image" . }}
+      imagePullPolicy: {{ $v.image.pullPolicy }}
+      command: [baton-{{ .component }}]
+      env:
+        {{- include "baton.env" . | nindent 8 }}
+      ports:
+        {{- include "baton.ports" . | nindent 8 }}
+      {{- include "baton.probes" . | nindent 6 }}
+      {{- with $c.preStopSeconds }}
+      lifecycle:
+        preStop:
+          sleep:
+            seconds: {{ . }}
+      {{- end }}
+      resources:
+        {{- include "baton.resources" . | nindent 8 }}
+      securityContext:
+        {{- include "baton.processSecurity" . | nindent 8 }}
+      volumeMounts:
+        {{- include "baton.mounts" . | nindent 8 }}
+  volumes:
+    {{- include "baton.volumes" . | nindent 4 }}
+{{- end }}
+
+{{/* A component's own, or the chart's, where it makes some. */}}
+{{- define "baton.priorityClass" -}}
+{{- $c := index .root.Values .component -}}
+{{- if $c.priorityClassName }}{{ $c.priorityClassName }}
+{{- else if .root.Values.priorityClasses.create }}
+{{- include "baton.fullname" .root }}-{{ if include "baton.isEngine" . }}engine{{ else }}cpu{{ end }}
+{{- end }}
+{{- end }}
