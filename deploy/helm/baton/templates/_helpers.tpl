@@ -17,14 +17,16 @@
 {{- end }}
 
 {{- define "baton.componentName" -}}
-{{ include "baton.fullname" .root }}-{{ .component }}
+{{ include "baton.fullname" .root }}{{ with .component }}-{{ . }}{{ end }}
 {{- end }}
 
 {{/* What never changes of a component: selectors are immutable. */}}
 {{- define "baton.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "baton.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
 {{- end }}
 
 {{- define "baton.labels" -}}
@@ -38,12 +40,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* The metadata of every object: name (default: the component's) is without the release's. */}}
+{{/* The metadata of every object. Without a component it is the release's; it may take "suffix", "labels",
+"annotations" and "clusterScoped" besides. */}}
 {{- define "baton.metadata" -}}
 name: {{ include "baton.componentName" . }}{{ with .suffix }}-{{ . }}{{ end }}
+{{- if not .clusterScoped }}
 namespace: {{ .root.Release.Namespace }}
+{{- end }}
 labels:
-  {{- include "baton.labels" . | nindent 2 }}
+  {{- toYaml (merge (dict) (include "baton.labels" . | fromYaml) (.labels | default dict)) | nindent 2 }}
 {{- with merge (dict) (.annotations | default dict) (.root.Values.commonAnnotations | default dict) }}
 annotations:
   {{- toYaml . | nindent 2 }}

@@ -78,7 +78,7 @@
 - name: fetch
   image: {{ include "baton.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [baton, fetch, {{ $m.hub.id | quote }}, --into, {{ include "baton.model.path" .root | quote }}]
+  args: [baton, fetch, {{ $m.hub.id | quote }}, --into, {{ include "baton.model.path" .root | quote }}]
   env:
     {{- with $m.hub.endpoint }}
     - name: HF_ENDPOINT

@@ -3,6 +3,16 @@ The pod of one component, template and all: the one place where pods are describ
 Takes (dict "root" $ "component" "prefill").
 */}}
 
+{{- define "baton.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
 {{- define "baton.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -188,13 +198,7 @@ spec:
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "baton.grace" . }}
   securityContext:
-    runAsNonRoot: true
-    runAsUser: 65532
-    runAsGroup: 65532
-    fsGroup: 65532
-    fsGroupChangePolicy: OnRootMismatch
-    seccompProfile:
-      type: RuntimeDefault
+    {{- include "baton.podSecurity" . | nindent 4 }}
   {{- with $v.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -233,7 +237,8 @@ spec:
     - name: {{ .component }}
       image: {{ include "baton.image" . }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
-      command: [baton-{{ .component }}]
+      # Behind the image's own entrypoint, which passes signals on and reaps.
+      args: [baton-{{ .component }}]
       env:
         {{- include "baton.env" . | nindent 8 }}
       ports:

@@ -1,0 +1,28 @@
+"""One chat over HTTP, for `helm test`: fails unless text comes back. Uses the standard library only."""
+
+import json
+import os
+import ssl
+import sys
+import urllib.request
+
+URL, CA, KEY = (os.environ.get(name, "") for name in ("URL", "CA", "BATON_API_KEY"))
+QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+
+
+def ask(path: str, body: dict | None) -> bytes:
+    headers = {"content-type": "application/json"}
+    if KEY:
+        headers["authorization"] = f"Bearer {KEY}"
+    data = None if body is None else json.dumps(body).encode()
+    trust = ssl.create_default_context(cafile=CA) if CA else None
+    request = urllib.request.Request(URL + path, data, headers)
+    with urllib.request.urlopen(request, timeout=60, context=trust) as answer:
+        return answer.read()
+
+
+ask("/health", None)
+if os.environ["CHAT"] == "true":
+    text = json.loads(ask("/v1/chat/completions", QUESTION))["choices"][0]["message"]["content"]
+    print(text)
+    sys.exit(0 if text.strip() else "the answer is empty")

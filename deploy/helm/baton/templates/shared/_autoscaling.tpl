@@ -1,0 +1,112 @@
+{{/*
+What a pool is scaled by. CPU for what computes on CPUs; for the pools that run the model what waits for them and what
+they hold: prefill by prompt tokens that wait, decode by the share of its KV blocks in use. An HPA needs an adapter
+that serves these as metrics of pods; KEDA asks Prometheus.
+*/}}
+
+{{- define "baton.hpa" -}}
+{{- $c := index .root.Values .component -}}
+{{- $a := $c.autoscaling -}}
+{{- if $a.enabled -}}
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  {{- include "baton.metadata" . | nindent 2 }}
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: Deployment
+    name: {{ include "baton.componentName" . }}
+  minReplicas: {{ $a.minReplicas }}
+  maxReplicas: {{ $a.maxReplicas }}
+  metrics:
+    {{- with $a.targetCPU }}
+    - type: Resource
+      resource:
+        name: cpu
+        target:
+          type: Utilization
+          averageUtilization: {{ . }}
+    {{- end }}
+    {{- with $a.targetWaitingTokens }}
+    - type: Pods
+      pods:
+        metric:
+          name: baton_waiting_tokens
+        target:
+          type: AverageValue
+          averageValue: {{ include "baton.text" . | quote }}
+    {{- end }}
+    {{- with $a.targetKvUse }}
+    - type: Pods
+      pods:
+        metric:
+          name: {{ include "baton.kvUseMetric" $ }}
+        target:
+          type: AverageValue
+          averageValue: {{ printf "%dm" (mul . 10) }}
+    {{- end }}
+    {{- with $a.metrics }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $a.behavior }}
+  behavior:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.kvUseMetric" -}}
+vllm:kv_cache_usage_perc
+{{- end }}
+
+{{/* The series of this component's pods. */}}
+{{- define "baton.series" -}}
+{namespace="{{ .root.Release.Namespace }}",pod=~"{{ include "baton.componentName" . }}-.*"}
+{{- end }}
+
+{{/* One trigger of KEDA: takes "query" and "threshold", which a pod's share is held against. */}}
+{{- define "baton.prometheusTrigger" -}}
+- type: prometheus
+  metricType: AverageValue
+  metadata:
+    serverAddress: {{ .root.Values.keda.prometheusAddress }}
+    query: {{ .query | quote }}
+    threshold: {{ .threshold | quote }}
+{{- end }}
+
+{{- define "baton.scaledobject" -}}
+{{- $c := index .root.Values .component -}}
+{{- $k := $c.keda -}}
+{{- if $k.enabled -}}
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata:
+  {{- include "baton.metadata" . | nindent 2 }}
+spec:
+  scaleTargetRef:
+    name: {{ include "baton.componentName" . }}
+  minReplicaCount: {{ $k.minReplicas }}
+  maxReplicaCount: {{ $k.maxReplicas }}
+  triggers:
+    {{- with $k.targetCPU }}
+    - type: cpu
+      metricType: Utilization
+      metadata:
+        value: {{ . | toString | quote }}
+    {{- end }}
+    {{- with $k.targetWaitingTokens }}
+    {{- /* What waits in routers counts, too: it is all there is while no pod runs. */}}
+    {{- $queued := printf "sum(baton_queued_tokens%s)" (include "baton.series" (dict "root" $.root "component" "router")) }}
+    {{- $waiting := printf "(sum(baton_waiting_tokens%s) or vector(0))" (include "baton.series" $) }}
+    {{- include "baton.prometheusTrigger" (dict "root" $.root "query" (printf "%s + %s" $queued $waiting) "threshold" (include "baton.text" .)) | nindent 4 }}
+    {{- end }}
+    {{- with $k.targetKvUse }}
+    {{- $use := printf "sum(%s%s)" (include "baton.kvUseMetric" $) (include "baton.series" $) }}
+    {{- include "baton.prometheusTrigger" (dict "root" $.root "query" $use "threshold" (divf . 100 | toString)) | nindent 4 }}
+    {{- end }}
+    {{- with $k.triggers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,19 @@
+{{/* How Prometheus' operator finds metrics: of one component by its Service, or of all pods at once. */}}
+{{- define "baton.servicemonitor" -}}
+{{- $s := .root.Values.serviceMonitor -}}
+{{- if $s.enabled -}}
+apiVersion: monitoring.coreos.com/v1
+kind: ServiceMonitor
+metadata:
+  {{- include "baton.metadata" (merge (dict "labels" $s.labels) .) | nindent 2 }}
+spec:
+  selector:
+    matchLabels:
+      {{- include "baton.selectorLabels" . | nindent 6 }}
+  namespaceSelector:
+    matchNames: [{{ .root.Release.Namespace }}]
+  endpoints:
+    - port: metrics
+      interval: {{ $s.interval }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,99 @@
+{{/*
+Who may talk to whom. Clients call the router, the router calls workers, engines read one another's KV: over UCX, which
+listens on ports of its own choice. A network policy does not see RDMA. Probes come from the node, which is let in.
+*/}}
+
+{{- define "baton.peer" -}}
+- podSelector:
+    matchLabels:
+      {{- include "baton.selectorLabels" . | nindent 6 }}
+{{- end }}
+
+{{- define "baton.engines" -}}
+{{ include "baton.peer" (dict "root" .root "component" "prefill") }}
+{{ include "baton.peer" (dict "root" .root "component" "decode") }}
+{{- end }}
+
+{{- define "baton.networkpolicy" -}}
+{{- $c := index .root.Values .component -}}
+{{- $n := .root.Values.networkPolicy -}}
+{{- if $n.enabled -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  {{- include "baton.metadata" . | nindent 2 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "baton.selectorLabels" . | nindent 6 }}
+  policyTypes: [Ingress{{ if $n.egress }}, Egress{{ end }}]
+  ingress:
+    {{- if eq .component "router" }}
+    - ports:
+        - port: grpc
+        - port: http
+      {{- with $n.clients }}
+      from:
+        {{- toYaml . | nindent 8 }}
+        {{- include "baton.peer" (dict "root" $.root "component" "test") | nindent 8 }}
+      {{- end }}
+    {{- else }}
+    - ports:
+        - port: grpc
+      from:
+        {{- include "baton.peer" (dict "root" .root "component" "router") | nindent 8 }}
+    {{- end }}
+    {{- if include "baton.isEngine" . }}
+    - from:
+        {{- include "baton.engines" . | nindent 8 }}
+    {{- end }}
+    {{- with $n.monitoring }}
+    - ports:
+        - port: metrics
+      from:
+        {{- toYaml . | nindent 8 }}
+    {{- end }}
+    {{- with $c.networkPolicy.extraIngress }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- if $n.egress }}
+  egress:
+    {{- include "baton.egress" . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A list, never empty: nothing is written as a rule for the pod's own kind of peer. */}}
+{{- define "baton.egress" -}}
+{{- $c := index .root.Values .component -}}
+{{- if eq .component "router" -}}
+# Names, and the API server, whose address no policy can know.
+- ports:
+    - {port: 53, protocol: UDP}
+    - {port: 53, protocol: TCP}
+    - {port: 443, protocol: TCP}
+    - {port: 6443, protocol: TCP}
+- ports:
+    - port: 50051
+  to:
+    {{- range list "tokenizer" "prefill" "decode" "detokenizer" }}
+    {{- include "baton.peer" (dict "root" $.root "component" .) | nindent 4 }}
+    {{- end }}
+{{- else if include "baton.isEngine" . -}}
+- to:
+    {{- include "baton.engines" . | nindent 4 }}
+{{- end }}
+{{- if and (ne .component "router") (include "baton.model.fetched" .root) }}
+# Whoever fetches the model.
+- ports:
+    - {port: 53, protocol: UDP}
+    - {port: 53, protocol: TCP}
+    - {port: 443, protocol: TCP}
+{{- end }}
+{{- with $c.networkPolicy.extraEgress }}
+{{ toYaml . }}
+{{- end }}
+{{- if and (has .component (list "tokenizer" "detokenizer")) (not (include "baton.model.fetched" .root)) (not $c.networkPolicy.extraEgress) }}
+[]
+{{- end }}
+{{- end }}
