@@ -14,6 +14,7 @@
 {{- fail "kv.network must be declared: isolated when only Baton's workers reach the network that KV moves on (as with networkPolicy.enabled=true), trusted when everybody on it is trusted with the workers' memory, local when KV stays on its node." -}}
 {{- end -}}
 {{- include "baton.checks.model" . -}}
+{{- include "baton.checks.objects" . -}}
 {{- range list "router" "tokenizer" "decode" "detokenizer" -}}
 {{- $c := index $v . -}}
 {{- if and (eq (int $c.replicaCount) 0) (not $c.autoscaling.enabled) (not $c.keda.enabled) -}}
@@ -25,6 +26,31 @@
 {{- end -}}
 {{- range list "router" "tokenizer" "prefill" "decode" "detokenizer" -}}
 {{- include "baton.checks.scaling" (dict "root" $ "component" .) -}}
+{{- end -}}
+{{- end }}
+
+{{/* Optional objects that need a name of something else. */}}
+{{- define "baton.checks.objects" -}}
+{{- $v := .Values -}}
+{{- with $v.tls.internal.certManager -}}
+{{- if and .enabled (not $v.tls.internal.enabled) -}}
+{{- fail "tls.internal.certManager.enabled makes certificates that nobody would use: set tls.internal.enabled=true, too." -}}
+{{- end -}}
+{{- if and .enabled (not .issuerRef.name) -}}
+{{- fail "tls.internal.certManager.issuerRef.name is required with tls.internal.certManager.enabled." -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.tls.public.clientCertificates (not $v.tls.public.secretName) -}}
+{{- fail "tls.public.secretName is required with tls.public.clientCertificates." -}}
+{{- end -}}
+{{- if and (or $v.gateway.httpRoute $v.gateway.grpcRoute) (not $v.gateway.parentRefs) -}}
+{{- fail "gateway.parentRefs must name a Gateway for gateway.httpRoute and gateway.grpcRoute." -}}
+{{- end -}}
+{{- if and $v.inferencePool.enabled (not $v.inferencePool.endpointPicker.name) -}}
+{{- fail "inferencePool.endpointPicker.name is required with inferencePool.enabled: the Service of the picker." -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled (or $v.serviceMonitor.enabled $v.podMonitor.enabled) (not $v.networkPolicy.monitoring) -}}
+{{- fail "networkPolicy.monitoring must say where Prometheus is: with networkPolicy.enabled nobody else reads metrics." -}}
 {{- end -}}
 {{- end }}
 
@@ -60,6 +86,11 @@
 {{- if and (not $c.gpu.count) (eq ($c.config.device | default "auto") "cuda") -}}
 {{- fail (printf "%s.config.device is cuda, but %s.gpu.count is 0." .component .component) -}}
 {{- end -}}
+{{- range list "autoscaling" "keda" -}}
+{{- if and (index $c .).enabled (index $c .).targetKvUse (eq (toString $c.config.vllm_aliases) "false") -}}
+{{- fail (printf "%s.%s.targetKvUse needs a metric that %s.config.vllm_aliases=false takes away." $.component . $.component) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $c.rdma.enabled (eq (include "baton.kvNetwork" .root) "local") -}}
 {{- fail (printf "%s.rdma.enabled contradicts kv.network=local: KV would stay on its node." .component) -}}
 {{- end -}}
@@ -70,10 +101,16 @@
 {{- if and $c.autoscaling.enabled $c.keda.enabled -}}
 {{- fail (printf "%s.keda.enabled contradicts %s.autoscaling.enabled: two autoscalers would fight over one pool." .component .component) -}}
 {{- end -}}
+{{- if and $c.keda.enabled (ne .component "prefill") (eq (int $c.keda.minReplicas) 0) -}}
+{{- fail (printf "%s.keda.minReplicas must be 1 or more: nothing is answered without this pool. Only prefill may be 0." .component) -}}
+{{- end -}}
 {{- range list "autoscaling" "keda" -}}
 {{- $s := index $c . -}}
 {{- if and $s.enabled (lt (int $s.maxReplicas) (int $s.minReplicas)) -}}
 {{- fail (printf "%s.%s.maxReplicas is %d, less than minReplicas, which is %d." $.component . (int $s.maxReplicas) (int $s.minReplicas)) -}}
+{{- end -}}
+{{- if and $s.enabled (not (or $s.targetCPU $s.targetWaitingTokens $s.targetKvUse $s.metrics $s.triggers)) -}}
+{{- fail (printf "%s.%s.enabled needs something to scale by: no target is above 0, and no metric of your own is given." $.component .) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
