@@ -10,7 +10,7 @@ spec:
   replicas: {{ $c.replicaCount }}
   {{- end }}
   revisionHistoryLimit: 3
-  # A pool that loads a large model is not stuck because it takes its time.
+  {{- /* A pool that loads a large model is not stuck because it takes its time. */}}
   progressDeadlineSeconds: {{ add $c.startupTimeoutSeconds 60 }}
   strategy:
     {{- toYaml $c.strategy | nindent 4 }}

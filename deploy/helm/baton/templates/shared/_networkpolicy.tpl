@@ -58,7 +58,7 @@ spec:
     {{- end }}
   {{- if $n.egress }}
   egress:
-    {{- include "baton.egress" . | nindent 4 }}
+    {{- include "baton.egress" . | trim | nindent 4 }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -67,7 +67,7 @@ spec:
 {{- define "baton.egress" -}}
 {{- $c := index .root.Values .component -}}
 {{- if eq .component "router" -}}
-# Names, and the API server, whose address no policy can know.
+{{- /* Names, and the API server, whose address no policy can know. */}}
 - ports:
     - {port: 53, protocol: UDP}
     - {port: 53, protocol: TCP}
@@ -84,7 +84,7 @@ spec:
     {{- include "baton.engines" . | nindent 4 }}
 {{- end }}
 {{- if and (ne .component "router") (include "baton.model.fetched" .root) }}
-# Whoever fetches the model.
+{{- /* Whoever fetches the model. */}}
 - ports:
     - {port: 53, protocol: UDP}
     - {port: 53, protocol: TCP}

@@ -8,7 +8,7 @@ metadata:
   {{- include "baton.metadata" . | nindent 2 }}
 spec:
   maxUnavailable: {{ $c.pdb.maxUnavailable }}
-  # A pod that is not ready serves nobody: it may go.
+  {{- /* A pod that is not ready serves nobody: it may go. */}}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:

@@ -194,7 +194,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "baton.componentName" . }}
   automountServiceAccountToken: {{ eq .component "router" }}
-  # Names of other Services are no business of a process, and would look like its configuration.
+  {{- /* Names of other Services are no business of a process, and would look like its configuration. */}}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "baton.grace" . }}
   securityContext:
@@ -237,7 +237,7 @@ spec:
     - name: {{ .component }}
       image: {{ include "baton.image" . }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
-      # Behind the image's own entrypoint, which passes signals on and reaps.
+      {{- /* Behind the image's own entrypoint, which passes signals on and reaps. */}}
       args: [baton-{{ .component }}]
       env:
         {{- include "baton.env" . | nindent 8 }}

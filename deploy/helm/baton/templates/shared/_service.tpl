@@ -5,6 +5,7 @@ Routers find pods that are not ready too: what a worker can do it says itself.
 {{- define "baton.service" -}}
 {{- $c := index .root.Values .component -}}
 {{- $router := eq .component "router" -}}
+{{- $tls := .root.Values.tls -}}
 apiVersion: v1
 kind: Service
 metadata:
@@ -21,15 +22,22 @@ spec:
     - name: grpc
       port: 50051
       targetPort: grpc
+      {{- if not (ternary (ne $tls.public.secretName "") $tls.internal.enabled $router) }}
       appProtocol: kubernetes.io/h2c
+      {{- end }}
     {{- if $router }}
     - name: http
       port: 8000
       targetPort: http
-      appProtocol: http
+      appProtocol: {{ ternary "https" "http" (ne $tls.public.secretName "") }}
+    {{- else }}
+    {{- include "baton.metricsPort" . | nindent 4 }}
     {{- end }}
-    - name: metrics
-      port: 9090
-      targetPort: metrics
-      appProtocol: http
+{{- end }}
+
+{{- define "baton.metricsPort" -}}
+- name: metrics
+  port: 9090
+  targetPort: metrics
+  appProtocol: http
 {{- end }}
