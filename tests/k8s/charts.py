@@ -1,0 +1,87 @@
+"""Renders the chart with helm and reads what came out; knows no cluster.
+
+Helm must be on PATH: it comes with whatever KUBECONFIG comes from.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).resolve().parents[2] / "deploy/helm/baton"
+COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
+ENGINES = ("prefill", "decode")
+VALUES_FILES = sorted(CHART.glob("ci/*-values.yaml"))
+CPU = CHART / "values-cpu.yaml"
+RELEASE = "try"
+TIMEOUT_S = 120.0
+
+GPU_SETS = ("model.hub.id=some/model", "auth.keysSecret=baton-keys")
+"""What the GPU presets leave to the user."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Exception):
+    """Helm would not render; text is all that it said."""
+
+    text: str
+
+
+def helm(*arguments: str) -> str:
+    """Standard output. Raises Refused."""
+    done = subprocess.run(
+        ["helm", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise Refused(done.stdout + done.stderr)
+    return done.stdout
+
+
+def render(
+    *files: Path, sets: Iterable[str] = (), namespace: str = "chart", hooks: bool = True
+) -> list[Json]:
+    """All objects of the chart with these values. Raises Refused."""
+    arguments = [part for file in files for part in ("-f", str(file))]
+    arguments += [part for each in sets for part in ("--set", each)]
+    if not hooks:
+        arguments.append("--no-hooks")
+    text = helm("template", RELEASE, str(CHART), "-n", namespace, *arguments)
+    return [each for each in yaml.safe_load_all(text) if each]
+
+
+@functools.cache
+def rendered(file: Path) -> Sequence[Json]:
+    """The objects of one values file, rendered once. Not to be changed."""
+    return render(file, sets=GPU_SETS if file.name.startswith("values-gpu") else ())
+
+
+def of_kind(objects: Iterable[Json], kind: str) -> dict[str, Json]:
+    """Objects of a kind by component, or by name where they have none."""
+    return {_key(each): each for each in objects if each["kind"] == kind}
+
+
+def pods(objects: Iterable[Json]) -> dict[str, Json]:
+    """Pod specs by component; that of `helm test` is "test"."""
+    objects = list(objects)
+    found = {k: d["spec"]["template"]["spec"] for k, d in of_kind(objects, "Deployment").items()}
+    return found | {k: pod["spec"] for k, pod in of_kind(objects, "Pod").items()}
+
+
+def environment(pod: Json, pod_ip: str = "198.18.1.9") -> dict[str, str]:
+    """What the process of a pod finds, with the pod's address filled in."""
+    entries = pod["containers"][0]["env"]
+    values = {e["name"]: e.get("value", pod_ip) for e in entries}
+    return {name: value.replace("$(POD_IP)", pod_ip) for name, value in values.items()}
+
+
+def _key(each: Json) -> str:
+    labels = each["metadata"]["labels"]
+    return str(labels.get("app.kubernetes.io/component") or each["metadata"]["name"])

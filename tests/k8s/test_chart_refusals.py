@@ -1,0 +1,140 @@
+"""Wrong values are refused with a sentence that names the key: by schema, or by a template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.k8s.charts import CHART, CPU, Refused, render
+
+pytestmark = pytest.mark.k8s
+
+SCHEMA: Sequence[tuple[str, str]] = [
+    ("prefil.replicaCount=1", "prefil"),
+    ("prefill.replicas=1", "replicas"),
+    ("prefill.replicaCount=-1", "/prefill/replicaCount"),
+    ("decode.replicaCount=two", "/decode/replicaCount"),
+    ("decode.replicaCount=1.5", "/decode/replicaCount"),
+    ("router.gpu.count=1", "gpu"),
+    ("tokenizer.gpu.count=1", "gpu"),
+    ("detokenizer.rdma.enabled=true", "rdma"),
+    ("decode.gpu.count=-1", "/decode/gpu/count"),
+    ("decode.gpu.count=one", "/decode/gpu/count"),
+    ("decode.rdma.count=0", "/decode/rdma/count"),
+    ("model.source=s3", "/model/source"),
+    ("model.hub.id=no-slash", "/model/hub/id"),
+    ("model.hostPath.path=relative", "/model/hostPath/path"),
+    ("model.cache.type=nfs", "/model/cache/type"),
+    ("kv.network=open", "/kv/network"),
+    ("network.ipFamily=IPv5", "/network/ipFamily"),
+    ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
+    ("decode.image.digest=latest", "/decode/image/digest"),
+    ("auth.allowAnonymous=perhaps", "/auth/allowAnonymous"),
+    ("prefill.config.listen=0.0.0.0:1", "listen"),
+    ("prefill.config.no_such_option=1", "no_such_option"),
+    ("prefill.config.dtype=float8", "/prefill/config/dtype"),
+    ("prefill.config.slots=1", "/prefill/config/slots"),
+    ("decode.config.memory_share=2", "/decode/config/memory_share"),
+    ("router.config.max_attempts=0", "/router/config/max_attempts"),
+    ("router.config.reflection=maybe", "/router/config/reflection"),
+    ("tokenizer.config.max_render_ms=fast", "/tokenizer/config/max_render_ms"),
+    ("config.log_level=loud", "log_level"),
+    ("decode.resources.limits.memory=lots", "/decode/resources/limits/memory"),
+    ("decode.resources.maximum.memory=1Gi", "maximum"),
+    ("decode.shm.sizeLimit=big", "/decode/shm/sizeLimit"),
+    ("decode.pdb.maxUnavailable=0", "/decode/pdb/maxUnavailable"),
+    ("decode.autoscaling.targetKvUse=101", "/decode/autoscaling/targetKvUse"),
+    ("tokenizer.autoscaling.minReplicas=0", "/tokenizer/autoscaling/minReplicas"),
+    ("router.service.type=Anycast", "/router/service/type"),
+    ("router.terminationGracePeriodSeconds=-1", "/router/terminationGracePeriodSeconds"),
+]
+
+SENTENCES: Sequence[tuple[str, str]] = [
+    ("auth.allowAnonymous=false", "auth.keysSecret must name a Secret"),
+    ("auth.keysSecret=keys", "auth.allowAnonymous contradicts auth.keysSecret"),
+    ("networkPolicy.enabled=false", "auth.allowAnonymousWorkers: nothing keeps strangers"),
+    (
+        "networkPolicy.enabled=false,auth.allowAnonymousWorkers=true",
+        "kv.network must be declared",
+    ),
+    ("router.replicaCount=0", "router.replicaCount must be 1 or more"),
+    ("tokenizer.replicaCount=0", "tokenizer.replicaCount must be 1 or more"),
+    ("decode.replicaCount=0", "decode.replicaCount must be 1 or more"),
+    ("detokenizer.replicaCount=0", "detokenizer.replicaCount must be 1 or more"),
+    ("model.source=hub", "model.hub.id is required"),
+    ("model.source=pvc,model.name=m", "model.pvc.claimName is required"),
+    ("model.source=image,model.name=m", "model.image.reference is required"),
+    ("model.source=hostPath,model.name=m", "model.hostPath.path is required"),
+    ("model.source=pvc,model.pvc.claimName=c", "model.name is required"),
+    (
+        "model.source=hub,model.hub.id=a/b,model.cache.type=hostPath",
+        "model.cache.hostPath is required",
+    ),
+    ("model.source=hub,model.hub.id=a/b,model.cache.type=pvc", "model.cache.claimName is required"),
+    (
+        "decode.gpu.count=1,decode.image.repository=baton-engine-cpu",
+        "decode.gpu.count is 1, but decode.image.repository is baton-engine-cpu",
+    ),
+    ("prefill.gpu.count=1,prefill.config.device=cpu", "but prefill.config.device is cpu"),
+    ("prefill.config.device=cuda", "prefill.config.device is cuda, but prefill.gpu.count is 0"),
+    ("decode.rdma.enabled=true,kv.network=local", "decode.rdma.enabled contradicts kv.network"),
+    ("decode.terminationGracePeriodSeconds=30", "decode.terminationGracePeriodSeconds is 30"),
+    ("router.terminationGracePeriodSeconds=20", "router.terminationGracePeriodSeconds is 20"),
+    (
+        "tokenizer.keda.enabled=true,tokenizer.autoscaling.enabled=true",
+        "tokenizer.keda.enabled contradicts tokenizer.autoscaling.enabled",
+    ),
+    ("decode.keda.enabled=true,decode.keda.minReplicas=0", "decode.keda.minReplicas must be 1"),
+    (
+        "decode.autoscaling.enabled=true,decode.autoscaling.minReplicas=11",
+        "decode.autoscaling.maxReplicas is 10, less than minReplicas, which is 11",
+    ),
+    (
+        "router.autoscaling.enabled=true,router.autoscaling.targetCPU=0",
+        "router.autoscaling.enabled needs something to scale by",
+    ),
+    (
+        "decode.autoscaling.enabled=true,decode.config.vllm_aliases=false",
+        "decode.autoscaling.targetKvUse needs a metric",
+    ),
+    ("tls.internal.certManager.enabled=true", "tls.internal.certManager.enabled"),
+    (
+        "tls.internal.enabled=true,tls.internal.certManager.enabled=true",
+        "tls.internal.certManager.issuerRef.name is required",
+    ),
+    ("tls.public.clientCertificates=true", "tls.public.secretName is required"),
+    ("gateway.httpRoute=true", "gateway.parentRefs must name a Gateway"),
+    ("inferencePool.enabled=true", "inferencePool.endpointPicker.name is required"),
+    ("serviceMonitor.enabled=true", "networkPolicy.monitoring must say where Prometheus is"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "key"), SCHEMA, ids=[wrong for wrong, _ in SCHEMA])
+def test_the_schema_names_the_key(wrong: str, key: str) -> None:
+    with pytest.raises(Refused) as refused:
+        render(CPU, sets=(wrong,))
+    text = refused.value.text
+    assert "values don't meet the specifications" in text
+    assert key in text
+
+
+@pytest.mark.parametrize(("wrong", "words"), SENTENCES, ids=[wrong for wrong, _ in SENTENCES])
+def test_a_template_says_what_is_wrong(wrong: str, words: str) -> None:
+    with pytest.raises(Refused) as refused:
+        render(CPU, sets=(wrong,))
+    assert words in refused.value.text
+
+
+def test_no_values_at_all_are_refused_with_what_to_say() -> None:
+    with pytest.raises(Refused) as refused:
+        render()
+    assert "auth.keysSecret must name a Secret" in refused.value.text
+
+
+def test_what_is_nearly_wrong_is_taken() -> None:
+    """Prefill alone may be 0, and a file of wrong values is wrong for no other reason."""
+    render(CPU, sets=("prefill.replicaCount=0",))
+    render(
+        CHART / "ci/cpu-values.yaml", sets=("prefill.keda.enabled=true,prefill.keda.minReplicas=0",)
+    )

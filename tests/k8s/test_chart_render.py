@@ -1,0 +1,188 @@
+"""What the chart makes of values: eight files and the presets, rendered by helm; no cluster."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import gen_values_schema as generator
+import pytest
+
+from baton.rpc import config as configuration
+from tests.k8s.charts import (
+    CHART,
+    COMPONENTS,
+    CPU,
+    ENGINES,
+    VALUES_FILES,
+    environment,
+    helm,
+    of_kind,
+    pods,
+    render,
+    rendered,
+)
+
+pytestmark = pytest.mark.k8s
+
+PRESETS = sorted(CHART.glob("values-*.yaml"))
+FILES = [*VALUES_FILES, *PRESETS]
+EVERYTHING = CHART / "ci/everything-values.yaml"
+
+READY = {
+    "router": "baton.v1.Inference",
+    "tokenizer": "baton.v1.Tokenizer",
+    "prefill": "baton.v1.Prefill",
+    "decode": "baton.v1.Decode",
+    "detokenizer": "baton.v1.Detokenizer",
+}
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
+def test_there_are_eight_values_files_and_three_presets() -> None:
+    assert (len(VALUES_FILES), len(PRESETS)) == (8, 3)
+
+
+@pytest.mark.parametrize("path", [None, *FILES], ids=lambda path: path.stem if path else "none")
+def test_lint(path: Path | None) -> None:
+    helm("lint", "--strict", str(CHART), *(("-f", str(path)) if path else ()))
+
+
+@every_file
+def test_every_file_gives_five_pools_with_their_services(path: Path) -> None:
+    objects = rendered(path)
+    assert set(of_kind(objects, "Deployment")) == set(COMPONENTS)
+    services = of_kind(objects, "Service")
+    for component in COMPONENTS:
+        selector = services[component]["spec"]["selector"]
+        labels = of_kind(objects, "Deployment")[component]["spec"]["template"]["metadata"]["labels"]
+        assert selector.items() <= labels.items()
+
+
+@every_file
+def test_names_are_unique_and_short_enough(path: Path) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in rendered(path)]
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= 63 for _, name in names)
+
+
+@every_file
+def test_the_process_takes_its_environment(path: Path) -> None:
+    """Every BATON_ variable is an option, and all of them together are a configuration."""
+    found = pods(rendered(path))
+    for component, cls in generator.CONFIGS.items():
+        given = environment(found[component])
+        options = {f"BATON_{field.name.upper()}" for field in fields(cls)}
+        assert {name for name in given if name.startswith("BATON_")} <= options
+        configuration.load(cls, [], given, prog=f"baton-{component}")
+
+
+@every_file
+def test_workers_are_found_where_their_services_are(path: Path) -> None:
+    objects = rendered(path)
+    router = environment(pods(objects)["router"])
+    for component, service in of_kind(objects, "Service").items():
+        variable = f"BATON_{component.upper()}S"
+        where = f"{service['metadata']['name']}.{service['metadata']['namespace']}"
+        if variable in router and not where.partition(".")[0].endswith("-metrics"):
+            assert router[variable] == f"k8s:///{where}:grpc"
+            assert "grpc" in {port["name"] for port in service["spec"]["ports"]}
+
+
+@every_file
+def test_probes_mean_different_things(path: Path) -> None:
+    for component, pod in pods(rendered(path)).items():
+        if component == "test":
+            continue
+        container = pod["containers"][0]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        probes = [
+            container[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")
+        ]
+        assert {probe["port"] for probe in probes} == {ports["health"]}
+        services = [probe.get("service", "") for probe in probes]
+        assert services == ["startup", READY[component], ""]
+        assert environment(pod)["BATON_HEALTH_LISTEN"].endswith(f":{ports['health']}")
+
+
+@every_file
+def test_only_a_router_has_a_token(path: Path) -> None:
+    for component, pod in pods(rendered(path)).items():
+        assert pod["automountServiceAccountToken"] is (component == "router")
+
+
+@every_file
+def test_a_pod_gets_the_time_that_leaving_takes(path: Path) -> None:
+    for component, pod in pods(rendered(path)).items():
+        if component == "test":
+            continue
+        said = environment(pod)
+        sleep = pod["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+        leaving = sleep.get("seconds", 0) + float(said["BATON_DRAIN_TIMEOUT_S"])
+        if lame_duck := float(said.get("BATON_LAME_DUCK_S", 0)):
+            leaving += lame_duck + 1.1 * float(said["BATON_CONNECTION_MAX_AGE_S"])
+        assert leaving < pod["terminationGracePeriodSeconds"] <= leaving + 15
+
+
+def test_a_longer_drain_gets_more_time() -> None:
+    def grace(*sets: str) -> int:
+        pod = pods(render(CPU, sets=sets))["decode"]
+        return int(pod["terminationGracePeriodSeconds"])
+
+    assert grace("decode.config.drain_timeout_s=600") == grace() + 540
+    assert grace("decode.preStopSeconds=12") == grace() + 10
+
+
+def test_numbers_stay_numbers() -> None:
+    sets = ("tokenizer.config.max_input_bytes=2097152", "decode.config.memory_share=0.25")
+    found = pods(render(CPU, sets=sets))
+    assert environment(found["tokenizer"])["BATON_MAX_INPUT_BYTES"] == "2097152"
+    assert environment(found["decode"])["BATON_MEMORY_SHARE"] == "0.25"
+
+
+def test_an_autoscaler_owns_the_number_of_pods() -> None:
+    deployments = of_kind(rendered(EVERYTHING), "Deployment")
+    assert not any("replicas" in each["spec"] for each in deployments.values())
+    assert all("replicas" in d["spec"] for d in of_kind(rendered(CPU), "Deployment").values())
+
+
+def test_a_gpu_comes_with_its_image_and_its_device() -> None:
+    found = pods(rendered(CHART / "values-gpu-rdma.yaml"))
+    for component in COMPONENTS:
+        container = found[component]["containers"][0]
+        limits = container["resources"]["limits"]
+        assert ("nvidia.com/gpu" in limits) is (component in ENGINES)
+        assert ("rdma/hca_shared" in limits) is (component in ENGINES)
+        added = container["securityContext"]["capabilities"].get("add", [])
+        assert added == (["IPC_LOCK"] if component in ENGINES else [])
+        image = "baton-engine-gpu" if component in ENGINES else "baton-cpu"
+        assert container["image"].startswith(f"{image}:")
+
+
+def test_everything_has_a_kind_of_each() -> None:
+    kinds = {each["kind"] for each in rendered(EVERYTHING)}
+    assert kinds == {
+        *("Deployment", "Service", "ServiceAccount", "Role", "RoleBinding", "ConfigMap", "Pod"),
+        *("PodDisruptionBudget", "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy"),
+        *("ServiceMonitor", "PodMonitor", "Certificate", "HTTPRoute", "GRPCRoute", "Ingress"),
+        *("InferencePool", "PriorityClass"),
+    }
+
+
+def test_nothing_optional_is_on_by_default_but_disruption_budgets() -> None:
+    sets = (*("auth.allowAnonymous=true", "auth.allowAnonymousWorkers=true", "kv.network=trusted"),)
+    kinds = {each["kind"] for each in render(sets=sets)}
+    assert kinds == {
+        *("Deployment", "Service", "ServiceAccount", "Role", "RoleBinding"),
+        *("PodDisruptionBudget", "Pod"),
+    }
+
+
+def test_the_notes_name_a_next_command() -> None:
+    text = helm(
+        *("install", "try", str(CHART), "-f", str(CPU), "-n", "chart", "--dry-run=client"),
+    )
+    notes = text[text.index("NOTES:") :]
+    assert "helm test try -n chart" in notes
+    assert "port-forward service/try-baton-router" in notes
