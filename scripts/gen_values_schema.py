@@ -1,4 +1,4 @@
-"""Makes the chart's values.schema.json from values.yaml and the processes' options; renders nothing.
+"""Makes the chart's values.schema.json of values.yaml and of options; renders nothing.
 
 A value's type is that of its default, its description the comment above it. A line "# @schema
 {...}" in that comment adds to it; on a mapping it also means that the keys below are not these
@@ -39,12 +39,13 @@ CONFIGS: dict[str, type] = {
 }
 
 OWNED = frozenset(
-    """
-    listen grpc_listen http_listen metrics_listen health_listen advertise allow_anonymous keys
-    tls_cert tls_key tls_ca public_tls_cert public_tls_key public_tls_ca tls_terminated
-    tokenizers prefills decodes detokenizers routers replicas dns_interval_s kubernetes_config
-    model model_name vllm_tokenizer kv_network
-    """.split()
+    (
+        *("listen", "grpc_listen", "http_listen", "metrics_listen", "health_listen", "advertise"),
+        *("allow_anonymous", "keys", "tls_cert", "tls_key", "tls_ca", "tls_terminated"),
+        *("public_tls_cert", "public_tls_key", "public_tls_ca", "kv_network"),
+        *("tokenizers", "prefills", "decodes", "detokenizers", "routers", "replicas"),
+        *("dns_interval_s", "kubernetes_config", "model", "model_name", "vllm_tokenizer"),
+    )
 )
 """Options that the chart sets from other values, or that have no use in a pod."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,12 @@ GPU_SETS = ("model.hub.id=some/model", "auth.keysSecret=baton-keys")
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
 class Refused(Exception):
-    """Helm would not render; text is all that it said."""
+    """Helm would not; text is all that it said."""
 
-    text: str
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
 
 
 def helm(*arguments: str) -> str:
@@ -45,14 +45,10 @@ def helm(*arguments: str) -> str:
     return done.stdout
 
 
-def render(
-    *files: Path, sets: Iterable[str] = (), namespace: str = "chart", hooks: bool = True
-) -> list[Json]:
+def render(*files: Path, sets: Iterable[str] = (), namespace: str = "chart") -> list[Json]:
     """All objects of the chart with these values. Raises Refused."""
     arguments = [part for file in files for part in ("-f", str(file))]
     arguments += [part for each in sets for part in ("--set", each)]
-    if not hooks:
-        arguments.append("--no-hooks")
     text = helm("template", RELEASE, str(CHART), "-n", namespace, *arguments)
     return [each for each in yaml.safe_load_all(text) if each]
 

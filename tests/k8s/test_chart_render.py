@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-import gen_values_schema as generator
 import pytest
 
+import gen_values_schema as generator
 from baton.rpc import config as configuration
 from tests.k8s.charts import (
     CHART,
@@ -135,10 +135,10 @@ def test_a_longer_drain_gets_more_time() -> None:
 
 
 def test_numbers_stay_numbers() -> None:
-    sets = ("tokenizer.config.max_input_bytes=2097152", "decode.config.memory_share=0.25")
-    found = pods(render(CPU, sets=sets))
-    assert environment(found["tokenizer"])["BATON_MAX_INPUT_BYTES"] == "2097152"
-    assert environment(found["decode"])["BATON_MEMORY_SHARE"] == "0.25"
+    sets = ("tokenizer.config.max_input_bytes=2097152", "tokenizer.config.reflection=false")
+    said = environment(pods(render(CPU, sets=sets))["tokenizer"])
+    assert said["BATON_MAX_INPUT_BYTES"] == "2097152"
+    assert said["BATON_REFLECTION"] == "false"
 
 
 def test_an_autoscaler_owns_the_number_of_pods() -> None:

@@ -1,4 +1,4 @@
-"""One chat over HTTP, for `helm test`: fails unless text comes back. Uses the standard library only."""
+"""One chat over HTTP, for `helm test`: fails unless text comes back. Standard library only."""
 
 import json
 import os
