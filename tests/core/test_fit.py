@@ -38,6 +38,20 @@ def test_a_difference(other: KvLayout | None, transports: tuple[str, ...], told:
     assert difference(LAYOUT, BOTH, other, transports) == told
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "common"), [((1, 2), (2, 3), 2), ((1, 1), (1, 2), 1), ((1, 4), (2, 3), 3)]
+)
+def test_ranges_of_wire_versions_meet_at_the_newest_common_one(
+    ours: tuple[int, int], theirs: tuple[int, int], common: int
+) -> None:
+    one, other = (
+        replace(LAYOUT, min_wire_version=oldest, max_wire_version=newest)
+        for oldest, newest in (ours, theirs)
+    )
+    assert one.difference(other) == other.difference(one) == ""
+    assert one.common_wire_version(other) == other.common_wire_version(one) == common
+
+
 def test_a_refusal_names_both_workers_in_the_order_of_the_values() -> None:
     giver = WorkerIdentity("prefill", "a1" * 16, "10.0.0.1:1")
     collector = WorkerIdentity("decode", "b2" * 16, "10.0.0.2:1")

@@ -17,6 +17,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.handover import GiverState
+from baton.core.handover_messages import OpenHandover
 from baton.kv import giver as giver_module
 from baton.kv.giver import Outcome
 from baton.kv.reader import Reader
@@ -168,6 +169,35 @@ async def test_another_model_is_refused_with_a_readable_difference() -> None:
         with pytest.raises(Incompatible, match="model_digest"):
             await world.collect(offer, Pool())
         offer.fail(Cancelled("cancelled"))
+
+
+async def test_a_wire_version_that_this_side_does_not_speak_is_refused() -> None:
+    """Also of a collector that has not met this giver."""
+    async with rig() as world:
+        offer = world.offer(20)
+        me = world.collecting_as
+        opening = OpenHandover(
+            offer.handover_id, me, world.giver.identity.incarnation, 1 << 20, wire_version=2
+        )
+        with pytest.raises(Incompatible, match="wire versions 1-1, not 2"):
+            await world.giver.claim(opening)
+        offer.fail(Cancelled("cancelled"))
+
+
+@pytest.mark.parametrize("ranges", [((1, 2), (2, 3)), ((2, 3), (1, 2)), ((1, 1), (1, 2))])
+async def test_two_builds_meet_in_a_wire_version_that_both_speak(
+    ranges: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    """The newest common one; parcels carry it, so they verify on both sides."""
+    giver_layout, collector_layout = (
+        replace(LAYOUT, min_wire_version=oldest, max_wire_version=newest)
+        for oldest, newest in ranges
+    )
+    async with rig(giver_layout=giver_layout, collector_layout=collector_layout) as world:
+        offer, pool = world.offer(20), Pool()
+        world.compute(offer)
+        await world.collect(offer, pool)
+        assert pool.kv == expected(offer.handover_id, 20)
 
 
 async def test_an_address_that_belongs_to_a_newer_process_is_refused() -> None:

@@ -55,7 +55,7 @@ HEADER = ParcelHeader("a" * 32, bytes(range(16)), 7, 100, 20, 0, 4, 0, 2, 2**33,
 KEY = SequenceKey("request", 2, 5)
 COLLECTOR_MESSAGES: list[CollectorMessage] = [
     OpenHandover(bytes(range(16)), COLLECTOR, "a" * 32, 2**33),
-    OpenHandover(bytes(range(16)), COLLECTOR, "a" * 32, 2**33, 3),
+    OpenHandover(bytes(range(16)), COLLECTOR, "a" * 32, 2**33, 3, 2),
     Granted(0),
     Granted(4096),
     Full(),

@@ -98,7 +98,8 @@ class OpenHandover:
     """First message of the stream.
 
     max_parcel_bytes: what a landing slot of the collector holds, header included.
-    probe_positions: 0, or a probe is wanted: so many positions of made-up KV.
+    probe_positions: 0, or a probe is wanted: so many positions of made-up KV. wire_version: the
+    newest that both speak, of which the collector heard when they met.
     """
 
     handover_id: bytes
@@ -106,6 +107,7 @@ class OpenHandover:
     giver_incarnation: str
     max_parcel_bytes: int
     probe_positions: int = 0
+    wire_version: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 WIRE_VERSION = 1
+"""The newest form of hand-overs that this build speaks: messages of Collect, parcels, payload."""
+
+OLDEST_WIRE_VERSION = 1
+"""The oldest one. While a build is rolled out that speaks the one before, too, KV keeps moving."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Number types of KV on the wire, and the bytes of a number. fp8 is e4m3 without infinities."""
@@ -25,13 +29,17 @@ class KvLayout:
     num_kv_heads: int
     key_size: int
     value_size: int
-    min_wire_version: int = WIRE_VERSION
-    max_wire_version: int = WIRE_VERSION
+    min_wire_version: int = field(default_factory=lambda: OLDEST_WIRE_VERSION)
+    max_wire_version: int = field(default_factory=lambda: WIRE_VERSION)
 
     @property
     def bytes_per_position(self) -> int:
         elements = self.num_layers * self.num_kv_heads * (self.key_size + self.value_size)
         return elements * DTYPE_BYTES[self.dtype]
+
+    def common_wire_version(self, other: KvLayout) -> int:
+        """The newest that both speak, where `difference` is empty."""
+        return min(self.max_wire_version, other.max_wire_version)
 
     def difference(self, other: KvLayout) -> str:
         """A readable list of what differs, or "" when KV of one fits the other."""

@@ -75,8 +75,13 @@ class Collecting:
         self.side = CollectorSide(
             ticket.num_positions, positions_per_parcel(slot_bytes, around.layout)
         )
+        self._wire_version = around.layout.common_wire_version(peer.meeting.layout)
         self._sealer = Sealer(
-            ticket.handover_id, ticket.giver.incarnation, around.layout, peer.meeting.digest
+            ticket.handover_id,
+            ticket.giver.incarnation,
+            around.layout,
+            peer.meeting.digest,
+            wire_version=self._wire_version,
         )
         self._patience = Patience(around.limits, lambda: self.side.state)
         self._changed = asyncio.Event()
@@ -155,6 +160,7 @@ class Collecting:
                 giver.incarnation,
                 self._around.ring.slot_bytes,
                 self._ticket.num_positions if self._ticket.is_probe else 0,
+                self._wire_version,
             )
         )
         self._opened_at = now()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
+    Incompatible,
     InvalidArgument,
     NotFound,
     Overloaded,
@@ -208,9 +209,14 @@ class Giver:
         """Finds what a stream asks for; a stream that came too early waits at the door.
 
         Raises NotFound (unknown, ended, taken, or another collector's: all look alike),
-        Unavailable (meant for an older process) and Overloaded.
+        Unavailable (meant for an older process), Incompatible and Overloaded.
         """
         self._check_incarnation(opening.giver_incarnation)
+        oldest, newest = self.layout.min_wire_version, self.layout.max_wire_version
+        if not oldest <= opening.wire_version <= newest:
+            raise Incompatible(
+                f"this worker speaks wire versions {oldest}-{newest}, not {opening.wire_version}"
+            )
         if opening.probe_positions:
             self._offer_probe(opening)
         offer = self._offers.get(opening.handover_id)

@@ -99,6 +99,7 @@ class Giving:
             self._giver.identity.incarnation,
             self._giver.layout,
             self._giver.digest,
+            wire_version=opening.wire_version,
         )
         self._patience = Patience(self._giver.limits, lambda: offer.side.state)
         await race(self._give(offer), offer.given_up(), self._patience.watch())

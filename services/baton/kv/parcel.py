@@ -23,7 +23,7 @@ import xxhash
 
 from baton.core.handover import Run
 from baton.core.handover_messages import ParcelHeader
-from baton.core.model import WIRE_VERSION, KvLayout
+from baton.core.model import KvLayout
 
 HEADER_BYTES = 128
 DIGEST_BYTES = 16
@@ -39,15 +39,23 @@ class Sealer:
     """Seals and verifies the parcels of one hand-over.
 
     handover_id: 16 bytes, the secret. incarnation: the giver's. digest: one of DIGESTS.
+    wire_version: that both sides speak; 0: the layout's newest.
     """
 
     def __init__(
-        self, handover_id: bytes, incarnation: str, layout: KvLayout, digest: str = XXH3
+        self,
+        handover_id: bytes,
+        incarnation: str,
+        layout: KvLayout,
+        digest: str = XXH3,
+        *,
+        wire_version: int = 0,
     ) -> None:
         if digest not in DIGESTS:
             raise ValueError(f"digest must be one of {', '.join(DIGESTS)}")
         self._handover_id, self._incarnation = handover_id, incarnation
         self._layout, self._fingerprint, self._digest = layout, layout_fingerprint(layout), digest
+        self._wire_version = wire_version or layout.max_wire_version
         self._key = hashlib.blake2b(handover_id, digest_size=32, person=b"baton parcel").digest()
         self._seed = int.from_bytes(self._key[:8], "little")
 
@@ -93,7 +101,7 @@ class Sealer:
     def _sealed_fields(self, header: ParcelHeader) -> bytes:
         fields = _FIELDS.pack(
             _MAGIC,
-            WIRE_VERSION,
+            self._wire_version,
             DIGESTS.index(self._digest),
             bytes.fromhex(header.incarnation),
             header.handover_id,

@@ -241,6 +241,7 @@ def _collector_message(request: pb.CollectRequest) -> CollectorMessage:
                 request.open.giver_incarnation,
                 request.open.max_parcel_bytes,
                 request.open.probe_positions,
+                request.open.wire_version or 1,
             )
         case "granted":
             return Granted(request.granted.from_position)
@@ -261,14 +262,15 @@ def _collector_message(request: pb.CollectRequest) -> CollectorMessage:
 
 def _collector_message_to_proto(message: CollectorMessage) -> pb.CollectRequest:
     match message:
-        case OpenHandover(handover_id, collector, giver_incarnation, max_parcel_bytes, probe):
+        case OpenHandover(id_, collector, giver_incarnation, max_bytes, probe, wire_version):
             return pb.CollectRequest(
                 open=pb.OpenHandover(
-                    handover_id=handover_id,
+                    handover_id=id_,
                     collector=identity_to_proto(collector),
                     giver_incarnation=giver_incarnation,
-                    max_parcel_bytes=max_parcel_bytes,
+                    max_parcel_bytes=max_bytes,
                     probe_positions=probe,
+                    wire_version=wire_version,
                 )
             )
         case Granted(from_position):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/handover.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xb9\x01\n\x0bMeetRequest\x12+\n\tcollector\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\ntransports\x18\x03 \x03(\t\x12\x19\n\x11giver_incarnation\x18\x04 \x01(\t\x12\x12\n\nkv_network\x18\x05 \x01(\t\x12\x16\n\x0eucx_transports\x18\x06 \x03(\t\"\xf3\x01\n\x0cMeetResponse\x12\'\n\x05giver\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x04 \x01(\x0c\x12+\n\x04ring\x18\x05 \x01(\x0b\x32\x1d.baton.v1.SlotRingDescription\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x12\n\nkv_network\x18\x07 \x01(\t\x12\x16\n\x0eucx_transports\x18\x08 \x03(\t\"z\n\x13SlotRingDescription\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x05 \x01(\t\"\xfc\x02\n\x0e\x43ollectRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenHandoverH\x00\x12,\n\x07granted\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoverGrantedH\x00\x12&\n\x04\x66ull\x18\x03 \x01(\x0b\x32\x16.baton.v1.HandoverFullH\x00\x12*\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverCreditH\x00\x12.\n\tcollected\x18\x05 \x01(\x0b\x32\x19.baton.v1.ParcelCollectedH\x00\x12!\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\tcompleted\x18\x07 \x01(\x0b\x32\x1b.baton.v1.HandoverCompletedH\x00\x12\x30\n\theartbeat\x18\x08 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x42\t\n\x07message\"\x9e\x01\n\x0cOpenHandover\x12\x13\n\x0bhandover_id\x18\x01 \x01(\x0c\x12+\n\tcollector\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x19\n\x11giver_incarnation\x18\x03 \x01(\t\x12\x18\n\x10max_parcel_bytes\x18\x04 \x01(\x04\x12\x17\n\x0fprobe_positions\x18\x05 \x01(\r\"(\n\x0fHandoverGranted\x12\x15\n\rfrom_position\x18\x01 \x01(\r\"\x0e\n\x0cHandoverFull\"%\n\x0eHandoverCredit\x12\x13\n\x0bnum_parcels\x18\x01 \x01(\r\" \n\x0fParcelCollected\x12\r\n\x05index\x18\x01 \x01(\r\"\x13\n\x11HandoverCompleted\"\x13\n\x11HandoverHeartbeat\"\xa9\x02\n\x0f\x43ollectResponse\x12\x30\n\tannounced\x18\x01 \x01(\x0b\x32\x1b.baton.v1.HandoverAnnouncedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PositionsFinishedH\x00\x12\'\n\x06parcel\x18\x03 \x01(\x0b\x32\x15.baton.v1.ParcelReadyH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverTokensH\x00\x12!\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x42\t\n\x07message\"*\n\x11HandoverAnnounced\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"*\n\x11PositionsFinished\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"C\n\x0bParcelReady\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.baton.v1.ParcelHeader\x12\x0c\n\x04slot\x18\x02 \x01(\r\"\xed\x01\n\x0cParcelHeader\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0bhandover_id\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x15\n\rnum_positions\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x12\n\nfirst_head\x18\x08 \x01(\r\x12\x11\n\tnum_heads\x18\t \x01(\r\x12\x15\n\rpayload_bytes\x18\n \x01(\x04\x12\x0e\n\x06\x64igest\x18\x0b \x01(\x0c\"9\n\x0eHandoverTokens\x12\'\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens2\x85\x01\n\x08Handover\x12\x35\n\x04Meet\x12\x15.baton.v1.MeetRequest\x1a\x16.baton.v1.MeetResponse\x12\x42\n\x07\x43ollect\x12\x18.baton.v1.CollectRequest\x1a\x19.baton.v1.CollectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/handover.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xb9\x01\n\x0bMeetRequest\x12+\n\tcollector\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\ntransports\x18\x03 \x03(\t\x12\x19\n\x11giver_incarnation\x18\x04 \x01(\t\x12\x12\n\nkv_network\x18\x05 \x01(\t\x12\x16\n\x0eucx_transports\x18\x06 \x03(\t\"\xf3\x01\n\x0cMeetResponse\x12\'\n\x05giver\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x04 \x01(\x0c\x12+\n\x04ring\x18\x05 \x01(\x0b\x32\x1d.baton.v1.SlotRingDescription\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x12\n\nkv_network\x18\x07 \x01(\t\x12\x16\n\x0eucx_transports\x18\x08 \x03(\t\"z\n\x13SlotRingDescription\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x05 \x01(\t\"\xfc\x02\n\x0e\x43ollectRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenHandoverH\x00\x12,\n\x07granted\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoverGrantedH\x00\x12&\n\x04\x66ull\x18\x03 \x01(\x0b\x32\x16.baton.v1.HandoverFullH\x00\x12*\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverCreditH\x00\x12.\n\tcollected\x18\x05 \x01(\x0b\x32\x19.baton.v1.ParcelCollectedH\x00\x12!\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\tcompleted\x18\x07 \x01(\x0b\x32\x1b.baton.v1.HandoverCompletedH\x00\x12\x30\n\theartbeat\x18\x08 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x42\t\n\x07message\"\xb4\x01\n\x0cOpenHandover\x12\x13\n\x0bhandover_id\x18\x01 \x01(\x0c\x12+\n\tcollector\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x19\n\x11giver_incarnation\x18\x03 \x01(\t\x12\x18\n\x10max_parcel_bytes\x18\x04 \x01(\x04\x12\x17\n\x0fprobe_positions\x18\x05 \x01(\r\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\"(\n\x0fHandoverGranted\x12\x15\n\rfrom_position\x18\x01 \x01(\r\"\x0e\n\x0cHandoverFull\"%\n\x0eHandoverCredit\x12\x13\n\x0bnum_parcels\x18\x01 \x01(\r\" \n\x0fParcelCollected\x12\r\n\x05index\x18\x01 \x01(\r\"\x13\n\x11HandoverCompleted\"\x13\n\x11HandoverHeartbeat\"\xa9\x02\n\x0f\x43ollectResponse\x12\x30\n\tannounced\x18\x01 \x01(\x0b\x32\x1b.baton.v1.HandoverAnnouncedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PositionsFinishedH\x00\x12\'\n\x06parcel\x18\x03 \x01(\x0b\x32\x15.baton.v1.ParcelReadyH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverTokensH\x00\x12!\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x42\t\n\x07message\"*\n\x11HandoverAnnounced\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"*\n\x11PositionsFinished\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"C\n\x0bParcelReady\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.baton.v1.ParcelHeader\x12\x0c\n\x04slot\x18\x02 \x01(\r\"\xed\x01\n\x0cParcelHeader\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0bhandover_id\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x15\n\rnum_positions\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x12\n\nfirst_head\x18\x08 \x01(\r\x12\x11\n\tnum_heads\x18\t \x01(\r\x12\x15\n\rpayload_bytes\x18\n \x01(\x04\x12\x0e\n\x06\x64igest\x18\x0b \x01(\x0c\"9\n\x0eHandoverTokens\x12\'\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens2\x85\x01\n\x08Handover\x12\x35\n\x04Meet\x12\x15.baton.v1.MeetRequest\x1a\x16.baton.v1.MeetResponse\x12\x42\n\x07\x43ollect\x12\x18.baton.v1.CollectRequest\x1a\x19.baton.v1.CollectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COLLECTREQUEST']._serialized_start=618
   _globals['_COLLECTREQUEST']._serialized_end=998
   _globals['_OPENHANDOVER']._serialized_start=1001
-  _globals['_OPENHANDOVER']._serialized_end=1159
-  _globals['_HANDOVERGRANTED']._serialized_start=1161
-  _globals['_HANDOVERGRANTED']._serialized_end=1201
-  _globals['_HANDOVERFULL']._serialized_start=1203
-  _globals['_HANDOVERFULL']._serialized_end=1217
-  _globals['_HANDOVERCREDIT']._serialized_start=1219
-  _globals['_HANDOVERCREDIT']._serialized_end=1256
-  _globals['_PARCELCOLLECTED']._serialized_start=1258
-  _globals['_PARCELCOLLECTED']._serialized_end=1290
-  _globals['_HANDOVERCOMPLETED']._serialized_start=1292
-  _globals['_HANDOVERCOMPLETED']._serialized_end=1311
-  _globals['_HANDOVERHEARTBEAT']._serialized_start=1313
-  _globals['_HANDOVERHEARTBEAT']._serialized_end=1332
-  _globals['_COLLECTRESPONSE']._serialized_start=1335
-  _globals['_COLLECTRESPONSE']._serialized_end=1632
-  _globals['_HANDOVERANNOUNCED']._serialized_start=1634
-  _globals['_HANDOVERANNOUNCED']._serialized_end=1676
-  _globals['_POSITIONSFINISHED']._serialized_start=1678
-  _globals['_POSITIONSFINISHED']._serialized_end=1720
-  _globals['_PARCELREADY']._serialized_start=1722
-  _globals['_PARCELREADY']._serialized_end=1789
-  _globals['_PARCELHEADER']._serialized_start=1792
-  _globals['_PARCELHEADER']._serialized_end=2029
-  _globals['_HANDOVERTOKENS']._serialized_start=2031
-  _globals['_HANDOVERTOKENS']._serialized_end=2088
-  _globals['_HANDOVER']._serialized_start=2091
-  _globals['_HANDOVER']._serialized_end=2224
+  _globals['_OPENHANDOVER']._serialized_end=1181
+  _globals['_HANDOVERGRANTED']._serialized_start=1183
+  _globals['_HANDOVERGRANTED']._serialized_end=1223
+  _globals['_HANDOVERFULL']._serialized_start=1225
+  _globals['_HANDOVERFULL']._serialized_end=1239
+  _globals['_HANDOVERCREDIT']._serialized_start=1241
+  _globals['_HANDOVERCREDIT']._serialized_end=1278
+  _globals['_PARCELCOLLECTED']._serialized_start=1280
+  _globals['_PARCELCOLLECTED']._serialized_end=1312
+  _globals['_HANDOVERCOMPLETED']._serialized_start=1314
+  _globals['_HANDOVERCOMPLETED']._serialized_end=1333
+  _globals['_HANDOVERHEARTBEAT']._serialized_start=1335
+  _globals['_HANDOVERHEARTBEAT']._serialized_end=1354
+  _globals['_COLLECTRESPONSE']._serialized_start=1357
+  _globals['_COLLECTRESPONSE']._serialized_end=1654
+  _globals['_HANDOVERANNOUNCED']._serialized_start=1656
+  _globals['_HANDOVERANNOUNCED']._serialized_end=1698
+  _globals['_POSITIONSFINISHED']._serialized_start=1700
+  _globals['_POSITIONSFINISHED']._serialized_end=1742
+  _globals['_PARCELREADY']._serialized_start=1744
+  _globals['_PARCELREADY']._serialized_end=1811
+  _globals['_PARCELHEADER']._serialized_start=1814
+  _globals['_PARCELHEADER']._serialized_end=2051
+  _globals['_HANDOVERTOKENS']._serialized_start=2053
+  _globals['_HANDOVERTOKENS']._serialized_end=2110
+  _globals['_HANDOVER']._serialized_start=2113
+  _globals['_HANDOVER']._serialized_end=2246
 # @@protoc_insertion_point(module_scope)

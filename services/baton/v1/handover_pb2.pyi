@@ -244,6 +244,7 @@ class OpenHandover(_message.Message):
     GIVER_INCARNATION_FIELD_NUMBER: _builtins.int
     MAX_PARCEL_BYTES_FIELD_NUMBER: _builtins.int
     PROBE_POSITIONS_FIELD_NUMBER: _builtins.int
+    WIRE_VERSION_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """The hand-over, 16 bytes."""
     giver_incarnation: _builtins.str
@@ -252,6 +253,8 @@ class OpenHandover(_message.Message):
     """Bytes of the collector's landing slots: no parcel, header included, may be larger."""
     probe_positions: _builtins.int
     """A probe: the giver makes up KV of so many positions for a hand-over that no worker offers. 0: none."""
+    wire_version: _builtins.int
+    """Wire version of this hand-over: the newest that both sides understand. 0 means 1."""
     @_builtins.property
     def collector(self) -> _types_pb2.WorkerIdentity:
         """The collector."""
@@ -264,10 +267,11 @@ class OpenHandover(_message.Message):
         giver_incarnation: _builtins.str = ...,
         max_parcel_bytes: _builtins.int = ...,
         probe_positions: _builtins.int = ...,
+        wire_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "handover_id", b"handover_id", "max_parcel_bytes", b"max_parcel_bytes", "probe_positions", b"probe_positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collector", b"collector", "giver_incarnation", b"giver_incarnation", "handover_id", b"handover_id", "max_parcel_bytes", b"max_parcel_bytes", "probe_positions", b"probe_positions", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
