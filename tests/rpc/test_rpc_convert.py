@@ -228,7 +228,7 @@ def test_attempt_refused(changes: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (pb.KvLayout(dtype="float8"), "layout.dtype"),
+        (pb.KvLayout(dtype=""), "layout.dtype"),
         (pb.KvLayout(dtype="float32"), "layout.num_layers"),
         (pb.KvLayout(dtype="float32", num_layers=1), "layout.num_kv_heads"),
         (pb.KvLayout(dtype="float32", num_layers=1, num_kv_heads=1), "layout.key_size"),

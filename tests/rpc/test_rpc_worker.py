@@ -240,7 +240,13 @@ def test_half_a_hash_is_refused(field: str) -> None:
     assert refused.value.field == f"cache.{field}"
 
 
-def test_an_unknown_state_is_refused() -> None:
+def test_a_worker_with_a_state_from_a_newer_version_gets_nothing_new() -> None:
+    newer = pb.WorkerLoad.FromString(b"\x08\x63")
+    assert newer.state not in pb.WorkerState.values()
+    assert worker.load_from_proto(newer).state is WorkerState.STARTING
+
+
+def test_a_load_without_a_state_is_refused() -> None:
     with pytest.raises(InvalidArgument) as refused:
         worker.load_from_proto(pb.WorkerLoad())
     assert refused.value.field == "load.state"

@@ -7,6 +7,7 @@ the attempts' next positions; what the worker no longer has is told as lost.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -44,6 +45,8 @@ from baton.v1.decode_pb2_grpc import DecodeStub
 
 if TYPE_CHECKING:
     from baton.router.move import Move
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,8 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
                         (lost.choice,),
                     )
             case _:
-                raise ValueError("an empty message on the session")
+                # A newer worker may say more than we understand.
+                log.debug("a message of an unknown kind on a session")
 
     def lose(self, error: BatonError) -> None:
         sinks, self._sinks = self._sinks, {}

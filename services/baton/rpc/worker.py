@@ -145,11 +145,12 @@ def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
 
 
 def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
-    """Raises InvalidArgument for a state this version does not know."""
-    if message.state not in _STATE_FROM_PROTO:
-        raise InvalidArgument(f"has no value {message.state:d}", field="load.state")
+    """Raises InvalidArgument where there is no state. A worker whose state is newer than what is
+    known here lives, and gets nothing new."""
+    if message.state == pb.WORKER_STATE_UNSPECIFIED:
+        raise InvalidArgument("must be set", field="load.state")
     return WorkerLoad(
-        state=_STATE_FROM_PROTO[message.state],
+        state=_STATE_FROM_PROTO.get(message.state, WorkerState.STARTING),
         waiting_sequences=message.waiting_sequences,
         waiting_tokens=message.waiting_tokens,
         running_sequences=message.running_sequences,
