@@ -21,7 +21,6 @@ from baton.core.routing import (
     collector_for,
     decide,
     is_stalled,
-    models_of,
 )
 
 MODEL = ModelDescription("m", "d1", 100, 10, (), "t1")
@@ -260,8 +259,3 @@ def test_sequences_move_only_where_all_of_them_fit() -> None:
     assert collector_for(demand, others, giver) is None
     places = replace(worker("h", running_sequences=2), max_sequences=4)
     assert collector_for(demand, [*others, places], giver) == places.identity
-
-
-def test_models_are_listed_once() -> None:
-    other = replace(worker("x"), model=replace(MODEL, name="a"))
-    assert [model.name for model in models_of([worker("d"), other, worker("e")])] == ["a", "m"]

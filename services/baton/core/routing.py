@@ -17,7 +17,7 @@ from baton.core.candidates import PASSING, Scored, filtered, ranked, stand_in, t
 from baton.core.candidates import Candidate as Candidate
 from baton.core.candidates import Fate as Fate
 from baton.core.candidates import PoolView as PoolView
-from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.model import WorkerIdentity
 from baton.core.prefix_index import NO_OVERLAP
 from baton.core.worker_cost import Demand as Demand
 from baton.core.worker_cost import (
@@ -139,14 +139,6 @@ def collector_for(
 def is_stalled(step_age_us: int, step_predicted_us: int) -> bool:
     """Whether a worker's running step is so old that the worker counts as dead."""
     return step_age_us > max(2_000_000, 3 * step_predicted_us)
-
-
-def models_of(workers: Sequence[WorkerSnapshot]) -> list[ModelDescription]:
-    """The models served, each name once, in order of name."""
-    return [
-        model
-        for _, model in sorted({worker.model.name: worker.model for worker in workers}.items())
-    ]
 
 
 class _Choice(NamedTuple):

@@ -8,8 +8,8 @@ import grpc
 
 from baton.core.load import WorkerDescription
 from baton.core.model import AnswerFormat, ModelDescription, WorkerIdentity
+from baton.core.model_choice import model_for, models_of
 from baton.core.prefix_index import MAX_ENTRIES, PrefixIndex
-from baton.core.routing import models_of
 from baton.router.decode_session import DecodeSession
 from baton.router.detokenizer_session import DetokenizerSession
 from baton.router.discovery import Discovery
@@ -86,6 +86,14 @@ class Fleet:
     def models(self) -> list[ModelDescription]:
         """Models that a live decode worker serves."""
         return models_of(self.decodes.snapshots())
+
+    def model_for(self, request_id: str, name: str) -> ModelDescription | None:
+        """The model that a new request which names it runs on."""
+        tokenizers, detokenizers = (
+            {worker.model.tokenizer_digest for worker in pool.serving()}
+            for pool in (self.tokenizers, self.detokenizers)
+        )
+        return model_for(request_id, name, self.decodes.snapshots(), tokenizers, detokenizers)
 
     @property
     def ready(self) -> bool:

@@ -92,7 +92,7 @@ class Preparation:
         """Raises BatonError."""
         request_id = _new_id()
         self._guards.budget.started()
-        model = await self._model(request.model)
+        model = await self._model(request.model, request_id)
         encoded = await self._tokenizers.encode(
             request.prompt,
             request.cache_salt,
@@ -156,18 +156,20 @@ class Preparation:
     async def tokenize(self, request: Request, deadline: float) -> tuple[Encoded, ModelDescription]:
         """A request's prompt as tokens and their names, of the model named with them. Raises
         BatonError."""
-        model = await self._model(request.model)
+        request_id = _new_id()
+        model = await self._model(request.model, request_id)
         encoded = await self._tokenizers.encode(
-            request.prompt, b"", model, _new_id(), deadline, with_token_strings=True
+            request.prompt, b"", model, request_id, deadline, with_token_strings=True
         )
         return encoded, model
 
     async def detokenize(self, request: Request, deadline: float) -> str:
         """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
-        model = await self._model(request.model)
+        request_id = _new_id()
+        model = await self._model(request.model, request_id)
         assert isinstance(request.prompt, TokenPrompt)
         return await self._tokenizers.decode(
-            request.prompt.token_ids, model, _new_id(), deadline, skip_special_tokens=False
+            request.prompt.token_ids, model, request_id, deadline, skip_special_tokens=False
         )
 
     async def _check_tools(
@@ -267,7 +269,7 @@ class Preparation:
             later=self._later,
         )
 
-    async def _model(self, name: str) -> ModelDescription:
+    async def _model(self, name: str, request_id: str) -> ModelDescription:
         """The model to use; waits while no worker is there to ask."""
         if name and self._config.model and name != self._config.model:
             raise ModelNotFound("There is no such model here.", field="model")
@@ -277,7 +279,8 @@ class Preparation:
             models = self.models()
             for model in models:
                 if name in ("", model.name):
-                    return model
+                    # One more look: of one name there may be two, of which this request gets one.
+                    return self._fleet.model_for(request_id, model.name) or model
             if models:
                 raise ModelNotFound("There is no such model here.", field="model")
             left = give_up - loop.time()
