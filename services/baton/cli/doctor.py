@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.cli import access, checks, state
+from baton.cli.cluster import command as cluster
 from baton.cli.findings import Finding, document, fail, failed, ok, show
 from baton.cli.kv import command as kv
 from baton.rpc.address import split
@@ -29,13 +30,17 @@ def add_parser(subparsers: Any) -> None:
     )
     access.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    kv.add_parser(parser.add_subparsers(dest="about", metavar="WHAT"))
+    about = parser.add_subparsers(dest="about", metavar="WHAT")
+    kv.add_parser(about)
+    cluster.add_parser(about)
 
 
 def run(args: argparse.Namespace) -> int:
     """1 when a check failed, else 0."""
     if args.about == "kv":
         return kv.run(args)
+    if args.about == "cluster":
+        return cluster.run(args)
     if args.grpc:
         split(args.grpc, "grpc")
     table: dict[str, Callable[[], Finding]] = {

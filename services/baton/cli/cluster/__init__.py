@@ -1,0 +1,1 @@
+"""`baton doctor cluster`: what a Kubernetes cluster, and a Baton in it, lack."""
