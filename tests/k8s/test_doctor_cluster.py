@@ -1,0 +1,209 @@
+"""`baton doctor cluster` on a real cluster: from outside with a kubeconfig, and as a Job inside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.cli import doctor
+from tests.e2e.relay import eventually
+
+pytestmark = pytest.mark.k8s
+
+IMAGE = os.environ.get("BATON_TEST_IMAGE", "localhost/baton-cpu:dev")
+PATIENCE_S = 120
+
+Checks = dict[str, dict[str, str]]
+
+
+def kubectl(*words: str, given: str = "") -> str:
+    done = subprocess.run(
+        ["kubectl", *words], input=given, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def apply(*objects: dict[str, Any]) -> None:
+    kubectl(
+        "apply", "-f", "-", given=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+    )
+
+
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    assert shutil.which("kubectl"), "kubectl is needed"
+    name = f"doctor-{secrets.token_hex(4)}"
+    kubectl("create", "namespace", name)
+    kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+def asked(capsys: pytest.CaptureFixture[str], namespace: str, *argv: str) -> tuple[int, Checks]:
+    parser = argparse.ArgumentParser()
+    doctor.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["doctor", "cluster", "--json", "--namespace", namespace, *argv])
+    capsys.readouterr()
+    code = doctor.run(args)
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (code == 0)
+    return code, {check["name"]: check for check in found["checks"]}
+
+
+def test_an_empty_namespace_from_outside(
+    namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = asked(capsys, namespace)
+    assert code == 0, found
+    assert "v1." in found["api"]["detail"]
+    assert "'restricted'" in found["namespace"]["detail"]
+    assert found["pods"]["detail"] == "none is installed here"
+    assert "dns" not in found, "that is seen from inside only"
+
+
+def test_what_rdma_needs_is_missed(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "rdma/" in kubectl("get", "nodes", "-o", "jsonpath={.items[*].status.allocatable}"):
+        pytest.skip("this cluster has RDMA")
+    code, found = asked(capsys, namespace, "--preset", "gpu-rdma")
+    assert code == 1
+    assert {name for name, check in found.items() if check["status"] == "fail"} >= {
+        "namespace",
+        "rdma",
+    }
+
+
+def test_a_namespace_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = asked(capsys, "doctor-of-nobody")
+    assert code == 0 and found["namespace"]["status"] == "warn"
+
+
+def test_the_routers_rights_are_its_service_accounts(
+    namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those of whoever asks, who may do anything here."""
+    kubectl("-n", namespace, "create", "serviceaccount", "r")
+    code, found = asked(capsys, namespace, "--service-account", "r")
+    assert code == 1 and "list" in found["router access"]["detail"]
+    verbs, what = "--verb=get,list,watch", "--resource=endpointslices.discovery.k8s.io"
+    kubectl("-n", namespace, "create", "role", "r", verbs, what)
+    bound = f"--serviceaccount={namespace}:r"
+    kubectl("-n", namespace, "create", "rolebinding", "r", "--role=r", bound)
+
+    def granted() -> bool:
+        return asked(capsys, namespace, "--service-account", "r")[0] == 0
+
+    eventually(granted, PATIENCE_S, "the role to count")
+
+
+def pod(name: str, component: str, image: str, *command: str, **spec: Any) -> dict[str, Any]:
+    """As restricted pod security wants it, with the chart's labels."""
+    labels = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": component}
+    container = {
+        "name": component,
+        "image": image,
+        "imagePullPolicy": "Never" if "no-such" in image else "IfNotPresent",
+        "command": list(command),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    secure = {
+        "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"securityContext": secure, "containers": [container], **spec},
+    }
+
+
+def test_why_pods_are_not_ready(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
+        *(
+            {**one, "metadata": {**one["metadata"], "namespace": namespace}}
+            for one in (
+                pod("d", "decode", "localhost/no-such:1", "true"),
+                pod("p", "prefill", IMAGE, "true", nodeSelector={"no-such": "node"}),
+                pod("t", "tokenizer", IMAGE, "baton-tokenizer", "--lanes", "none"),
+            )
+        ),
+    )
+    words = ("ErrImageNeverPull", "node", "ended with code 2")
+
+    def told() -> bool:
+        code, found = asked(capsys, namespace)
+        detail = found["pods"]["detail"]
+        return code == 1 and all(word in detail for word in words)
+
+    eventually(told, PATIENCE_S, str(words))
+
+
+RULES = [
+    {"apiGroups": [""], "resources": ["pods", "services", "events"], "verbs": ["list"]},
+    {
+        "apiGroups": ["authorization.k8s.io"],
+        "resources": ["localsubjectaccessreviews"],
+        "verbs": ["create"],
+    },
+]
+"""As docs/kubernetes-doctor.md has them for one namespace."""
+
+
+def test_as_a_job_with_few_rights(namespace: str) -> None:
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "doctor"}}
+    rights = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "doctor"}}
+    role = {**rights, "kind": "Role", "rules": RULES}
+    binding = {
+        **rights,
+        "kind": "RoleBinding",
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "doctor"},
+        "subjects": [{"kind": "ServiceAccount", "name": "doctor", "namespace": namespace}],
+    }
+    command = ("baton", "doctor", "cluster", "--json", "--service-account", "doctor")
+    made = pod("x", "doctor", IMAGE, *command, serviceAccountName="doctor", restartPolicy="Never")
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "doctor"},
+        "spec": {"backoffLimit": 0, "template": {"metadata": {}, "spec": made["spec"]}},
+    }
+    apply(
+        *(
+            {**one, "metadata": {**one["metadata"], "namespace": namespace}}
+            for one in (account, role, binding, job)
+        )
+    )
+
+    def ended() -> bool:
+        status = json.loads(kubectl("-n", namespace, "get", "job", "doctor", "-o", "json"))[
+            "status"
+        ]
+        return bool(status.get("succeeded") or status.get("failed"))
+
+    eventually(ended, PATIENCE_S, "the Job to end")
+    found = json.loads(kubectl("-n", namespace, "logs", "job/doctor"))
+    checks = {check["name"]: check for check in found["checks"]}
+    assert {name: check["status"] for name, check in checks.items()} | {
+        "open files": "", "shared memory": "",
+    } == {
+        "api": "ok", "namespace": "warn", "router access": "fail", "gpus": "ok", "rdma": "ok",
+        "metrics api": "ok", "extensions": "ok", "dns": "ok", "locked memory": "ok",
+        "open files": "", "shared memory": "", "rdma devices": "ok", "gpu driver": "ok",
+        "pods": "ok", "workers": "ok",
+    }  # fmt: skip
+    assert "not allowed" in checks["gpus"]["detail"]
+    assert "names have addresses" in checks["dns"]["detail"]
