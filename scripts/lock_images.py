@@ -1,9 +1,9 @@
-"""Resolves what each image installs into deploy/locks, or checks those files against pyproject.toml.
+"""Resolves what each image installs into deploy/locks, or checks that against pyproject.toml.
 
-    lock_images.py --torch 2.13.0            resolve again (needs package sources; downloads CUDA's wheels)
+    lock_images.py --torch 2.13.0            resolve; takes a package index, downloads CUDA's wheels
     lock_images.py --torch 2.13.0 --check    compare, without a network
 
-Resolving is pip's own. Knows which of Baton's extras an image has; knows nothing of how images are built.
+Resolving is pip's own. Knows which of Baton's extras an image has; not how images are built.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ IMAGES = {
 PROCESS_1 = "dumb-init>=1.2.5"
 
 
-def asked_of(project: dict[str, object], build: dict[str, object], torch: str) -> dict[str, list[str]]:
+def asked_of(
+    project: dict[str, object], build: dict[str, object], torch: str
+) -> dict[str, list[str]]:
     """What every lock has to satisfy, as pyproject.toml says it now."""
     own = _strings(project["dependencies"])
     extras = project["optional-dependencies"]
@@ -80,7 +82,9 @@ def pins(text: str) -> dict[str, str]:
     return found
 
 
-def faults(asked: dict[str, list[str]], was_asked: dict[str, list[str]], locks: dict[str, str]) -> list[str]:
+def faults(
+    asked: dict[str, list[str]], was_asked: dict[str, list[str]], locks: dict[str, str]
+) -> list[str]:
     """Why locks are not those of what is asked; empty: they are."""
     said = []
     seen: dict[str, tuple[str, str]] = {}
@@ -118,8 +122,7 @@ def resolve(lines: Sequence[str], options: Sequence[str] = ()) -> dict[str, str]
         )  # fmt: skip
         installed = json.loads(report.read_text())["install"]
     return {
-        one["metadata"]["name"]: one["metadata"]["version"].partition("+")[0]
-        for one in installed
+        one["metadata"]["name"]: one["metadata"]["version"].partition("+")[0] for one in installed
     }
 
 

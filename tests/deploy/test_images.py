@@ -10,9 +10,9 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
-import lock_images
 import pytest
 
+import lock_images
 from tests.deploy.dockerfile import Dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]

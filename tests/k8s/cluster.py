@@ -44,9 +44,7 @@ class Cluster:
             raise Failed(f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def kubectl(
-        self, *words: str, timeout_s: float = COMMAND_S, text: str | None = None
-    ) -> str:
+    def kubectl(self, *words: str, timeout_s: float = COMMAND_S, text: str | None = None) -> str:
         return self.run("kubectl", "-n", self.namespace, *words, timeout_s=timeout_s, text=text)
 
     def helm(self, *words: str, timeout_s: float = COMMAND_S) -> str:

@@ -50,7 +50,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """One prompt takes a hand-over here, as the preset says, and KV moves over NIXL or not at all."""
+    """By the preset most prompts take a hand-over; here KV moves over NIXL or not at all."""
     installed = Release(
         cluster,
         CPU_IMAGE,
@@ -65,7 +65,11 @@ def release(cluster: Cluster) -> Iterator[Release]:
 def _expect_images(cluster: Cluster) -> None:
     """What no registry has must be there already; others are the kubelet's business."""
     nodes = json.loads(cluster.run("kubectl", "get", "nodes", "-o", "json"))["items"]
-    there = {name for node in nodes for image in node["status"]["images"] for name in image["names"]}
+    there = {
+        name for node in nodes for image in node["status"]["images"] for name in image["names"]
+    }
     for image in (CPU_IMAGE, ENGINE_IMAGE):
         if image.startswith("localhost/"):
-            assert image in there, f"no node has {image}: build it and load it, see deploy/Dockerfile"
+            assert image in there, (
+                f"no node has {image}: build it and load it, see deploy/Dockerfile"
+            )
