@@ -66,7 +66,10 @@ def _expect_images(cluster: Cluster) -> None:
     """What no registry has must be there already; others are the kubelet's business."""
     nodes = json.loads(cluster.run("kubectl", "get", "nodes", "-o", "json"))["items"]
     there = {
-        name for node in nodes for image in node["status"]["images"] for name in image["names"]
+        name
+        for node in nodes
+        for image in node["status"]["images"]
+        for name in image["names"] or ()
     }
     for image in (CPU_IMAGE, ENGINE_IMAGE):
         if image.startswith("localhost/"):

@@ -45,7 +45,7 @@ class Release:
         self._helm("upgrade", timeout_s)
 
     def test(self, timeout_s: float = INSTALL_S) -> str:
-        return self.cluster.helm("test", self.name, "--logs", timeout_s=timeout_s)
+        return self.cluster.helm("test", self.name, timeout_s=timeout_s)
 
     def uninstall(self) -> None:
         self.cluster.helm("uninstall", self.name, "--wait", timeout_s=120)
@@ -73,7 +73,7 @@ class Release:
         return sum(total(self.metrics(pod), name, *labels) for pod in self.pod_names(component))
 
     def service_address(self, port: str) -> str:
-        """The router's Service, as reached from inside, and from outside where routes lead in."""
+        """host:port of the router's Service, for those that its cluster lets in."""
         spec = self.cluster.get("service", self.object("router"))["spec"]
         number = next(one["port"] for one in spec["ports"] if one["name"] == port)
         return f"{spec['clusterIP']}:{number}"

@@ -1,0 +1,40 @@
+"""How this machine reaches a router's Service; knows nothing of what is asked there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.k8s.release import Release
+
+CONNECT_S = 3.0
+
+
+@asynccontextmanager
+async def reached(release: Release) -> AsyncIterator[tuple[str, str]]:
+    """host:port of gRPC and of HTTP. Straight to the Service where a route leads to it; else
+    through port-forward, which stays with one pod and ends with it.
+    """
+    grpc, http = (release.service_address(port) for port in ("grpc", "http"))
+    if await _answers(grpc):
+        yield grpc, http
+        return
+    router = f"service/{release.object('router')}"
+    async with (
+        release.cluster.forward(router, 50051) as grpc_port,
+        release.cluster.forward(router, 8000) as http_port,
+    ):
+        yield f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}"
+
+
+async def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
