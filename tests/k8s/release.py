@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "baton"
 CPU_PRESET = CHART / "values-cpu.yaml"
 INSTALL_S = 300.0
+ROLLOUT_S = 180.0
 ENGINES = ("prefill", "decode")
 COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 METRICS_PORT = 9090
@@ -49,6 +50,24 @@ class Release:
 
     def uninstall(self) -> None:
         self.cluster.helm("uninstall", self.name, "--wait", timeout_s=120)
+
+    def scale(self, component: str, replicas: int, timeout_s: float = ROLLOUT_S) -> None:
+        """Returns when that many pods are ready; those that leave may still be leaving."""
+        deployment = f"deployment/{self.object(component)}"
+        self.cluster.kubectl("scale", deployment, f"--replicas={replicas}")
+        self.rolled_out(component, timeout_s)
+
+    def restart(self, component: str, timeout_s: float = ROLLOUT_S) -> None:
+        """All pods of a component anew, in the order that its Deployment keeps."""
+        self.cluster.kubectl("rollout", "restart", f"deployment/{self.object(component)}")
+        self.rolled_out(component, timeout_s)
+
+    def rolled_out(self, component: str, timeout_s: float = ROLLOUT_S) -> None:
+        self.cluster.kubectl(
+            "rollout", "status", f"deployment/{self.object(component)}",
+            f"--timeout={timeout_s:.0f}s",
+            timeout_s=timeout_s + 10,
+        )  # fmt: skip
 
     def object(self, component: str) -> str:
         """What the chart calls a component's objects. The release is called like the chart."""
