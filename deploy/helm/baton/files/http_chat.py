@@ -6,8 +6,9 @@ import ssl
 import sys
 import urllib.request
 
-URL, CA, KEY = (os.environ.get(name, "") for name in ("URL", "CA", "BATON_API_KEY"))
-QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+URL, CA, KEY, QUESTION = (
+    os.environ.get(name, "") for name in ("URL", "CA", "BATON_API_KEY", "QUESTION")
+)
 
 
 def ask(path: str, body: dict | None) -> bytes:
@@ -22,7 +23,8 @@ def ask(path: str, body: dict | None) -> bytes:
 
 
 ask("/health", None)
-if os.environ["CHAT"] == "true":
-    text = json.loads(ask("/v1/chat/completions", QUESTION))["choices"][0]["message"]["content"]
+if QUESTION:
+    said = ask("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
+    text = json.loads(said)["choices"][0]["message"]["content"]
     print(text)
     sys.exit(0 if text.strip() else "the answer is empty")
