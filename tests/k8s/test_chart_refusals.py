@@ -72,6 +72,7 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "model.cache.hostPath is required",
     ),
     ("model.source=hub,model.hub.id=a/b,model.cache.type=pvc", "model.cache.claimName is required"),
+    ("model.cache.type=emptyDir", "model.cache.type is of no use with model.source=bundled"),
     (
         "decode.gpu.count=1,decode.image.repository=baton-engine-cpu",
         "decode.gpu.count is 1, but decode.image.repository is baton-engine-cpu",

@@ -160,6 +160,20 @@ def test_a_gpu_comes_with_its_image_and_its_device() -> None:
         assert container["image"].startswith(f"{image}:")
 
 
+def test_a_model_is_fetched_to_where_the_process_looks() -> None:
+    """Weights for engines only; the names are those that `baton fetch` gives its folders."""
+    for name, folder in (("gpu-tcp", "Qwen--Qwen3-8B@refs-pr-1"), ("gpu-rdma", "llama-3")):
+        for component, pod in pods(rendered(CHART / f"ci/{name}-values.yaml")).items():
+            if component in ("router", "test"):
+                assert "initContainers" not in pod
+                continue
+            (fetch,) = pod["initContainers"]
+            light = component not in ENGINES
+            assert ("--tokenizer-only" in fetch["args"]) is light
+            place = f"/models/{folder}" + ".tokenizer" * light
+            assert environment(pod)["BATON_MODEL"] == place
+
+
 def test_everything_has_a_kind_of_each() -> None:
     kinds = {each["kind"] for each in rendered(EVERYTHING)}
     assert kinds == {

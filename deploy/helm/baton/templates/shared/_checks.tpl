@@ -65,13 +65,14 @@
 {{- if not (include "baton.model.name" $) -}}
 {{- fail (printf "model.name is required with model.source=%s: it is what clients call the model." $m.source) -}}
 {{- end -}}
-{{- if eq $m.source "hub" -}}
 {{- if and (eq $m.cache.type "hostPath") (not $m.cache.hostPath) -}}
 {{- fail "model.cache.hostPath is required with model.cache.type=hostPath: a folder of each node." -}}
 {{- end -}}
 {{- if and (eq $m.cache.type "pvc") (not $m.cache.claimName) -}}
 {{- fail "model.cache.claimName is required with model.cache.type=pvc." -}}
 {{- end -}}
+{{- if and $m.cache.type (eq $m.source "bundled") -}}
+{{- fail "model.cache.type is of no use with model.source=bundled: that model is in every image." -}}
 {{- end -}}
 {{- end }}
 

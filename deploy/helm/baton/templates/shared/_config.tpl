@@ -46,7 +46,7 @@ tls_terminated: true
 {{- else }}
 listen: "{{ $any }}:50051"
 advertise: {{ if eq $v.network.ipFamily "IPv6" }}"[$(POD_IP)]:50051"{{ else }}"$(POD_IP):50051"{{ end }}
-model: {{ include "baton.model.path" .root }}
+model: {{ include "baton.model.path" . }}
 model_name: {{ include "baton.model.name" .root }}
 {{- if not $v.tls.internal.enabled }}
 allow_anonymous: true

@@ -1,20 +1,40 @@
-{{/* Where a model comes from, and how its folder gets into a pod. Takes the root, or a component's dict. */}}
+{{/*
+Where a model comes from, and how its folder gets into a pod. Takes (dict "root" $ "component" "prefill").
 
-{{- define "baton.model.folder" -}}
+A model of a hub is fetched into a cache by an init container; one on a volume is, too, where a cache is asked for, as it
+should be when the volume is slower than the node's own disk. Tokenizer and detokenizer fetch no weights.
+*/}}
+
+{{- define "baton.model.fetched" -}}
 {{- $m := .Values.model -}}
-{{- if eq $m.source "bundled" -}}{{ $m.bundled.path }}
-{{- else if eq $m.source "hub" -}}/models/{{ $m.hub.id | replace "/" "--" }}
-{{- else if eq $m.source "pvc" -}}{{ printf "/models/%s" $m.pvc.path }}
-{{- else if eq $m.source "image" -}}{{ printf "/models/%s" $m.image.path }}
-{{- else if eq $m.source "hostPath" -}}/models
-{{- end }}
+{{- if or (eq $m.source "hub") (and (ne $m.source "bundled") $m.cache.type) }}true{{ end }}
 {{- end }}
 
+{{/* The model's folder on its own volume, below where that is mounted. */}}
+{{- define "baton.model.below" -}}
+{{- $m := .Values.model -}}
+{{- with (index $m $m.source).path }}{{ if ne $m.source "hostPath" }}/{{ trimAll "/" . }}{{ end }}{{ end }}
+{{- end }}
+
+{{/* What `baton fetch` is told. */}}
+{{- define "baton.model.origin" -}}
+{{- if eq .Values.model.source "hub" }}{{ .Values.model.hub.id }}{{ else }}/source{{ include "baton.model.below" . }}{{ end }}
+{{- end }}
+
+{{/* Where the process finds it; in a cache under the name that `baton fetch` gives it. */}}
 {{- define "baton.model.path" -}}
-{{ include "baton.model.folder" . | trimSuffix "/" }}
+{{- $m := .root.Values.model -}}
+{{- if eq $m.source "bundled" }}{{ $m.bundled.path }}
+{{- else if not (include "baton.model.fetched" .root) }}/models{{ include "baton.model.below" .root }}
+{{- else -}}
+{{- if eq $m.source "hub" }}/models/{{ $m.hub.id | replace "/" "--" }}{{ with $m.hub.revision }}@{{ . | replace "/" "-" }}{{ end }}
+{{- else }}/models/{{ include "baton.model.origin" .root | base }}
+{{- end }}
+{{- if not (include "baton.isEngine" .) }}.tokenizer{{ end }}
+{{- end }}
 {{- end }}
 
-{{/* The name that clients use. */}}
+{{/* The name that clients use. Takes the root. */}}
 {{- define "baton.model.name" -}}
 {{- $m := .Values.model -}}
 {{- if $m.name }}{{ $m.name }}
@@ -23,79 +43,105 @@
 {{- end }}
 {{- end }}
 
-{{/* Whether an init container brings the model. */}}
-{{- define "baton.model.fetched" -}}
-{{- if eq .Values.model.source "hub" }}true{{ end }}
+{{/* The volume that the model is on. */}}
+{{- define "baton.model.sourceVolume" -}}
+{{- $m := .Values.model -}}
+{{- if eq $m.source "pvc" }}
+persistentVolumeClaim:
+  claimName: {{ $m.pvc.claimName }}
+  readOnly: true
+{{- else if eq $m.source "image" }}
+image:
+  reference: {{ $m.image.reference }}
+  pullPolicy: {{ $m.image.pullPolicy }}
+{{- else if eq $m.source "hostPath" }}
+hostPath:
+  path: {{ $m.hostPath.path }}
+  type: Directory
+{{- end }}
+{{- end }}
+
+{{- define "baton.model.cacheVolume" -}}
+{{- $cache := .Values.model.cache -}}
+{{- if eq $cache.type "hostPath" }}
+hostPath:
+  path: {{ $cache.hostPath }}
+  type: Directory
+{{- else if eq $cache.type "pvc" }}
+persistentVolumeClaim:
+  claimName: {{ $cache.claimName }}
+{{- else }}
+emptyDir:
+  {{- with $cache.sizeLimit }}
+  sizeLimit: {{ . }}
+  {{- else }} {}
+  {{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "baton.model.volumes" -}}
-{{- $m := .Values.model -}}
-{{- if ne $m.source "bundled" }}
+{{- $fetched := include "baton.model.fetched" .root -}}
+{{- if ne .root.Values.model.source "bundled" }}
 - name: models
-{{- if eq $m.source "hub" }}
-  {{- if eq $m.cache.type "hostPath" }}
-  hostPath:
-    path: {{ $m.cache.hostPath }}
-    type: DirectoryOrCreate
-  {{- else if eq $m.cache.type "pvc" }}
-  persistentVolumeClaim:
-    claimName: {{ $m.cache.claimName }}
-  {{- else }}
-  emptyDir:
-    {{- with $m.cache.sizeLimit }}
-    sizeLimit: {{ . }}
-    {{- else }} {}
-    {{- end }}
-  {{- end }}
-{{- else if eq $m.source "pvc" }}
-  persistentVolumeClaim:
-    claimName: {{ $m.pvc.claimName }}
-    readOnly: true
-{{- else if eq $m.source "image" }}
-  image:
-    reference: {{ $m.image.reference }}
-    pullPolicy: {{ $m.image.pullPolicy }}
-{{- else if eq $m.source "hostPath" }}
-  hostPath:
-    path: {{ $m.hostPath.path }}
-    type: Directory
+  {{- include (ternary "baton.model.cacheVolume" "baton.model.sourceVolume" (ne $fetched "")) .root | trim | nindent 2 }}
+{{- if and $fetched (ne .root.Values.model.source "hub") }}
+- name: source
+  {{- include "baton.model.sourceVolume" .root | trim | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- end }}
 
 {{- define "baton.model.mounts" -}}
-{{- if ne .Values.model.source "bundled" }}
+{{- if ne .root.Values.model.source "bundled" }}
 - name: models
   mountPath: /models
   readOnly: true
 {{- end }}
 {{- end }}
 
-{{/* Brings a model of the hub, once per cache: who comes second waits, and finds it there. */}}
+{{- define "baton.model.env" -}}
+{{- $m := .Values.model -}}
+{{- if eq $m.source "hub" }}
+{{- with $m.hub.endpoint }}
+- name: HF_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- with $m.hub.tokenSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $m.hub.tokenSecretKey }}
+{{- end }}
+{{- end }}
+{{- with $m.cache.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- define "baton.model.init" -}}
 {{- $m := .root.Values.model -}}
 {{- if include "baton.model.fetched" .root }}
 - name: fetch
   image: {{ include "baton.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  args: [baton, fetch, {{ $m.hub.id | quote }}, --into, {{ include "baton.model.path" .root | quote }}]
+  args:
+    - baton
+    - fetch
+    - {{ include "baton.model.origin" .root | quote }}
+    - --into=/models
+    {{- if not (include "baton.isEngine" .) }}
+    - --tokenizer-only
+    {{- end }}
+    {{- if and (eq $m.source "hub") $m.hub.revision }}
+    - {{ printf "--revision=%s" $m.hub.revision | quote }}
+    {{- end }}
+  {{- with include "baton.model.env" .root | trim }}
   env:
-    {{- with $m.hub.endpoint }}
-    - name: HF_ENDPOINT
-      value: {{ . | quote }}
-    {{- end }}
-    {{- if $m.hub.tokenSecret }}
-    - name: HF_TOKEN
-      valueFrom:
-        secretKeyRef:
-          name: {{ $m.hub.tokenSecret }}
-          key: {{ $m.hub.tokenSecretKey }}
-    {{- end }}
-    {{- with $m.hub.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- . | nindent 4 }}
+  {{- end }}
   resources:
-    {{- toYaml $m.hub.resources | nindent 4 }}
+    {{- toYaml $m.cache.resources | nindent 4 }}
   securityContext:
     {{- include "baton.containerSecurity" . | nindent 4 }}
   volumeMounts:
@@ -103,5 +149,10 @@
       mountPath: /tmp
     - name: models
       mountPath: /models
+    {{- if ne $m.source "hub" }}
+    - name: source
+      mountPath: /source
+      readOnly: true
+    {{- end }}
 {{- end }}
 {{- end }}

@@ -97,7 +97,7 @@ livenessProbe:
     sizeLimit: {{ $c.shm.sizeLimit }}
 {{- end }}
 {{- if ne .component "router" }}
-{{- include "baton.model.volumes" .root }}
+{{- include "baton.model.volumes" . }}
 {{- end }}
 {{- if $v.tls.internal.enabled }}
 - name: tls
@@ -131,7 +131,7 @@ livenessProbe:
   mountPath: /dev/shm
 {{- end }}
 {{- if ne .component "router" }}
-{{- include "baton.model.mounts" .root }}
+{{- include "baton.model.mounts" . }}
 {{- end }}
 {{- if $v.tls.internal.enabled }}
 - name: tls
@@ -228,7 +228,7 @@ spec:
     {{- . | nindent 4 }}
   {{- end }}
   {{- if ne .component "router" }}
-  {{- with include "baton.model.init" . }}
+  {{- with include "baton.model.init" . | trim }}
   initContainers:
     {{- . | nindent 4 }}
   {{- end }}
