@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "doctor",
     "keys": "keys",
     "plan": "plan",
+    "fetch": "fetch",
     "batch": "batch.command",
     "bench": "bench.command",
     "chaos": "chaos.command",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import is_loopback, split
 from baton.rpc.config import option
-from baton.rpc.probes import Probes
 from baton.rpc.tls_options import TlsOptions
+
+if TYPE_CHECKING:
+    from baton.rpc.probes import Probes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +45,7 @@ class ServingOptions(TlsOptions):
 
     def probes(self) -> Probes:
         """Not opened yet."""
+        # Options are also read by commands that load no gRPC.
+        from baton.rpc.probes import Probes
+
         return Probes(health_listen=self.health_listen, metrics_listen=self.metrics_listen)

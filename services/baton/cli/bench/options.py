@@ -34,6 +34,7 @@ def add(kinds: Any) -> None:
     _router(kinds)
     _tokens(kinds)
     _grammar(kinds)
+    _cold(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -331,6 +332,19 @@ def _grammar(kinds: Any) -> None:
     grammar.set_defaults(shape="wide")
     grammar.add_argument("--batch", type=int, default=16, metavar="N", help="answers at once")
     grammar.add_argument("--tokens", type=int, default=120, metavar="N", help="of an answer")
+
+
+def _cold(kinds: Any) -> None:
+    cold = _kind(
+        kinds,
+        "cold",
+        "reading, checking and loading weights, from disk and from memory",
+        "About 2 minutes, and as much to build the model the first time.",
+        plot=False,
+    )
+    _model(cold, threads=2)
+    cold.set_defaults(shape="500m")
+    cold.add_argument("--rounds", type=int, default=3, metavar="N", help="interleaved")
 
 
 def _kind(

@@ -1,0 +1,163 @@
+"""Where a model's files come from, a folder or the hub: names, sizes, and how each is copied.
+
+Knows no cache: whoever asks says where the files go. Copies that were cut short are gone on with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Protocol
+
+from baton.core.errors import InvalidArgument, Unavailable
+
+WEIGHTS = "*.safetensors"
+OTHERS = ("*.json", "*.jinja")
+_COPY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """sha256, git_id: in hex, the latter as git names a file's contents; "" when the source does
+    not say.
+    """
+
+    name: str
+    size: int
+    sha256: str = ""
+    git_id: str = ""
+
+    def is_at(self, path: Path) -> bool:
+        """Whether that is the file that the source spoke of, as far as it said."""
+        if path.stat().st_size != self.size:
+            return False
+        if self.sha256:
+            return sha256_of(path) == self.sha256
+        return not self.git_id or _git_id(path) == self.git_id
+
+
+class Source(Protocol):
+    """name: of the folder that its files belong into."""
+
+    name: str
+
+    def files(self, *, weights: bool) -> list[File]:
+        """What a server of the model reads. Raises BatonError."""
+
+    def copy(self, file: File, into: Path) -> None:
+        """The whole file is there afterwards, or BatonError is raised."""
+
+
+def source_of(model: str, revision: str = "") -> Source:
+    """A folder that exists, else what may be a hub id. Raises InvalidArgument."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision:
+            raise InvalidArgument("a folder has no revisions", field="revision")
+        return FolderSource(path.resolve())
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise InvalidArgument(f"{model!r} is neither a folder nor a hub id", field="model")
+    return HubSource(model, revision)
+
+
+class FolderSource:
+    """A folder that is slow, or that pods on other nodes share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self._folder = folder
+
+    def files(self, *, weights: bool) -> list[File]:
+        return [
+            File(path.name, path.stat().st_size)
+            for path in sorted(self._folder.iterdir())
+            if path.is_file() and _wanted(path.name, weights)
+        ]
+
+    def copy(self, file: File, into: Path) -> None:
+        target, origin = into / file.name, self._folder / file.name
+        try:
+            with origin.open("rb") as source, target.open("ab") as copied:
+                source.seek(copied.tell())
+                while piece := source.read(_COPY_BYTES):
+                    copied.write(piece)
+                copied.flush()
+                os.fsync(copied.fileno())
+        except OSError as error:
+            raise Unavailable(f"{file.name} cannot be copied: {error.strerror}") from error
+        if sha256_of(target) != sha256_of(origin):
+            target.unlink()
+            raise Unavailable(f"{file.name} is another file now; what was copied is thrown away")
+
+
+class HubSource:
+    """A model of the hub, at the commit that a revision stands for when `files` is called. Takes
+    HF_TOKEN and HF_ENDPOINT from the environment, as the hub's library does.
+    """
+
+    def __init__(self, model: str, revision: str) -> None:
+        self.name = model.replace("/", "--") + (f"@{revision.replace('/', '-')}" * bool(revision))
+        self._model = model
+        self._revision = revision or None
+        self._commit = ""
+
+    def files(self, *, weights: bool) -> list[File]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        try:
+            info = HfApi().model_info(self._model, revision=self._revision, files_metadata=True)
+        except HFValidationError as error:
+            raise InvalidArgument(f"{self._model!r} is no hub id", field="model") from error
+        except HfHubHTTPError as error:
+            raise _refused(self._model, error.response.status_code) from error
+        except Exception as error:  # the library's releases differ in what they raise
+            raise Unavailable("the hub cannot be reached") from error
+        self._commit = info.sha or ""
+        found = []
+        for entry in info.siblings or ():
+            if "/" not in entry.rfilename and _wanted(entry.rfilename, weights):
+                file = File(entry.rfilename, entry.size or 0)
+                if entry.lfs:
+                    file = replace(file, sha256=str(entry.lfs.sha256))
+                else:
+                    file = replace(file, git_id=entry.blob_id or "")
+                found.append(file)
+        return found
+
+    def copy(self, file: File, into: Path) -> None:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            hf_hub_download(self._model, file.name, revision=self._commit, local_dir=into)
+        except HfHubHTTPError as error:
+            raise _refused(self._model, error.response.status_code) from error
+        except Exception as error:  # as above
+            raise Unavailable(f"{file.name} could not be had from the hub; try again") from error
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _git_id(path: Path) -> str:
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _wanted(name: str, weights: bool) -> bool:
+    patterns = (*OTHERS, WEIGHTS) if weights else OTHERS
+    return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _refused(model: str, status: int) -> InvalidArgument | Unavailable:
+    if status in (401, 403):
+        return InvalidArgument(f"{model} needs a token that may read it: HF_TOKEN", field="model")
+    if status == 404:
+        return InvalidArgument(f"the hub has no {model} of that revision", field="model")
+    return Unavailable(f"the hub answered {status}; try again")

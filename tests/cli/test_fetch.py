@@ -1,0 +1,189 @@
+"""A fetched model is there whole or not at all, once a node, and needs nobody afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from baton.cli.model_cache import MANIFEST, fetched, whole
+from baton.cli.model_source import File, FolderSource, HubSource, source_of
+from baton.core.errors import InvalidArgument, Overloaded, Unavailable
+from tests.cli.hub import MODEL, Hub
+
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{ }",
+    "model.safetensors": bytes(range(256)) * 4096,
+}
+SKIPPED = {"pytorch_model.bin": b"pickled", "notes.txt": b"."}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "made"
+    made.mkdir()
+    for name, data in {**FILES, **SKIPPED}.items():
+        (made / name).write_bytes(data)
+    return made
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def fetch(source: FolderSource | HubSource, into: Path, *, weights: bool = True) -> Path:
+    return fetched(source, into, quiet, weights=weights, wait_s=0.0)
+
+
+def holds(found: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in found.iterdir() if path.name != MANIFEST}
+
+
+def test_a_folder_is_copied_once_and_not_asked_again(folder: Path, tmp_path: Path) -> None:
+    found = fetch(FolderSource(folder), tmp_path / "cache")
+    assert holds(found) == FILES
+    (folder / "model.safetensors").unlink()
+    assert fetch(FolderSource(folder), tmp_path / "cache") == found
+    assert holds(found) == FILES
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.name.endswith("partial")]
+
+
+def test_without_weights(folder: Path, tmp_path: Path) -> None:
+    found = fetch(FolderSource(folder), tmp_path / "cache", weights=False)
+    assert sorted(holds(found)) == ["config.json", "tokenizer.json"]
+    assert fetch(FolderSource(folder), tmp_path / "cache") != found
+
+
+def test_what_was_cut_short_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "cache" / ".made.partial"
+    partial.mkdir(parents=True)
+    (partial / "model.safetensors").write_bytes(FILES["model.safetensors"][:1000])
+    assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
+
+
+def test_the_beginning_of_another_file_is_found_out(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "cache" / ".made.partial"
+    partial.mkdir(parents=True)
+    (partial / "model.safetensors").write_bytes(b"another" * 100)
+    with pytest.raises(Unavailable, match=r"model\.safetensors is another file"):
+        fetch(FolderSource(folder), tmp_path / "cache")
+    assert not whole(tmp_path / "cache" / "made")
+    assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
+
+
+def test_what_is_not_whole_any_more_is_made_again(folder: Path, tmp_path: Path) -> None:
+    found = fetch(FolderSource(folder), tmp_path / "cache")
+    (found / "model.safetensors").write_bytes(b"short")
+    assert not whole(found)
+    assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
+
+
+def test_nothing_is_begun_that_does_not_fit(tmp_path: Path) -> None:
+    class Large(FolderSource):
+        def files(self, *, weights: bool) -> list[File]:
+            return [File("model.safetensors", 1 << 60)]
+
+        def copy(self, file: File, into: Path) -> None:
+            raise AssertionError("begun")
+
+    with pytest.raises(Overloaded, match="GB are free there"):
+        fetch(Large(tmp_path), tmp_path / "cache")
+
+
+def test_two_at_once_fetch_once(folder: Path, tmp_path: Path) -> None:
+    copying, go_on, copied = threading.Event(), threading.Event(), []
+
+    class Slow(FolderSource):
+        def copy(self, file: File, into: Path) -> None:
+            copying.set()
+            assert go_on.wait(20)
+            copied.append(file.name)
+            super().copy(file, into)
+
+    def one(say: threading.Event) -> None:
+        fetched(Slow(folder), tmp_path / "cache", lambda _: say.set(), weights=True, wait_s=20)
+
+    waits = threading.Event()
+    first = threading.Thread(target=one, args=(threading.Event(),))
+    second = threading.Thread(target=one, args=(waits,))
+    first.start()
+    assert copying.wait(20)
+    second.start()
+    assert waits.wait(20)
+    go_on.set()
+    for thread in (first, second):
+        thread.join(20)
+    assert sorted(copied) == sorted(FILES)
+    assert holds(tmp_path / "cache" / "made") == FILES
+
+
+def test_nobody_waits_for_ever(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with (cache / ".made.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Unavailable, match="another process"):
+            fetch(FolderSource(folder), cache)
+    assert holds(fetch(FolderSource(folder), cache)) == FILES
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    for model in ("/nowhere", "./nowhere", "nowhere", "a/b/c"):
+        with pytest.raises(InvalidArgument, match="neither a folder nor a hub id"):
+            source_of(model)
+    with pytest.raises(InvalidArgument, match="no revisions"):
+        source_of(str(tmp_path), "main")
+
+
+def command(hub: Hub, cache: Path, *words: str, **environment: str) -> tuple[int, str, str]:
+    """`baton fetch` as a process of its own: the hub's library reads its environment when it is
+    imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.cli.main", "fetch", MODEL, "--into", str(cache), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(cache.parent / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+            **environment,
+        },
+    )
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def test_a_model_of_the_hub(tmp_path: Path) -> None:
+    hub, cache = Hub({**FILES, **SKIPPED}), tmp_path / "cache"
+    with hub.serving():
+        code, said, told = command(hub, cache)
+        assert (code, said) == (0, str(cache / "baton--made")), told
+        assert holds(Path(said)) == FILES
+        asked = len(hub.asked)
+        assert command(hub, cache)[:2] == (0, said)
+        assert len(hub.asked) == asked, "what is there is not asked for"
+        code, said, told = command(hub, cache, "--revision", "v1", "--tokenizer-only")
+        assert (code, said) == (0, str(cache / "baton--made@v1.tokenizer")), told
+
+
+def test_a_hub_that_refuses_or_lies(tmp_path: Path) -> None:
+    hub, cache = Hub(FILES), tmp_path / "cache"
+    with hub.serving():
+        hub.token = "right"
+        code, _, told = command(hub, cache)
+        assert code == 1 and "HF_TOKEN" in told and "Traceback" not in told
+        hub.damaged = True
+        code, _, told = command(hub, cache, HF_TOKEN="right")
+        assert code == 1 and "came damaged" in told
+        hub.damaged = False
+        code, said, told = command(hub, cache, HF_TOKEN="right")
+        assert code == 0 and holds(Path(said)) == FILES, told
+    code, _, told = command(hub, tmp_path / "other")
+    assert code == 1 and "cannot be reached" in told and "Traceback" not in told
