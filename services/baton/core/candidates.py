@@ -3,6 +3,14 @@
 Of a large pool only some are looked at: those that hold most of the prompt, and some drawn by the
 request's id. Drawing also keeps routers whose reports are equally old from all picking the one
 worker that looked best; what a router placed itself counts at once (`WorkerSnapshot.fresh_tokens`).
+
+A worker that stands by is a candidate in two cases only:
+
+    another of its pool is missing      it is one like all others, until that one is back
+    no other could run the attempt,     it takes what would fail or wait for nobody
+    not even once it is less busy
+
+A pool that is merely busy is not helped out: what stands by is there when somebody dies.
 """
 
 from __future__ import annotations
@@ -27,10 +35,13 @@ MAX_HOLDERS = 6
 
 
 class PoolView(NamedTuple):
-    """Workers of one role, and what they hold of the prompt."""
+    """Workers of one role, and what they hold of the prompt. missing: one that does not stand by is
+    expected there and takes no work: it is silent, gone, draining, or starting.
+    """
 
     workers: Sequence[WorkerSnapshot]
     overlap: Overlap = NO_OVERLAP
+    missing: bool = False
 
 
 class Fate(Enum):
@@ -45,6 +56,7 @@ class Fate(Enum):
     BUSY = "is full, or refused this request as overloaded a moment ago"
     EJECTED = "its circuit breaker is open"
     QUARANTINED = "another suspect runs there"
+    STANDS_BY = "stands by, and no other is missing"
     OTHER_LAYOUT = "its KV does not fit the decode worker"
 
 
@@ -79,9 +91,9 @@ def filtered(demand: Demand, pool: PoolView, collector: WorkerSnapshot | None = 
     """Looks at some of a pool; at all of it when none of those fits. collector: who takes the KV,
     if anybody."""
     some = _some(demand, pool)
-    found = _sift(demand, some, collector)
-    if not found.fitting and len(some) < len(pool.workers):
-        return _sift(demand, pool.workers, collector)
+    found = _sift(demand, some, collector, pool.missing)
+    if len(some) < len(pool.workers) and all(worker.standby for worker in found.fitting):
+        return _sift(demand, pool.workers, collector, pool.missing)
     return found
 
 
@@ -107,7 +119,7 @@ def told(ranked: Sequence[Scored], *, picked: bool = True) -> tuple[Candidate, .
     if picked and fates:
         fates[0] = Fate.PICKED
     return tuple(
-        Candidate(entry.worker.identity, fate, entry.cost)
+        Candidate(entry.worker.identity, fate, entry.cost, "a standby" * entry.worker.standby)
         for fate, entry in zip(fates, ranked, strict=True)
     )
 
@@ -137,16 +149,24 @@ def _some(demand: Demand, pool: PoolView) -> Sequence[WorkerSnapshot]:
 
 
 def _sift(
-    demand: Demand, workers: Iterable[WorkerSnapshot], collector: WorkerSnapshot | None
+    demand: Demand,
+    workers: Iterable[WorkerSnapshot],
+    collector: WorkerSnapshot | None,
+    missing: bool,
 ) -> Filtered:
     fitting: list[WorkerSnapshot] = []
     others: list[Candidate] = []
+    at_work = False
     for worker in workers:
         fate, detail = _fate(demand, worker, collector)
         if fate is None:
             fitting.append(worker)
         else:
             others.append(Candidate(worker.identity, fate, detail=detail))
+        at_work = at_work or (not worker.standby and (fate is None or fate in PASSING))
+    if at_work and not missing:
+        others += [Candidate(w.identity, Fate.STANDS_BY) for w in fitting if w.standby]
+        fitting = [worker for worker in fitting if not worker.standby]
     return Filtered(fitting, others)
 
 

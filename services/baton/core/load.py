@@ -26,7 +26,7 @@ class WorkerDescription:
 
     model, layout, transports and the numbers are left out where a role has none. transports: best
     first. num_blocks: blocks of the pool. block_size: positions of a block. max_sequences: how many
-    may own blocks at once; 0: not known.
+    may own blocks at once; 0: not known. standby: it is given work only while another is missing.
     """
 
     identity: WorkerIdentity
@@ -38,6 +38,7 @@ class WorkerDescription:
     kv_bytes_per_position: int = 0
     exact: bool = False
     max_sequences: int = 0
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from baton.core.candidates import PASSING, Scored, filtered, ranked, stand_in, t
 from baton.core.candidates import Candidate as Candidate
 from baton.core.candidates import Fate as Fate
 from baton.core.candidates import PoolView as PoolView
+from baton.core.load import WorkerState
 from baton.core.model import WorkerIdentity
 from baton.core.prefix_index import NO_OVERLAP
 from baton.core.worker_cost import Demand as Demand
@@ -130,7 +131,8 @@ def collector_for(
     if giver.layout is None:
         return None
     roomy = [w for w in decodes if not shortage(demand, w) and _has_places(demand, w)]
-    fitting = filtered(demand, PoolView(roomy), giver).fitting
+    leaving = giver.load.state is not WorkerState.SERVING
+    fitting = filtered(demand, PoolView(roomy, missing=leaving), giver).fitting
     moment = Moment(NO_OVERLAP, 0.0, 0.0, stand_in(fitting))
     found = ranked(demand, [Scored(decode_costs(demand, w, moment)[1], w) for w in fitting])
     return found[0].worker.identity if found else None

@@ -37,7 +37,8 @@ counts as so many times more, so it gets about that share of what others have.""
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """A worker at one moment. number: in the prefix index, below 0 without a place there. since:
-    when it was met, on the clock of `decide`'s now. max_sequences: as WorkerDescription has it.
+    when it was met, on the clock of `decide`'s now. max_sequences and standby are as in
+    WorkerDescription.
 
     placed_*: what this router has given it and that is not done yet: a report is always a little
     old. fresh_*: that part of it that was given after the newest report came; positions are what
@@ -53,6 +54,7 @@ class WorkerSnapshot:
     num_blocks: int = 0
     kv_bytes_per_position: int = 0
     max_sequences: int = 0
+    standby: bool = False
     number: int = -1
     since: float = 0.0
     placed_sequences: int = 0

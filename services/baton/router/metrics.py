@@ -60,6 +60,9 @@ INDEX_UNITS = Spec(
     "Cached units of 64 tokens known of the workers of a role.",
     ("role",),
 )
+STANDBYS = Spec(
+    "baton_standbys", "Ready workers that stand by, and whether they get work.", ("role", "state")
+)
 CACHE_GAPS = Spec(
     "baton_cache_event_gaps_total", "How often cache events of a worker were missing.", ("role",)
 )
@@ -96,6 +99,13 @@ class RouterMetrics:
                 for state, number in pool.states().items()
             }
 
+        def standbys() -> dict[tuple[str, ...], float]:
+            return {
+                (pool.role, state): float(number)
+                for pool in (fleet.prefills, fleet.decodes)
+                for state, number in pool.standbys().items()
+            }
+
         indices = [(pool.role, pool.index) for pool in (fleet.prefills, fleet.decodes)]
         caches = {role: index for role, index in indices if index is not None}
 
@@ -110,6 +120,7 @@ class RouterMetrics:
             gauge(CACHE_GAPS, gaps, self._registry),
             gauge(REQUESTS_OPEN, lambda: {(): float(num_requests())}, self._registry),
             gauge(WORKERS, workers, self._registry),
+            gauge(STANDBYS, standbys, self._registry),
             gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
         ]
 

@@ -32,6 +32,8 @@ from baton.rpc.channels import Channels
 
 log = logging.getLogger(__name__)
 
+_SERVING = WorkerState.SERVING.name.lower()
+
 
 class Pool(Generic[C]):
     """All workers of a role. `changed` is set whenever a snapshot may differ. index: of what they
@@ -94,6 +96,24 @@ class Pool(Generic[C]):
         found.update(link.state for link, _ in self._links.values() if not link.elsewhere)
         return found
 
+    @property
+    def missing(self) -> bool:
+        """Whether somebody who does not stand by is expected here and takes no work. Who was not
+        met yet counts, whoever it will be.
+        """
+        return any(
+            link.state != _SERVING
+            for link, _ in self._links.values()
+            if not (link.stands_by or link.elsewhere)
+        )
+
+    def standbys(self) -> dict[str, int]:
+        """How many that take work stand by, and are used now because another is missing."""
+        serving = self.serving()
+        number = sum(worker.description.standby for worker in serving)
+        used = self.missing or number == len(serving)
+        return {"waiting": 0 if used else number, "used": number if used else 0}
+
     def ejected(self, now: float) -> frozenset[str]:
         """Incarnations that get no new attempts now, because they lose too many."""
         if self._breakers.all_closed:
@@ -126,7 +146,7 @@ class Pool(Generic[C]):
     def view(self, prefix_hashes: bytes) -> PoolView:
         """All snapshots, and what these workers hold of a prompt."""
         overlap = NO_OVERLAP if self.index is None else self.index.find(prefix_hashes)
-        return PoolView(self.snapshots(), overlap)
+        return PoolView(self.snapshots(), overlap, self.missing)
 
     def _follow(self, address: str) -> None:
         link = WorkerLink(

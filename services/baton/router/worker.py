@@ -115,6 +115,7 @@ class Worker(Generic[C]):
             num_blocks=description.num_blocks,
             kv_bytes_per_position=description.kv_bytes_per_position,
             max_sequences=description.max_sequences,
+            standby=description.standby,
             number=self.number,
             since=self.since,
             placed_sequences=self.placed_sequences,

@@ -54,7 +54,8 @@ WATCH_AGAIN_S = 0.1
 class WorkerLink(Generic[C]):
     """Follows one address. `worker` is None while nobody lives there; `settled` is False while its
     Watch is broken and it is not known yet whether it lives: it then gets no new work. `listed`:
-    whether discovery names the address; set from outside.
+    whether discovery names the address; set from outside. `stands_by`: whether who was last met
+    here does.
 
     index: where what it has cached is kept; None where workers cache nothing. doubted: called
     whenever nobody answers here. known: whether an incarnation has another link.
@@ -77,6 +78,7 @@ class WorkerLink(Generic[C]):
         self.settled = False
         self.listed = True
         self.elsewhere = False
+        self.stands_by = False
         self._met = False
         self._role = role
         self._doubted = doubted
@@ -174,6 +176,7 @@ class WorkerLink(Generic[C]):
             since=asyncio.get_running_loop().time(),
         )
         self._met = True
+        self.stands_by = description.standby
         log.info("met %s %s at %s", identity.role, identity.incarnation[:8], identity.address)
 
     def _take_load(self, load: WorkerLoad) -> None:

@@ -112,6 +112,7 @@ def description_to_proto(description: WorkerDescription) -> pb.WorkerDescription
         kv_bytes_per_position=description.kv_bytes_per_position,
         exact=description.exact,
         max_sequences=description.max_sequences,
+        standby=description.standby,
     )
 
 
@@ -127,6 +128,7 @@ def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
         kv_bytes_per_position=message.kv_bytes_per_position,
         exact=message.exact,
         max_sequences=message.max_sequences,
+        standby=message.standby,
     )
 
 

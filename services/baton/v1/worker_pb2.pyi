@@ -129,6 +129,7 @@ class WorkerDescription(_message.Message):
     KV_BYTES_PER_POSITION_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks of the pool."""
     block_size: _builtins.int
@@ -139,6 +140,8 @@ class WorkerDescription(_message.Message):
     """Whether it runs in exact mode."""
     max_sequences: _builtins.int
     """Sequences that may own blocks at once; 0: not known."""
+    standby: _builtins.bool
+    """Whether it stands by: it is given work only while another worker of its role is missing."""
     @_builtins.property
     def identity(self) -> _types_pb2.WorkerIdentity:
         """The process."""
@@ -167,10 +170,11 @@ class WorkerDescription(_message.Message):
         kv_bytes_per_position: _builtins.int = ...,
         exact: _builtins.bool = ...,
         max_sequences: _builtins.int = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "exact", b"exact", "identity", b"identity", "kv_bytes_per_position", b"kv_bytes_per_position", "layout", b"layout", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "exact", b"exact", "identity", b"identity", "kv_bytes_per_position", b"kv_bytes_per_position", "layout", b"layout", "max_sequences", b"max_sequences", "model", b"model", "num_blocks", b"num_blocks", "standby", b"standby", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,6 +94,11 @@ class WorkerOptions(ServingOptions):
     kv_faults: str = option("", "what goes wrong with hand-overs; see 'baton chaos kv points'")
     allow_kv_faults: bool = option(False, "let kv_faults break hand-overs on purpose")
     vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
+    standby: bool = option(
+        False,
+        "stand by with everything loaded: routers give it work only while another worker of its "
+        "role is missing",
+    )
     poison_token: int = option(
         -1,
         "prompts that begin with this token end this process, to test quarantine; -1: none",

@@ -183,7 +183,9 @@ async def run_worker(
         report.export()
         if options.vllm_aliases:
             report.export_aliases(runner.model.name, runner.block_size)
-        description = describe(runner, identity, staging.names, options.max_running)
+        description = describe(
+            runner, identity, staging.names, options.max_running, options.standby
+        )
         server = ProcessServer(
             listen=options.listen,
             services=[

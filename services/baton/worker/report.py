@@ -155,6 +155,7 @@ def describe(
     identity: WorkerIdentity,
     transports: tuple[str, ...],
     max_sequences: int,
+    standby: bool = False,
 ) -> WorkerDescription:
     """What a prefill or decode worker is."""
     return WorkerDescription(
@@ -167,4 +168,5 @@ def describe(
         kv_bytes_per_position=runner.layout.bytes_per_position,
         exact=is_exact(runner),
         max_sequences=max_sequences,
+        standby=standby,
     )

@@ -103,6 +103,7 @@ class FakeWorker:
         self.waiting_tokens = 0
         self.free_blocks = 1000
         self.max_sequences = 0
+        self.standby = False
         self.speed = UNMEASURED
         self.refusals: list[BatonError] = []
         self._changes: deque[Change] = deque()
@@ -142,6 +143,7 @@ class FakeWorker:
             num_blocks=1000,
             block_size=16,
             max_sequences=self.max_sequences,
+            standby=self.standby,
         )
 
     def load(self) -> WorkerLoad:
