@@ -34,6 +34,23 @@ def model_for(
     return named[0].model if named else None
 
 
+def heir_of(model: ModelDescription, decodes: Sequence[WorkerSnapshot]) -> ModelDescription:
+    """What a request that has no token yet may run on in place of its model, whose workers have
+    left: one of the same name for which its prompt and its parameters mean the same. Else the
+    model itself."""
+    heir = model
+    for worker in decodes:
+        other = worker.model
+        if worker.load.state is not WorkerState.SERVING or other.name != model.name:
+            continue
+        if other.digest == model.digest:
+            return model
+        same = other.tokenizer_digest == model.tokenizer_digest
+        if same and other.vocab_size == model.vocab_size:
+            heir = other if other.max_model_len >= model.max_model_len else heir
+    return heir
+
+
 def has_texts(
     model: ModelDescription, tokenizers: Collection[str], detokenizers: Collection[str]
 ) -> bool:

@@ -8,7 +8,7 @@ import grpc
 
 from baton.core.load import WorkerDescription
 from baton.core.model import AnswerFormat, ModelDescription, WorkerIdentity
-from baton.core.model_choice import model_for, models_of
+from baton.core.model_choice import heir_of, model_for, models_of
 from baton.core.prefix_index import MAX_ENTRIES, PrefixIndex
 from baton.router.decode_session import DecodeSession
 from baton.router.detokenizer_session import DetokenizerSession
@@ -94,6 +94,10 @@ class Fleet:
             for pool in (self.tokenizers, self.detokenizers)
         )
         return model_for(request_id, name, self.decodes.snapshots(), tokenizers, detokenizers)
+
+    def heir_of(self, model: ModelDescription) -> ModelDescription:
+        """The model, or who may take its place in a request that has no token yet."""
+        return heir_of(model, self.decodes.snapshots())
 
     @property
     def ready(self) -> bool:

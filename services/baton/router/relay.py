@@ -73,6 +73,7 @@ class Relay:
         pace: Pace,
         later: Later,
     ) -> None:
+        self._fleet = fleet
         self.journey = journey
         self.deadline = deadline
         self.background = background
@@ -216,6 +217,8 @@ class Relay:
             runner.confirm(choice, self.texts.choices[choice].searched_tokens)
 
     def _demand(self, run: AttemptRun) -> Demand:
+        if not self.journey.started and len(self._runners) == 1:
+            self.model = self._fleet.heir_of(self.model)
         return Demand(
             request_id=self.journey.request_id,
             input_tokens=len(run.attempt.token_ids),

@@ -93,6 +93,25 @@ async def test_new_requests_go_to_the_model_that_can_be_served(world: World) -> 
     assert [len(decode.starts) for decode in world.decodes] == [0, 8, 0]
 
 
+async def test_a_request_without_a_token_goes_to_the_version_that_stays(world: World) -> None:
+    """It waits for its model, whose only decode worker drains, when another version comes."""
+    await world.start(prefills=0)
+    fleet = world.fleet
+    assert fleet is not None
+    world.decodes[0].state = WorkerState.DRAINING
+    await until(
+        lambda: any(s.load.state is WorkerState.DRAINING for s in fleet.decodes.snapshots())
+    )
+    asking = asyncio.create_task(world.ask(REQUEST))
+    await until(lambda: len(world.tokenizers[0].remaining_s) == 1)
+    heir = world.new_decode()
+    heir.model = replace(language.MODEL, digest="another")
+    world.decodes.append(heir)
+    world.listed["decode"].set((*world.addresses["decode"], await heir.start()))
+    check(await asking)
+    assert heir.starts
+
+
 async def test_a_started_stream_never_goes_on_with_another_model(world: World) -> None:
     config = RouterConfig(local_prefill_tokens=0, wait_timeout_s=0.3)
     await world.start(config, decodes=2, prefills=0)
