@@ -32,10 +32,10 @@ def kubectl(*words: str, given: str = "") -> str:
     return done.stdout
 
 
-def apply(*objects: dict[str, Any]) -> None:
-    kubectl(
-        "apply", "-f", "-", given=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
-    )
+def apply(namespace: str, *objects: dict[str, Any]) -> None:
+    items = [{**one, "metadata": {**one["metadata"], "namespace": namespace}} for one in objects]
+    listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+    kubectl("apply", "-f", "-", given=listed)
 
 
 @pytest.fixture
@@ -132,15 +132,10 @@ def pod(name: str, component: str, image: str, *command: str, **spec: Any) -> di
 
 def test_why_pods_are_not_ready(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
     apply(
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
-        *(
-            {**one, "metadata": {**one["metadata"], "namespace": namespace}}
-            for one in (
-                pod("d", "decode", "localhost/no-such:1", "true"),
-                pod("p", "prefill", IMAGE, "true", nodeSelector={"no-such": "node"}),
-                pod("t", "tokenizer", IMAGE, "baton-tokenizer", "--lanes", "none"),
-            )
-        ),
+        namespace,
+        pod("d", "decode", "localhost/no-such:1", "true"),
+        pod("p", "prefill", IMAGE, "true", nodeSelector={"no-such": "node"}),
+        pod("t", "tokenizer", IMAGE, "baton-tokenizer", "--no-such-option"),
     )
     words = ("ErrImageNeverPull", "node", "ended with code 2")
 
@@ -181,17 +176,11 @@ def test_as_a_job_with_few_rights(namespace: str) -> None:
         "metadata": {"name": "doctor"},
         "spec": {"backoffLimit": 0, "template": {"metadata": {}, "spec": made["spec"]}},
     }
-    apply(
-        *(
-            {**one, "metadata": {**one["metadata"], "namespace": namespace}}
-            for one in (account, role, binding, job)
-        )
-    )
+    apply(namespace, account, role, binding, job)
 
     def ended() -> bool:
-        status = json.loads(kubectl("-n", namespace, "get", "job", "doctor", "-o", "json"))[
-            "status"
-        ]
+        told = kubectl("-n", namespace, "get", "job", "doctor", "-o", "jsonpath={.status}")
+        status = json.loads(told or "{}")
         return bool(status.get("succeeded") or status.get("failed"))
 
     eventually(ended, PATIENCE_S, "the Job to end")
