@@ -28,7 +28,7 @@ def exported() -> dict[str, Spec]:
     found = {}
     for module in map(importlib.import_module, MODULES):
         for constant, value in vars(module).items():
-            used = rf"(?:counter|histogram|gauge|timings)\((?:\w+\.)?{constant}\b|\({constant},"
+            used = rf"(?:counter|histogram|gauge|timings)\(\s*(?:\w+\.)?{constant}\b|\({constant},"
             if isinstance(value, Spec) and re.search(used, sources):
                 found[value.name] = value
     return found
