@@ -16,9 +16,18 @@ should be when the volume is slower than the node's own disk. Tokenizer and deto
 {{- with (index $m $m.source).path }}{{ if ne $m.source "hostPath" }}/{{ trimAll "/" . }}{{ end }}{{ end }}
 {{- end }}
 
+{{/* Where the volume is mounted for `baton fetch`, which names its copy by the folder's name: not all alike. */}}
+{{- define "baton.model.mounted" -}}
+{{- $m := .Values.model -}}
+{{- if eq $m.source "hostPath" }}/source/{{ base $m.hostPath.path }}
+{{- else if eq $m.source "pvc" }}/source/{{ $m.pvc.claimName }}
+{{- else }}/source/{{ $m.image.reference | base | replace ":" "-" | replace "@" "-" }}
+{{- end }}
+{{- end }}
+
 {{/* What `baton fetch` is told. */}}
 {{- define "baton.model.origin" -}}
-{{- if eq .Values.model.source "hub" }}{{ .Values.model.hub.id }}{{ else }}/source{{ include "baton.model.below" . }}{{ end }}
+{{- if eq .Values.model.source "hub" }}{{ .Values.model.hub.id }}{{ else }}{{ include "baton.model.mounted" . }}{{ include "baton.model.below" . }}{{ end }}
 {{- end }}
 
 {{/* Where the process finds it; in a cache under the name that `baton fetch` gives it. */}}
@@ -151,7 +160,7 @@ emptyDir:
       mountPath: /models
     {{- if ne $m.source "hub" }}
     - name: source
-      mountPath: /source
+      mountPath: {{ include "baton.model.mounted" .root }}
       readOnly: true
     {{- end }}
 {{- end }}
