@@ -1,4 +1,4 @@
-"""A worker that loads is alive, not started, and can be stopped."""
+"""A worker that loads is alive, not started, and can be stopped; one that stands by is ready."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
+from baton.v1 import worker_pb2
+from baton.v1.worker_pb2_grpc import WorkerStub
 from tests.services.worker.pair import PATIENCE_S
-from tests.services.worker.processes import metrics_of
+from tests.services.worker.processes import becomes, metrics_of, worker
 
 NAMES = ("", "startup", "baton.v1.Prefill")
 
@@ -95,3 +98,12 @@ async def test_it_ends_when_told_to_while_it_loads(tmp_path: Path) -> None:
         assert await told(channel) == [True, False, False]
         process.terminate()
         assert await process.wait() == 128 + 15
+
+
+async def test_one_that_stands_by_is_ready_and_says_so(tmp_path: Path) -> None:
+    async with worker("baton.decode", tmp_path, "--standby", "true") as standby:
+        watch = WorkerStub(standby.channel).Watch(worker_pb2.WatchRequest())
+        first: Any = await watch.read()
+        watch.cancel()
+        assert first.description.standby
+        await becomes(standby, True, worker_pb2.WORKER_STATE_SERVING)

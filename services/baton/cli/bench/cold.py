@@ -1,9 +1,9 @@
 """`baton bench cold`: how long weights take to be read, checked and loaded.
 
-One reader that hashes all in one go, as a plain implementation has it, against the pieces that the
-engine reads with several threads; each with the files in memory and not. Files are put out of
-memory by asking the kernel to forget their pages, which a disk's or a host's own cache survives.
-Knows files and the loader.
+One reader that hashes all in one go with BLAKE2b, as versions before had it, against the pieces
+that the engine reads with several threads and hashes with xxh3; each with the files in memory and
+not. Files are put out of memory by asking the kernel to forget their pages, which a disk's or a
+host's own cache survives. Knows files and the loader.
 """
 
 from __future__ import annotations
