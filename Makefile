@@ -22,7 +22,7 @@ llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema model bench bench-engine bench-kv bench-router bench-tokens bench-grammar tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model bench bench-engine bench-kv bench-router bench-tokens bench-grammar tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -101,6 +101,9 @@ protos: install ## Generate services/baton/v1 from protos/
 
 chart-schema: install ## Make the chart's values.schema.json
 	@$(BIN)/python scripts/gen_values_schema.py
+
+manifests: install ## Make deploy/k8s/base of the chart; needs helm
+	@$(BIN)/python scripts/gen_manifests.py
 
 proto-lint: ## buf lint (needs npm)
 	@npm exec --yes --package=@bufbuild/buf@1.75.0 -- buf lint
