@@ -45,11 +45,13 @@ def helm(*arguments: str) -> str:
     return done.stdout
 
 
-def render(*files: Path, sets: Iterable[str] = (), namespace: str = "chart") -> list[Json]:
+def render(
+    *files: Path, sets: Iterable[str] = (), namespace: str = "chart", release: str = RELEASE
+) -> list[Json]:
     """All objects of the chart with these values. Raises Refused."""
     arguments = [part for file in files for part in ("-f", str(file))]
     arguments += [part for each in sets for part in ("--set", each)]
-    text = helm("template", RELEASE, str(CHART), "-n", namespace, *arguments)
+    text = helm("template", release, str(CHART), "-n", namespace, *arguments)
     return [each for each in yaml.safe_load_all(text) if each]
 
 
