@@ -76,6 +76,7 @@ async def test_what_is_asked_arrives(address: str, frontend: Scripted) -> None:
             top_logprobs=2,
             return_token_ids=True,
             priority=4,
+            cache_salt="mine",
             ignore_eos=True,
         ).read()
         assert await client.generate("x", model=MODEL.name).text() == whole_answer("x", 0)
@@ -84,6 +85,7 @@ async def test_what_is_asked_arrives(address: str, frontend: Scripted) -> None:
     assert (request.sampling.temperature, request.sampling.top_k) == (0.0, 3)
     assert request.sampling.logit_bias == ((5, 1.5),)
     assert (request.priority, request.ignore_eos) == (4, True)
+    assert request.cache_salt == b"mine"
     assert (plain.max_tokens, plain.sampling.temperature, plain.seed) == (None, 1.0, None)
     (choice,) = answer.choices
     assert bytes(choice.token_ids).decode(errors="ignore")[:5] == answer.text[:5]

@@ -20,8 +20,8 @@ Messages = str | Sequence[Message | Mapping[str, str]]
 
 class Options(TypedDict, total=False):
     """How an answer is made. stop: texts that end it. top_logprobs: how many alternatives to report
-    with each token's log-probability. json_object, json_schema, regex, choice, lark, gbnf: the form
-    that it has to have, one of them.
+    with each token's log-probability. cache_salt: KV is shared only among requests of the same one.
+    json_object, json_schema, regex, choice, lark, gbnf: the form that it has to have, one of them.
     """
 
     max_tokens: int
@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     return_token_ids: bool
     keep_special_tokens: bool
     priority: int
+    cache_salt: str
     json_object: bool
     json_schema: str
     regex: str
@@ -159,7 +160,7 @@ _PUT: Mapping[str, _Put] = {
     },
     **{
         name: _set("", name)
-        for name in ("n", "return_token_ids", "keep_special_tokens", "priority")
+        for name in ("n", "return_token_ids", "keep_special_tokens", "priority", "cache_salt")
     },
     **{
         name: _set("structured_output", name)

@@ -118,6 +118,7 @@ def _request(
         return_token_ids=options.return_token_ids,
         skip_special_tokens=not options.keep_special_tokens,
         priority=options.priority,
+        cache_salt=options.cache_salt.encode(),
         deadline_s=deadline_s,
         grammar=_grammar(options.structured_output),
     )

@@ -275,6 +275,7 @@ class GenerationOptions(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices, 1 to 16. Default 1."""
     return_token_ids: _builtins.bool
@@ -283,6 +284,10 @@ class GenerationOptions(_message.Message):
     """Keep special tokens in the text."""
     priority: _builtins.int
     """Scheduling class; lower goes first."""
+    cache_salt: _builtins.str
+    """KV is shared only among requests of the same salt. Default: with all of the same tenant that
+    name none.
+    """
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """How to sample."""
@@ -305,10 +310,11 @@ class GenerationOptions(_message.Message):
         keep_special_tokens: _builtins.bool = ...,
         priority: _builtins.int = ...,
         structured_output: Global___StructuredOutput | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "n", b"n", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "keep_special_tokens", b"keep_special_tokens", "n", b"n", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "keep_special_tokens", b"keep_special_tokens", "n", b"n", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
