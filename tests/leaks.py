@@ -32,9 +32,13 @@ class RunningWorker:
 
 
 def held(text: str) -> dict[str, float]:
-    """What a worker's metrics say it holds; empty when it is idle and nothing leaked."""
+    """What a worker's metrics say it holds; empty when it is idle and nothing leaked.
+
+    A worker that loads its model serves metrics already and cannot tell yet.
+    """
     kinds = re.findall(r'^baton_leaks\{kind="(\w+)"\} (\S+)$', text, re.MULTILINE)
-    assert len(kinds) > 5, "this worker does not tell what it holds"
+    if len(kinds) <= 5:
+        return {"something that it does not tell": 1.0}
     found = {kind: float(number) for kind, number in kinds}
     found["attempts"] = float(re.findall(r"^baton_attempts (\S+)$", text, re.MULTILINE)[0])
     return {kind: number for kind, number in found.items() if number}
