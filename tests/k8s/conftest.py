@@ -5,6 +5,7 @@ BATON_IMAGE_CPU and BATON_IMAGE_ENGINE name the images; names of `localhost` hav
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.k8s.cluster import Cluster
+from tests.k8s.disturbance import Reference, reference_of
 from tests.k8s.release import CHART, Release
 
 CPU_IMAGE = os.environ.get("BATON_IMAGE_CPU", "localhost/baton-cpu:dev")
@@ -60,6 +62,12 @@ def release(cluster: Cluster) -> Iterator[Release]:
     installed.install()
     yield installed
     installed.uninstall()
+
+
+@pytest.fixture(scope="session")
+def reference(release: Release) -> Reference:
+    """What is asked under load, and the answers of silence."""
+    return asyncio.run(reference_of(release))
 
 
 def _expect_images(cluster: Cluster) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,17 @@ _SCRAPE = (
     "import urllib.request as r;"
     f"print(r.urlopen('http://127.0.0.1:{METRICS_PORT}/metrics', timeout=10).read().decode())"
 )
+
+# Runs in a container: whatever memory this takes, the kernel ends the process that is Baton's.
+_TAKE_ALL_MEMORY = """
+import os
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) not in (os.getpid(), 1):
+        open(f"/proc/{name}/oom_score_adj", "w").write("1000")
+held = []
+while True:
+    held.append(os.urandom(1 << 24))
+"""
 
 
 @dataclass
@@ -68,6 +80,32 @@ class Release:
             f"--timeout={timeout_s:.0f}s",
             timeout_s=timeout_s + 10,
         )  # fmt: skip
+
+    def prefer_leaving(self, pods: Sequence[str]) -> None:
+        """When its Deployment shrinks, these leave first."""
+        names = [f"pod/{name}" for name in pods]
+        self.cluster.kubectl(
+            "annotate", "--overwrite", *names, "controller.kubernetes.io/pod-deletion-cost=-1"
+        )
+
+    def take_all_memory(self, pod: str) -> None:
+        """Until the kernel ends the container's process for it."""
+        with suppress(Failed):
+            self.cluster.execute(pod, "python", "-c", _TAKE_ALL_MEMORY)
+        self.cluster.kubectl(
+            "wait", f"pod/{pod}", f"--timeout={ROLLOUT_S:.0f}s",
+            "--for=jsonpath={.status.containerStatuses[0].restartCount}=1",
+            timeout_s=ROLLOUT_S + 10,
+        )  # fmt: skip
+        self.cluster.kubectl(
+            "wait", f"pod/{pod}", f"--timeout={ROLLOUT_S:.0f}s", "--for=condition=Ready",
+            timeout_s=ROLLOUT_S + 10,
+        )  # fmt: skip
+
+    def last_end(self, pod: str) -> str:
+        """Why the container's process before this one ended."""
+        (status,) = self.cluster.get("pod", pod)["status"]["containerStatuses"]
+        return str(status["lastState"]["terminated"]["reason"])
 
     def object(self, component: str) -> str:
         """What the chart calls a component's objects. The release is called like the chart."""

@@ -1,0 +1,102 @@
+"""Load on a release while something is done to it, and what is waited for meanwhile.
+
+Nothing here blocks the event loop that the load runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tests.k8s.load import Ask, Clients, Load, asks, references
+from tests.k8s.reach import reached
+from tests.k8s.release import Release
+
+STREAMS = 4
+CONNECTIONS = 12
+"""Of gRPC: each chooses a router by chance, so one of two is all but sure to be chosen."""
+SETTLED_STREAMS = 8
+"""So many more streams show that what was done is over and done with."""
+TRAFFIC_S = 10.0
+"""From a pod's being Ready to its first request."""
+GONE_S = 90.0
+POLL_S = 0.25
+
+
+@dataclass
+class Reference:
+    """What is asked, and what a release answers in silence."""
+
+    wanted: Sequence[Ask]
+    expected: Sequence[list[int]]
+
+
+async def reference_of(release: Release) -> Reference:
+    wanted = asks(seed=8, count=16)
+    async with reached(release) as (grpc, http), Clients(grpc, http) as clients:
+        return Reference(wanted, await references(clients, wanted))
+
+
+@asynccontextmanager
+async def loaded(release: Release, reference: Reference) -> AsyncIterator[Load]:
+    """Streams run while the block does, and after it to their ends."""
+    async with (
+        reached(release) as (grpc, http),
+        Clients(grpc, http, count=CONNECTIONS) as clients,
+    ):
+        load = Load(clients, reference.wanted, reference.expected, STREAMS)
+        async with load.running():
+            yield load
+
+
+async def newcomer(release: Release, component: str, before: Sequence[str]) -> dict[str, Any]:
+    """The pod of a component that was not there before."""
+    pods = await asyncio.to_thread(release.pods, component)
+    (new,) = [pod for pod in pods if pod["metadata"]["name"] not in before]
+    return new
+
+
+async def traffic_reaches(
+    release: Release, load: Load, component: str, pod: dict[str, Any]
+) -> None:
+    """Raises AssertionError when TRAFFIC_S after the pod was Ready nothing had come to it.
+
+    Kubernetes tells that moment in whole seconds.
+    """
+    until = _ready_at(pod) + 1.0 + TRAFFIC_S
+    name, address = pod["metadata"]["name"], f"{pod['status']['podIP']}:50051"
+    while True:
+        looked = time.time()
+        if component == "router":
+            metrics = await asyncio.to_thread(release.metrics, name)
+            seen = any(
+                value and sample.startswith("baton_requests_total")
+                for sample, value in metrics.items()
+            )
+        else:
+            looked = load.tally.served.get(address, looked)
+            seen = address in load.tally.served
+        assert looked <= until, f"nothing reached {name} for {looked - until + TRAFFIC_S:.1f} s"
+        if seen:
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def gone(release: Release, pods: Sequence[str]) -> None:
+    """Returns when none of these pods is left, not even leaving."""
+    names = [f"pod/{name}" for name in pods]
+    await asyncio.to_thread(
+        release.cluster.kubectl, "wait", "--for=delete", *names, f"--timeout={GONE_S:.0f}s",
+        timeout_s=GONE_S + 10,
+    )  # fmt: skip
+
+
+def _ready_at(pod: dict[str, Any]) -> float:
+    (ready,) = [each for each in pod["status"]["conditions"] if each["type"] == "Ready"]
+    assert ready["status"] == "True", pod["metadata"]["name"]
+    return datetime.fromisoformat(ready["lastTransitionTime"]).timestamp()

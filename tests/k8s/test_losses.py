@@ -1,0 +1,68 @@
+"""Pods that are taken away, replaced, or killed for their memory while clients ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.k8s.disturbance import SETTLED_STREAMS, STREAMS, Reference, loaded
+from tests.k8s.release import COMPONENTS, Release
+
+pytestmark = [pytest.mark.k8s, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pairs(release: Release) -> Iterator[None]:
+    """Two pods of each kind, as whoever cares for losses has."""
+    for component in COMPONENTS:
+        release.scale(component, 2)
+    yield
+    for component in COMPONENTS:
+        release.scale(component, 1)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+async def test_a_pod_is_deleted_by_force(
+    release: Release, reference: Reference, component: str
+) -> None:
+    """A router's own streams end with it, and their clients may ask again."""
+    async with loaded(release, reference) as load:
+        victim = release.pod_names(component)[0]
+        await asyncio.to_thread(
+            release.cluster.kubectl, "delete", "pod", victim, "--force", "--grace-period=0"
+        )
+        await asyncio.to_thread(release.rolled_out, component)
+        await load.more(SETTLED_STREAMS)
+    may_fail = STREAMS if component == "router" else 0
+    load.tally.check(at_least=2 * SETTLED_STREAMS, may_fail=may_fail)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+async def test_a_rollout_replaces_every_pod(
+    release: Release, reference: Reference, component: str
+) -> None:
+    async with loaded(release, reference) as load:
+        await asyncio.to_thread(release.restart, component)
+        await load.more(SETTLED_STREAMS)
+    load.tally.check(at_least=2 * SETTLED_STREAMS)
+
+
+async def test_helm_upgrade_changes_a_value_of_all(release: Release, reference: Reference) -> None:
+    async with loaded(release, reference) as load:
+        await asyncio.to_thread(release.upgrade, {"config.log_level": "debug"})
+        await load.more(SETTLED_STREAMS)
+    load.tally.check(at_least=2 * SETTLED_STREAMS)
+
+
+@pytest.mark.parametrize("component", ["decode", "tokenizer"])
+async def test_a_container_is_killed_for_its_memory(
+    release: Release, reference: Reference, component: str
+) -> None:
+    async with loaded(release, reference) as load:
+        victim = release.pod_names(component)[0]
+        await asyncio.to_thread(release.take_all_memory, victim)
+        await load.more(SETTLED_STREAMS)
+        assert release.last_end(victim) == "OOMKilled"
+    load.tally.check(at_least=2 * SETTLED_STREAMS)
