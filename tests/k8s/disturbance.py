@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tests.k8s.load import Ask, Clients, Load, asks, references
+from tests.k8s.asks import Ask, asks
+from tests.k8s.clients import Clients
+from tests.k8s.load import Load, references
 from tests.k8s.reach import reached
 from tests.k8s.release import Release
 

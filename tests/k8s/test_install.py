@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.client import AsyncClient
-from tests.k8s.load import Clients, Load, asks, references
+from tests.k8s.asks import asks
+from tests.k8s.clients import Clients
+from tests.k8s.load import Load, references
 from tests.k8s.reach import reached
 from tests.k8s.release import COMPONENTS, ENGINES, Release
 
