@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import gen_manifests as generator
-from tests.k8s.charts import CHART, COMPONENTS, ENGINES, of_kind, pods, render
+from tests.k8s.charts import CHART, COMPONENTS, ENGINES, environment, of_kind, pods, render
 from tests.k8s.cluster import Cluster
 
 pytestmark = pytest.mark.k8s
@@ -99,6 +99,7 @@ def test_what_is_yours_is_said_once(tmp_path: Path) -> None:
     settings["data"] = {
         "model": "some/model",
         "folder": "/models/some--model",
+        "tokenizerFolder": "/models/some--model.tokenizer",
         "keysSecret": "other-keys",
         "network": "kv/cards",
     }
@@ -111,8 +112,9 @@ def test_what_is_yours_is_said_once(tmp_path: Path) -> None:
     assert text.count("kv/cards") == len(ENGINES)
     for component, pod in pods(objects).items():
         if component != "router":
-            args = pod["initContainers"][0]["args"]
-            assert args == ["baton", "fetch", "some/model", "--into", "/models/some--model"]
+            assert pod["initContainers"][0]["args"][:3] == ["baton", "fetch", "some/model"]
+            suffix = "" if component in ENGINES else ".tokenizer"
+            assert environment(pod)["BATON_MODEL"] == f"/models/some--model{suffix}"
 
 
 @pytest.fixture
