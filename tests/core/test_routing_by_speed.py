@@ -193,6 +193,25 @@ def test_a_new_workers_share_grows() -> None:
         assert decodes["new"].fresh_sequences / old == pytest.approx(share, abs=0.06)
 
 
+def test_a_new_worker_gets_work_while_the_others_are_idle() -> None:
+    """A pool that has little to do would else not try it before it is new no more."""
+    prefills = [replace(measured(n, "prefill"), since=-100.0) for n in ("a", "b")]
+    prefills.append(replace(measured("new", "prefill", speed=UNMEASURED), since=0.0))
+    decodes = [replace(measured("x"), since=-100.0), replace(measured("new", speed=UNMEASURED))]
+    given = [
+        decide(
+            replace(DEMAND, request_id=str(number), input_tokens=800),
+            PoolView(prefills),
+            PoolView(decodes),
+            RoutingPolicy(64, slow_start_s=10.0),
+            now=1.0,
+        )
+        for number in range(60)
+    ]
+    for chosen in ([each.prefill for each in given], [each.decode for each in given]):
+        assert 10 < sum(one is not None and one.incarnation == "new" for one in chosen) < 45
+
+
 def test_old_reports_make_no_herd() -> None:
     """Each of three routers sees the same idle workers and only its own placements."""
     total = dict.fromkeys("abcd", 0)

@@ -26,15 +26,17 @@ _SCRAPE = (
     f"print(r.urlopen('http://127.0.0.1:{METRICS_PORT}/metrics', timeout=10).read().decode())"
 )
 
-# Runs in a container: whatever memory this takes, the kernel ends the process that is Baton's.
+# Runs in a container: of all that is in it, what is Baton's is the largest, and goes first.
 _TAKE_ALL_MEMORY = """
-import os
+import os, time
 for name in os.listdir("/proc"):
     if name.isdigit() and int(name) not in (os.getpid(), 1):
         open(f"/proc/{name}/oom_score_adj", "w").write("1000")
-held = []
 while True:
-    held.append(os.urandom(1 << 24))
+    if not os.fork():
+        held = os.urandom(1 << 24)
+        time.sleep(600)
+    time.sleep(0.01)
 """
 
 
@@ -136,8 +138,9 @@ class Release:
         return f"{spec['clusterIP']}:{number}"
 
     def _helm(self, verb: str, timeout_s: float) -> None:
-        given = {**self._images(), **self.values}
-        sets = [word for key, value in given.items() for word in ("--set-string", f"{key}={value}")]
+        images = [("--set-string", key, value) for key, value in self._images().items()]
+        values = [("--set", key, value) for key, value in self.values.items()]
+        sets = [word for flag, key, value in images + values for word in (flag, f"{key}={value}")]
         try:
             self.cluster.helm(
                 verb, self.name, str(CHART), "-f", str(CPU_PRESET), *sets,

@@ -9,16 +9,20 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from baton.cli import doctor
 from tests.e2e.relay import eventually
+from tests.k8s.conftest import CPU_IMAGE
+from tests.k8s.release import ROOT
 
 pytestmark = pytest.mark.k8s
 
-IMAGE = os.environ.get("BATON_TEST_IMAGE", "localhost/baton-cpu:dev")
+DOCTOR = ROOT / "deploy" / "k8s" / "doctor"
 PATIENCE_S = 120
 
 Checks = dict[str, dict[str, str]]
@@ -134,8 +138,8 @@ def test_why_pods_are_not_ready(namespace: str, capsys: pytest.CaptureFixture[st
     apply(
         namespace,
         pod("d", "decode", "localhost/no-such:1", "true"),
-        pod("p", "prefill", IMAGE, "true", nodeSelector={"no-such": "node"}),
-        pod("t", "tokenizer", IMAGE, "baton-tokenizer", "--no-such-option"),
+        pod("p", "prefill", CPU_IMAGE, "true", nodeSelector={"no-such": "node"}),
+        pod("t", "tokenizer", CPU_IMAGE, "baton-tokenizer", "--no-such-option"),
     )
     words = ("ErrImageNeverPull", "node", "ended with code 2")
 
@@ -147,52 +151,52 @@ def test_why_pods_are_not_ready(namespace: str, capsys: pytest.CaptureFixture[st
     eventually(told, PATIENCE_S, str(words))
 
 
-RULES = [
-    {"apiGroups": [""], "resources": ["pods", "services", "events"], "verbs": ["list"]},
-    {
-        "apiGroups": ["authorization.k8s.io"],
-        "resources": ["localsubjectaccessreviews"],
-        "verbs": ["create"],
-    },
-]
-"""As docs/kubernetes-doctor.md has them for one namespace."""
+JOB = "baton-doctor-tried"
 
 
-def test_as_a_job_with_few_rights(namespace: str) -> None:
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "doctor"}}
-    rights = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "doctor"}}
-    role = {**rights, "kind": "Role", "rules": RULES}
-    binding = {
-        **rights,
-        "kind": "RoleBinding",
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "doctor"},
-        "subjects": [{"kind": "ServiceAccount", "name": "doctor", "namespace": namespace}],
+@pytest.fixture(params=[False, True], ids=["rights in its namespace", "rights in the cluster"])
+def job(request: pytest.FixtureRequest, namespace: str, tmp_path: Path) -> Iterator[bool]:
+    """What deploy/k8s/doctor makes, in a namespace of another name; is it allowed to see nodes?"""
+    repository, _, tag = CPU_IMAGE.rpartition(":")
+    words = ["baton", "doctor", "cluster", "--json", "--service-account", JOB]
+    arguments = [{"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": words}]
+    patches = [{"target": {"kind": "Job"}, "patch": json.dumps(arguments)}]
+    if not request.param:
+        gone = {"$patch": "delete", "apiVersion": "rbac.authorization.k8s.io/v1"}
+        for kind in ("ClusterRole", "ClusterRoleBinding"):
+            named = {**gone, "kind": kind, "metadata": {"name": "baton-doctor"}}
+            patches.append({"patch": json.dumps(named)})
+    wrapper = {
+        "namespace": namespace,
+        "nameSuffix": JOB.removeprefix("baton-doctor"),
+        "resources": [os.path.relpath(DOCTOR, tmp_path.resolve())],
+        "images": [{"name": "baton-cpu", "newName": repository, "newTag": tag}],
+        "patches": patches,
     }
-    command = ("baton", "doctor", "cluster", "--json", "--service-account", "doctor")
-    made = pod("x", "doctor", IMAGE, *command, serviceAccountName="doctor", restartPolicy="Never")
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "doctor"},
-        "spec": {"backoffLimit": 0, "template": {"metadata": {}, "spec": made["spec"]}},
-    }
-    apply(namespace, account, role, binding, job)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(wrapper))
+    try:
+        kubectl("apply", "-k", str(tmp_path))
+        yield request.param
+    finally:
+        kubectl("delete", "--ignore-not-found", "--wait=false", "-k", str(tmp_path))
 
+
+def test_as_a_job(namespace: str, job: bool) -> None:
     def ended() -> bool:
-        told = kubectl("-n", namespace, "get", "job", "doctor", "-o", "jsonpath={.status}")
+        told = kubectl("-n", namespace, "get", "job", JOB, "-o", "jsonpath={.status}")
         status = json.loads(told or "{}")
         return bool(status.get("succeeded") or status.get("failed"))
 
     eventually(ended, PATIENCE_S, "the Job to end")
-    found = json.loads(kubectl("-n", namespace, "logs", "job/doctor"))
+    found = json.loads(kubectl("-n", namespace, "logs", f"job/{JOB}"))
     checks = {check["name"]: check for check in found["checks"]}
     assert {name: check["status"] for name, check in checks.items()} | {
         "open files": "", "shared memory": "",
     } == {
-        "api": "ok", "namespace": "warn", "router access": "fail", "gpus": "ok", "rdma": "ok",
-        "metrics api": "ok", "extensions": "ok", "dns": "ok", "locked memory": "ok",
+        "api": "ok", "namespace": "ok" if job else "warn", "router access": "fail", "gpus": "ok",
+        "rdma": "ok", "metrics api": "ok", "extensions": "ok", "dns": "ok", "locked memory": "ok",
         "open files": "", "shared memory": "", "rdma devices": "ok", "gpu driver": "ok",
         "pods": "ok", "workers": "ok",
     }  # fmt: skip
-    assert "not allowed" in checks["gpus"]["detail"]
+    assert ("not allowed" in checks["gpus"]["detail"]) != job
     assert "names have addresses" in checks["dns"]["detail"]

@@ -31,7 +31,8 @@ differences that are chance would outweigh what a worker has cached."""
 
 NEW_SHARE = 0.1
 """Of a worker that was met just now. A worker's share grows to 1 while it is new; what is on it
-counts as so many times more, so it gets about that share of what others have."""
+counts as so many times more, so it gets about that share of what others have. What it is asked to
+take does not: while others are idle, too, a new worker is as good as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,9 @@ def prefill_cost(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Cost
     share, sequences = _share(worker, moment), worker.num_sequences
     queue_s = speed.queue_s(worker.waiting_tokens, sequences)
     compute_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
-    crowd_s = SEQUENCE_S * (sequences + demand.choices) / share
+    crowd_s = SEQUENCE_S * (sequences / share + demand.choices)
     shortage_s = _shortage_s(demand, worker, speed)
-    total = (queue_s + compute_s) / share + crowd_s + shortage_s
+    total = queue_s / share + compute_s + crowd_s + shortage_s
     return Cost(total, queue_s, compute_s, crowd_s, 0.0, shortage_s, share, uncached)
 
 
@@ -162,8 +163,8 @@ def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tupl
     uncached = uncached_tokens(demand, worker, moment.overlap)
     share, sequences = _share(worker, moment), worker.num_sequences
     waiting, used = worker.waiting_tokens, worker.used_positions
-    rows = (sequences + demand.choices) / share
-    context = (used + demand.choices * demand.input_tokens) / share
+    rows = sequences / share + demand.choices
+    context = used / share + demand.choices * demand.input_tokens
     output = min(demand.output_tokens, EXPECTED_OUTPUT)
     step_s = _plain(speed.decode_s(rows, context), moment.stand_in.decode_s(rows, context))
     crowd_s = SEQUENCE_S * rows + output * step_s
@@ -178,7 +179,7 @@ def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tupl
     queue_s += speed.prefill_steps(waiting) * step_s
     compute_s = added_s + (speed.prefill_steps(uncached) if sequences else 1) * step_s
     harm_s = added_s * worker.load.running_sequences
-    total = (queue_s + compute_s) / share + harm_s + crowd_s + shortage_s
+    total = queue_s / share + compute_s + harm_s + crowd_s + shortage_s
     local = Cost(total, queue_s, compute_s, crowd_s, harm_s, shortage_s, share, uncached)
     return local, collecting
 

@@ -3,9 +3,10 @@
 At SIGTERM it is not ready, for good. It still takes requests for lame_duck_s, since those who send
 them may not know yet; over HTTP each answer is its connection's last. Then new gRPC connections are
 refused, and each open one is told to connect elsewhere as it gets old, so that no call meets a
-server that is gone (decision 028). From then on a new request, over HTTP, is refused: it is told to
-try again, at another router. When the running ones have ended it is done. What is left after
-drain_timeout_s ends with an error that says to try again (`Pipeline.cut`).
+server that is gone (decision 028). HTTP connections without a request end after that, and a new
+request is refused: it is told to try again, at another router. When the running ones have ended it
+is done. What is left after drain_timeout_s ends with an error that says to try again
+(`Pipeline.cut`).
 
 Without a lame duck there is no other router to go to, and nobody is waited for.
 """
@@ -39,4 +40,5 @@ class Leaving:
         if self._lame_duck_s:
             await asyncio.sleep(self._lame_duck_s)
             await self._server.send_away()
+        self._http.end_idle()
         await self._pipeline.drain()

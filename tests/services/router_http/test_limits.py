@@ -19,6 +19,7 @@ from tests.services.router_http.test_server import connected, post, serving
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 SMALL = {"messages": [{"role": "user", "content": "hello"}]}
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 LARGE = {"prompt": "x" * 4_000, "max_tokens": 5_000, "n": 16, "stream": True}
 """Its answer is larger than what the sockets between us hold."""
 
@@ -112,9 +113,30 @@ async def test_while_it_leaves_every_answer_is_the_last_of_its_connection() -> N
         await asyncio.wait_for(frontend.started.wait(), 30)
         server.leave()
         frontend.release.set()
-        assert (await answer(busy)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        # It did not say when it began that it would be the last, so another request may come.
+        assert (await busy.readuntil(LAST_CHUNK)).endswith(LAST_CHUNK)
+        for reader, writer in ((busy, busy_writer), (idle, idle_writer)):
+            writer.write(HEALTH)
+            assert b"connection: close" in await answer(reader)
+
+
+async def test_when_nobody_waits_for_them_any_more_connections_end() -> None:
+    """Idle ones at once, the others with the answer they are at."""
+    frontend = Scripted(hold=True)
+    async with (
+        serving(frontend, HttpLimits()) as server,
+        connected(server) as (idle, idle_writer),
+        connected(server) as (busy, busy_writer),
+    ):
         idle_writer.write(HEALTH)
-        assert b"connection: close" in await answer(idle)
+        await head(idle)
+        busy_writer.write(post(json.dumps({**SMALL, "stream": True}).encode()))
+        await asyncio.wait_for(frontend.started.wait(), 30)
+        server.leave()
+        server.end_idle()
+        assert await answer(idle) == b""
+        frontend.release.set()
+        assert (await answer(busy)).endswith(b"data: [DONE]\n\n" + LAST_CHUNK)
 
 
 @asynccontextmanager

@@ -43,9 +43,12 @@ megabytes."""
 
 @dataclass(slots=True)
 class Connected:
-    """All connections of one server. leaving: every answer is its connection's last."""
+    """All connections of one server. leaving: every answer that begins says that it is its
+    connection's last; ending: a connection ends with its answer, whatever that one said.
+    """
 
     leaving: bool = False
+    ending: bool = False
     by_address: Counter[str] = field(default_factory=Counter)
 
     def enter(self, address: str) -> None:

@@ -128,8 +128,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Not before this answer, of which the header may not have said that it is the last one.
-        if self._connected.leaving and self._read_timer is None:
+        if self._connected.ending:
+            self.end_if_idle()
+
+    def end_if_idle(self) -> None:
+        """Hangs up between two requests."""
+        if not self._answering() and self._read_timer is None:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:

@@ -40,8 +40,20 @@ class HttpServer:
         return len(self._state.connections)
 
     def leave(self) -> None:
-        """From now on every answer is its connection's last. Connections are still taken."""
+        """From now on every answer is its connection's last. Connections are still taken.
+
+        One whose answer has begun already says nothing of it: the connection waits for another
+        request, which may be on its way as the answer ends.
+        """
         self._connected.leaving = True
+
+    def end_idle(self) -> None:
+        """Connections without a request end, the others with the answer they are at."""
+        self._connected.ending = True
+        for connection in list(self._state.connections):
+            # A server's connections are those its factory made.
+            assert isinstance(connection, LimitedProtocol)
+            connection.end_if_idle()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stops listening, lets running answers end for grace_s, then cancels them.
