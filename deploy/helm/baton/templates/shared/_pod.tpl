@@ -47,6 +47,9 @@ capabilities:
 {{/*
 startup: has it finished loading? readiness: does it take work now? liveness: does it answer at all? The port
 speaks health in plain text and nothing else, so TLS changes nothing.
+
+A pod that leaves is no endpoint any more, whatever its probes say. So readiness has patience: on a node without
+enough CPU every pod answers late, and a Service that then takes all of them out refuses everybody.
 */}}
 {{- define "baton.probes" -}}
 {{- $c := index .root.Values .component -}}
@@ -55,15 +58,15 @@ startupProbe:
     port: 50052
     service: startup
   periodSeconds: 2
-  timeoutSeconds: 2
+  timeoutSeconds: 5
   failureThreshold: {{ ceil (divf $c.startupTimeoutSeconds 2) }}
 readinessProbe:
   grpc:
     port: 50052
     service: {{ include "baton.grpcService" . }}
   periodSeconds: 2
-  timeoutSeconds: 2
-  failureThreshold: 2
+  timeoutSeconds: 5
+  failureThreshold: 3
 livenessProbe:
   grpc:
     port: 50052
