@@ -52,8 +52,8 @@ test: install ## The default tests: no GPU, no network
 	@echo "Running the default tests (a few minutes on 2 cores)"
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
 
-test-chaos: install ## Tests that kill real processes
-	@$(BIN)/python -m pytest -q -m chaos
+test-chaos: install ## Tests that kill real processes, without the long ones
+	@$(BIN)/python -m pytest -q -m 'chaos and not slow'
 
 test-slow: install ## Tests that take long
 	@$(BIN)/python -m pytest -q -m slow

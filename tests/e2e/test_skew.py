@@ -21,7 +21,10 @@ pytestmark = [
 ]
 
 STEP = "--fake-step-ms 5"
-ORDERS = pytest.mark.parametrize("order", [("prefill", "decode"), ("decode", "prefill")])
+ORDERS = pytest.mark.parametrize(
+    "order", [("prefill", "decode"), pytest.param(("decode", "prefill"), marks=pytest.mark.slow)]
+)
+DIFFERENCES = ("wire", pytest.param("dtype", marks=pytest.mark.slow))
 
 
 def requests(max_tokens: int = 60, count: int = 6) -> list[Asked]:
@@ -94,7 +97,7 @@ def test_versions_that_overlap_hand_over_in_the_common_one(
 
 
 @ORDERS
-@pytest.mark.parametrize("difference", ["wire", "dtype"])
+@pytest.mark.parametrize("difference", DIFFERENCES)
 def test_versions_that_do_not_overlap_are_kept_apart(
     tmp_path: Path, order: tuple[str, str], difference: str
 ) -> None:
