@@ -52,7 +52,7 @@ def secured(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     for name, files in given.items():
         cluster.kubectl("create", "secret", "generic", name, *from_files(files))
     cluster.kubectl("create", "secret", "generic", KEYS, f"--from-file={keys}")
-    cluster.kubectl("create", "secret", "generic", KEY, f"--from-literal=key={key}")
+    cluster.kubectl("create", "secret", "generic", KEY, f"--from-literal=api-key={key}")
     release = Release(
         cluster,
         CPU_IMAGE,
