@@ -212,6 +212,24 @@ def test_a_new_worker_gets_work_while_the_others_are_idle() -> None:
         assert 10 < sum(one is not None and one.incarnation == "new" for one in chosen) < 45
 
 
+def test_what_is_cached_counts_among_workers_that_are_all_new() -> None:
+    """As much as later: the same requests after the router's start and in an hour."""
+    for now in (0.5, 3600.0):
+        prefills = [
+            replace(measured(name, "prefill"), number=number, since=0.4)
+            for number, name in enumerate(("holds", "idle"))
+        ]
+        prefills[0] = replace(prefills[0], placed_sequences=1, placed_tokens=100)
+        decision = decide(
+            replace(DEMAND, input_tokens=520),
+            PoolView(prefills, Overlap(((8, 1),))),
+            PoolView([measured("d")]),
+            RoutingPolicy(0, slow_start_s=10.0),
+            now=now,
+        )
+        assert decision.prefill is not None and decision.prefill.incarnation == "holds"
+
+
 def test_old_reports_make_no_herd() -> None:
     """Each of three routers sees the same idle workers and only its own placements."""
     total = dict.fromkeys("abcd", 0)

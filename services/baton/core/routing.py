@@ -97,7 +97,7 @@ def decide(
         if alone.best is not None:
             return _on_prefill(alone, None, "every choice ends at token 0")
     found = filtered(demand, decodes)
-    moment = Moment(decodes.overlap, now, policy.slow_start_s, stand_in(found.fitting))
+    moment = _moment(decodes, found.fitting, policy, now)
     costs = [(decode_costs(demand, worker, moment), worker) for worker in found.fitting]
     local = ranked(demand, [Scored(cost[0], worker) for cost, worker in costs])
     here = _Choice(local, found.others)
@@ -165,9 +165,16 @@ def _prefill(
     collector: WorkerSnapshot | None = None,
 ) -> _Choice:
     found = filtered(demand, pool, collector)
-    moment = Moment(pool.overlap, now, policy.slow_start_s, stand_in(found.fitting))
+    moment = _moment(pool, found.fitting, policy, now)
     costs = [Scored(prefill_cost(demand, worker, moment), worker) for worker in found.fitting]
     return _Choice(ranked(demand, costs), found.others)
+
+
+def _moment(
+    pool: PoolView, fitting: Sequence[WorkerSnapshot], policy: RoutingPolicy, now: float
+) -> Moment:
+    first_met = min((worker.since for worker in fitting), default=now)
+    return Moment(pool.overlap, now, policy.slow_start_s, stand_in(fitting), first_met)
 
 
 def _compared(

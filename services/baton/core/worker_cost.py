@@ -32,7 +32,8 @@ differences that are chance would outweigh what a worker has cached."""
 NEW_SHARE = 0.1
 """Of a worker that was met just now. A worker's share grows to 1 while it is new; what is on it
 counts as so many times more, so it gets about that share of what others have. What it is asked to
-take does not: while others are idle, too, a new worker is as good as they are."""
+take does not: while others are idle, too, a new worker is as good as they are. And where nobody is
+older there is nobody who could have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +130,15 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What holds for all workers while one decision is made. stand_in: a middling speed, and that
-    of a worker that has not measured its own. slow_start_s: for how long a worker counts as new."""
+    """What holds for all workers while one decision is made. slow_start_s: for how long a worker
+    counts as new. stand_in: a middling speed, and that of a worker that has not measured its own.
+    first_met: when the oldest worker was met."""
 
     overlap: Overlap
     now: float
     slow_start_s: float
     stand_in: WorkerSpeed
+    first_met: float = 0.0
 
 
 def uncached_tokens(demand: Demand, worker: WorkerSnapshot, overlap: Overlap) -> int:
@@ -218,4 +221,8 @@ def _plain(own_s: float, middling_s: float) -> float:
 def _share(worker: WorkerSnapshot, moment: Moment) -> float:
     if moment.slow_start_s <= 0.0:
         return 1.0
-    return min(1.0, max(NEW_SHARE, (moment.now - worker.since) / moment.slow_start_s))
+    return _grown(worker.since, moment) / _grown(moment.first_met, moment)
+
+
+def _grown(since: float, moment: Moment) -> float:
+    return min(1.0, max(NEW_SHARE, (moment.now - since) / moment.slow_start_s))
