@@ -7,7 +7,7 @@ one is not given to a model whose last workers leave, or whose tokenizer is not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
 from baton.core.load import WorkerState
@@ -34,10 +34,10 @@ def model_for(
     return named[0].model if named else None
 
 
-def heir_of(model: ModelDescription, decodes: Sequence[WorkerSnapshot]) -> ModelDescription:
+def heir_of(model: ModelDescription, decodes: Iterable[WorkerSnapshot]) -> ModelDescription:
     """What a request that has no token yet may run on in place of its model, whose workers have
     left: one of the same name for which its prompt and its parameters mean the same. Else the
-    model itself."""
+    model itself. Looks no further than to the first worker that still serves it."""
     heir = model
     for worker in decodes:
         other = worker.model

@@ -97,7 +97,7 @@ class Fleet:
 
     def heir_of(self, model: ModelDescription) -> ModelDescription:
         """The model, or who may take its place in a request that has no token yet."""
-        return heir_of(model, self.decodes.snapshots())
+        return heir_of(model, self.decodes.each_snapshot())
 
     @property
     def ready(self) -> bool:

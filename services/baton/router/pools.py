@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import Generic
 
 from baton.core.breaker import Breakers
@@ -132,16 +133,17 @@ class Pool(Generic[C]):
                 return worker if link.settled and worker.client.ready else None
         return None
 
+    def each_snapshot(self) -> Iterator[WorkerSnapshot]:
+        """For who need not look at all of them."""
+        for link, _ in self._links.values():
+            worker = link.worker
+            if link.settled and worker is not None and worker.client.ready:
+                snapshot = worker.snapshot
+                if snapshot is not None:
+                    yield snapshot
+
     def snapshots(self) -> list[WorkerSnapshot]:
-        # One pass: a decision looks at all of them.
-        return [
-            snapshot
-            for link, _ in self._links.values()
-            if link.settled
-            and (worker := link.worker) is not None
-            and worker.client.ready
-            and (snapshot := worker.snapshot) is not None
-        ]
+        return list(self.each_snapshot())
 
     def view(self, prefix_hashes: bytes) -> PoolView:
         """All snapshots, and what these workers hold of a prompt."""
