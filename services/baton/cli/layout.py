@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from baton.cli.model_source import OTHERS, WEIGHTS, may_be_hub_id
 from baton.cli.ports import HOST, free_ports
 from baton.cli.shares import memory_flags
 from baton.cli.throwaway_ca import ThrowawayCa
@@ -97,13 +98,13 @@ def resolve_model(model: str) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve(), path.resolve().name
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if not may_be_hub_id(model):
         raise InvalidArgument(f"there is no model folder {model!r}", field="model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        folder = snapshot_download(model, allow_patterns=[*OTHERS, WEIGHTS])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
         raise InvalidArgument(
             f"{model!r} is neither a folder nor a model that can be had from the hub", field="model"

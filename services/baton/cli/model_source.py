@@ -51,6 +51,12 @@ class Source(Protocol):
         """The whole file is there afterwards, or BatonError is raised."""
 
 
+def may_be_hub_id(model: str) -> bool:
+    """Of a model that is no folder: whether the hub may be asked for it."""
+    is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
+    return not is_path and model.count("/") == 1
+
+
 def source_of(model: str, revision: str = "") -> Source:
     """A folder that exists, else what may be a hub id. Raises InvalidArgument."""
     path = Path(model).expanduser()
@@ -58,7 +64,7 @@ def source_of(model: str, revision: str = "") -> Source:
         if revision:
             raise InvalidArgument("a folder has no revisions", field="revision")
         return FolderSource(path.resolve())
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if not may_be_hub_id(model):
         raise InvalidArgument(f"{model!r} is neither a folder nor a hub id", field="model")
     return HubSource(model, revision)
 
