@@ -70,6 +70,21 @@ def check(answers: list[tuple[int, Answer]], expected: list[Answer]) -> None:
         assert (answer.text, answer.finish) == (expected[number].text, expected[number].finish)
 
 
+def half_way(rollout: Rollout, load: Load, role: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Replaces one role under load. Where the KV of the decode worker there is then comes from,
+    before and after it has served more streams beside the other role's old build."""
+    load.goes_on()
+    assert rollout.replace(role) == 0
+    load.goes_on()
+    decode = "decode-1" if role == "decode" else "decode-0"
+    # Not before: a worker that leaves refuses what it is given before the router knows.
+    before, lost = came(rollout, decode), failed(rollout, decode)
+    load.goes_on()
+    now = came(rollout, decode)
+    assert failed(rollout, decode) == lost, "nobody was paired with whom it does not fit"
+    return before, now
+
+
 @ORDERS
 def test_versions_that_overlap_hand_over_in_the_common_one(
     tmp_path: Path, order: tuple[str, str]
@@ -78,17 +93,9 @@ def test_versions_that_overlap_hand_over_in_the_common_one(
     with builds(tmp_path, "wire=1-2", "wire=2-3") as rollout:
         expected = [rollout.ask(*one) for one in asked]
         load = Load(rollout, asked)
-        load.goes_on()
-        assert rollout.replace(order[0]) == 0
-        load.goes_on()
-        mixed = "decode-1" if order[0] == "decode" else "decode-0"
-        # Not before: a worker that leaves refuses what it is given before the router knows.
-        before, lost = came(rollout, mixed), failed(rollout, mixed)
-        load.goes_on()
-        now = came(rollout, mixed)
+        before, now = half_way(rollout, load, order[0])
         assert now["handover"] > before["handover"]
         assert now["local"] == before["local"]
-        assert failed(rollout, mixed) == lost
         assert rollout.replace(order[1]) == 0
         load.goes_on()
         check(load.end(), expected)
@@ -112,16 +119,9 @@ def test_versions_that_do_not_overlap_are_kept_apart(
     with made as rollout:
         expected = [rollout.ask(*one) for one in asked]
         load = Load(rollout, asked)
-        load.goes_on()
-        assert rollout.replace(order[0]) == 0
-        load.goes_on()
-        mixed = "decode-1" if order[0] == "decode" else "decode-0"
-        before, lost = came(rollout, mixed), failed(rollout, mixed)
-        load.goes_on()
-        now = came(rollout, mixed)
+        before, now = half_way(rollout, load, order[0])
         assert now["local"] > before["local"]
         assert now["handover"] == before["handover"]
-        assert failed(rollout, mixed) == lost, "nobody was paired with whom it does not fit"
         assert rollout.replace(order[1]) == 0
         before = came(rollout, "decode-1")
         load.goes_on()

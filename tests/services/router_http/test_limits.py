@@ -19,6 +19,7 @@ from tests.services.router_http.test_server import connected, post, serving
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 SMALL = {"messages": [{"role": "user", "content": "hello"}]}
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 LARGE = {"prompt": "x" * 4_000, "max_tokens": 5_000, "n": 16, "stream": True}
 """Its answer is larger than what the sockets between us hold."""
@@ -100,22 +101,31 @@ async def test_an_old_connection_ends_with_the_answer_it_is_at() -> None:
         assert b"connection: close" in await answer(reader)
 
 
-async def test_while_it_leaves_every_answer_is_the_last_of_its_connection() -> None:
-    frontend = Scripted(hold=True)
+@asynccontextmanager
+async def leaving(
+    frontend: Scripted,
+) -> AsyncIterator[tuple[HttpServer, Connection, Connection]]:
+    """A server that leaves, a connection that has had an answer and one whose answer has begun."""
     async with (
         serving(frontend, HttpLimits()) as server,
-        connected(server) as (idle, idle_writer),
-        connected(server) as (busy, busy_writer),
+        connected(server) as idle,
+        connected(server) as busy,
     ):
-        idle_writer.write(HEALTH)
-        assert b"close" not in await head(idle)
-        busy_writer.write(post(json.dumps({**SMALL, "stream": True}).encode()))
+        idle[1].write(HEALTH)
+        assert b"close" not in await head(idle[0])
+        busy[1].write(post(json.dumps({**SMALL, "stream": True}).encode()))
         await asyncio.wait_for(frontend.started.wait(), 30)
         server.leave()
+        yield server, idle, busy
+
+
+async def test_while_it_leaves_every_answer_is_the_last_of_its_connection() -> None:
+    frontend = Scripted(hold=True)
+    async with leaving(frontend) as (_, idle, busy):
         frontend.release.set()
         # It did not say when it began that it would be the last, so another request may come.
-        assert (await busy.readuntil(LAST_CHUNK)).endswith(LAST_CHUNK)
-        for reader, writer in ((busy, busy_writer), (idle, idle_writer)):
+        assert (await busy[0].readuntil(LAST_CHUNK)).endswith(LAST_CHUNK)
+        for reader, writer in (busy, idle):
             writer.write(HEALTH)
             assert b"connection: close" in await answer(reader)
 
@@ -123,16 +133,7 @@ async def test_while_it_leaves_every_answer_is_the_last_of_its_connection() -> N
 async def test_when_nobody_waits_for_them_any_more_connections_end() -> None:
     """Idle ones at once, the others with the answer they are at."""
     frontend = Scripted(hold=True)
-    async with (
-        serving(frontend, HttpLimits()) as server,
-        connected(server) as (idle, idle_writer),
-        connected(server) as (busy, busy_writer),
-    ):
-        idle_writer.write(HEALTH)
-        await head(idle)
-        busy_writer.write(post(json.dumps({**SMALL, "stream": True}).encode()))
-        await asyncio.wait_for(frontend.started.wait(), 30)
-        server.leave()
+    async with leaving(frontend) as (server, (idle, _), (busy, _)):
         server.end_idle()
         assert await answer(idle) == b""
         frontend.release.set()
