@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 TIMEOUT_S = 120.0
-POLL_S = 0.5
 
 Json = dict[str, Any]
 
@@ -51,14 +49,6 @@ def namespace(**labels: str) -> Iterator[str]:
         yield name
     finally:
         told("delete", "namespace", name, "--wait=false")
-
-
-def eventually(true: Callable[[], bool], what: str) -> None:
-    """Waits until it is true. Fails after TIMEOUT_S with what was waited for."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not true():
-        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s: {what}"
-        time.sleep(POLL_S)
 
 
 # Kinds of others that the chart knows: group, version, kind, plural.

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.k8s.charts import CHART
 from tests.k8s.cluster import Cluster
 from tests.k8s.disturbance import Reference, reference_of
-from tests.k8s.release import CHART, Release
+from tests.k8s.release import Release
 
 CPU_IMAGE = os.environ.get("BATON_IMAGE_CPU", "localhost/baton-cpu:dev")
 ENGINE_IMAGE = os.environ.get("BATON_IMAGE_ENGINE", "localhost/baton-engine-cpu:dev")

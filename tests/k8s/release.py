@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from baton.cli.scrape import total
+from tests.k8s.charts import CHART, COMPONENTS, CPU, ENGINES
 from tests.k8s.cluster import Cluster, Failed
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "deploy" / "helm" / "baton"
-CPU_PRESET = CHART / "values-cpu.yaml"
 INSTALL_S = 300.0
 ROLLOUT_S = 180.0
-ENGINES = ("prefill", "decode")
-COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 METRICS_PORT = 9090
 
 # Printed by a pod about itself: the images have no tool that fetches.
@@ -94,15 +89,13 @@ class Release:
         """Until the kernel ends the container's process for it."""
         with suppress(Failed):
             self.cluster.execute(pod, "python", "-c", _TAKE_ALL_MEMORY)
-        self.cluster.kubectl(
-            "wait", f"pod/{pod}", f"--timeout={ROLLOUT_S:.0f}s",
-            "--for=jsonpath={.status.containerStatuses[0].restartCount}=1",
-            timeout_s=ROLLOUT_S + 10,
-        )  # fmt: skip
-        self.cluster.kubectl(
-            "wait", f"pod/{pod}", f"--timeout={ROLLOUT_S:.0f}s", "--for=condition=Ready",
-            timeout_s=ROLLOUT_S + 10,
-        )  # fmt: skip
+        for condition in (
+            "jsonpath={.status.containerStatuses[0].restartCount}=1", "condition=Ready",
+        ):  # fmt: skip
+            self.cluster.kubectl(
+                "wait", f"pod/{pod}", f"--for={condition}", f"--timeout={ROLLOUT_S:.0f}s",
+                timeout_s=ROLLOUT_S + 10,
+            )  # fmt: skip
 
     def last_end(self, pod: str) -> str:
         """Why the container's process before this one ended."""
@@ -143,7 +136,7 @@ class Release:
         sets = [word for flag, key, value in images + values for word in (flag, f"{key}={value}")]
         try:
             self.cluster.helm(
-                verb, self.name, str(CHART), "-f", str(CPU_PRESET), *sets,
+                verb, self.name, str(CHART), "-f", str(CPU), *sets,
                 "--wait", "--timeout", f"{timeout_s:.0f}s",
                 timeout_s=timeout_s + 30,
             )  # fmt: skip

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.k8s.charts import COMPONENTS
 from tests.k8s.reach import reached
-from tests.k8s.release import COMPONENTS, Release
+from tests.k8s.release import Release
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
 

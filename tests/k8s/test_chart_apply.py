@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.k8s.chart_cluster import as_list, eventually, foreign_kinds, kubectl, namespace, told
+from tests.e2e.relay import eventually
+from tests.k8s.chart_cluster import (
+    TIMEOUT_S,
+    as_list,
+    foreign_kinds,
+    kubectl,
+    namespace,
+    told,
+)
 from tests.k8s.charts import CHART, COMPONENTS, VALUES_FILES, Json, helm, render
 
 pytestmark = pytest.mark.k8s
@@ -73,7 +81,7 @@ def test_uninstall_leaves_nothing() -> None:
         during = everything_in(here)
         assert {kind for kind, _, _ in map(_parts, during - before)} > {"deployment", "certificate"}
         helm("uninstall", release, "-n", here, "--wait", "--timeout", "100s")
-        eventually(lambda: everything_in(here) <= before, f"{here} is as it was")
+        eventually(lambda: everything_in(here) <= before, TIMEOUT_S, f"{here} is as it was")
         for kind in ("priorityclasses", "clusterroles", "clusterrolebindings"):
             label = f"app.kubernetes.io/instance={release}"
             assert not told("get", kind, "-l", label, "-o", "name").split()

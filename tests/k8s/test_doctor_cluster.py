@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,39 +15,29 @@ import yaml
 
 from baton.cli import doctor
 from tests.e2e.relay import eventually
+from tests.k8s import chart_cluster
+from tests.k8s.chart_cluster import as_list, told
+from tests.k8s.charts import CHART
 from tests.k8s.conftest import CPU_IMAGE
-from tests.k8s.release import ROOT
 
 pytestmark = pytest.mark.k8s
 
-DOCTOR = ROOT / "deploy" / "k8s" / "doctor"
+DOCTOR = CHART.parents[1] / "k8s" / "doctor"
 PATIENCE_S = 120
 
 Checks = dict[str, dict[str, str]]
 
 
-def kubectl(*words: str, given: str = "") -> str:
-    done = subprocess.run(
-        ["kubectl", *words], input=given, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def apply(namespace: str, *objects: dict[str, Any]) -> None:
     items = [{**one, "metadata": {**one["metadata"], "namespace": namespace}} for one in objects]
-    listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
-    kubectl("apply", "-f", "-", given=listed)
+    told("apply", "-f", "-", given=as_list(items))
 
 
 @pytest.fixture
 def namespace() -> Iterator[str]:
     assert shutil.which("kubectl"), "kubectl is needed"
-    name = f"doctor-{secrets.token_hex(4)}"
-    kubectl("create", "namespace", name)
-    kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
-    yield name
-    kubectl("delete", "namespace", name, "--wait=false")
+    with chart_cluster.namespace(enforce="restricted") as name:
+        yield name
 
 
 def asked(capsys: pytest.CaptureFixture[str], namespace: str, *argv: str) -> tuple[int, Checks]:
@@ -75,7 +63,7 @@ def test_an_empty_namespace_from_outside(
 
 
 def test_what_rdma_needs_is_missed(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "rdma/" in kubectl("get", "nodes", "-o", "jsonpath={.items[*].status.allocatable}"):
+    if "rdma/" in told("get", "nodes", "-o", "jsonpath={.items[*].status.allocatable}"):
         pytest.skip("this cluster has RDMA")
     code, found = asked(capsys, namespace, "--preset", "gpu-rdma")
     assert code == 1
@@ -94,13 +82,13 @@ def test_the_routers_rights_are_its_service_accounts(
     namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not those of whoever asks, who may do anything here."""
-    kubectl("-n", namespace, "create", "serviceaccount", "r")
+    told("-n", namespace, "create", "serviceaccount", "r")
     code, found = asked(capsys, namespace, "--service-account", "r")
     assert code == 1 and "list" in found["router access"]["detail"]
     verbs, what = "--verb=get,list,watch", "--resource=endpointslices.discovery.k8s.io"
-    kubectl("-n", namespace, "create", "role", "r", verbs, what)
+    told("-n", namespace, "create", "role", "r", verbs, what)
     bound = f"--serviceaccount={namespace}:r"
-    kubectl("-n", namespace, "create", "rolebinding", "r", "--role=r", bound)
+    told("-n", namespace, "create", "rolebinding", "r", "--role=r", bound)
 
     def granted() -> bool:
         return asked(capsys, namespace, "--service-account", "r")[0] == 0
@@ -143,12 +131,12 @@ def test_why_pods_are_not_ready(namespace: str, capsys: pytest.CaptureFixture[st
     )
     words = ("ErrImageNeverPull", "node", "ended with code 2")
 
-    def told() -> bool:
+    def explained() -> bool:
         code, found = asked(capsys, namespace)
         detail = found["pods"]["detail"]
         return code == 1 and all(word in detail for word in words)
 
-    eventually(told, PATIENCE_S, str(words))
+    eventually(explained, PATIENCE_S, str(words))
 
 
 JOB = "baton-doctor-tried"
@@ -175,20 +163,20 @@ def job(request: pytest.FixtureRequest, namespace: str, tmp_path: Path) -> Itera
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(wrapper))
     try:
-        kubectl("apply", "-k", str(tmp_path))
+        told("apply", "-k", str(tmp_path))
         yield request.param
     finally:
-        kubectl("delete", "--ignore-not-found", "--wait=false", "-k", str(tmp_path))
+        told("delete", "--ignore-not-found", "--wait=false", "-k", str(tmp_path))
 
 
 def test_as_a_job(namespace: str, job: bool) -> None:
     def ended() -> bool:
-        told = kubectl("-n", namespace, "get", "job", JOB, "-o", "jsonpath={.status}")
-        status = json.loads(told or "{}")
+        said = told("-n", namespace, "get", "job", JOB, "-o", "jsonpath={.status}")
+        status = json.loads(said or "{}")
         return bool(status.get("succeeded") or status.get("failed"))
 
     eventually(ended, PATIENCE_S, "the Job to end")
-    found = json.loads(kubectl("-n", namespace, "logs", f"job/{JOB}"))
+    found = json.loads(told("-n", namespace, "logs", f"job/{JOB}"))
     checks = {check["name"]: check for check in found["checks"]}
     assert {name: check["status"] for name, check in checks.items()} | {
         "open files": "", "shared memory": "",

@@ -9,10 +9,11 @@ import pytest
 
 from baton.client import AsyncClient
 from tests.k8s.asks import asks
+from tests.k8s.charts import COMPONENTS, ENGINES
 from tests.k8s.clients import Clients
 from tests.k8s.load import Load, references
 from tests.k8s.reach import reached
-from tests.k8s.release import COMPONENTS, ENGINES, Release
+from tests.k8s.release import Release
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(600)]
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.k8s.charts import COMPONENTS
 from tests.k8s.disturbance import SETTLED_STREAMS, STREAMS, Reference, loaded
-from tests.k8s.release import COMPONENTS, Release
+from tests.k8s.release import Release
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(600)]
 

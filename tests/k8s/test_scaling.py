@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.k8s.charts import COMPONENTS
 from tests.k8s.disturbance import (
     SETTLED_STREAMS,
     Reference,
@@ -14,7 +15,7 @@ from tests.k8s.disturbance import (
     newcomer,
     traffic_reaches,
 )
-from tests.k8s.release import COMPONENTS, Release
+from tests.k8s.release import Release
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(600)]
 

@@ -14,9 +14,10 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.core.errors import BatonError, Unauthenticated
+from tests.k8s.charts import COMPONENTS, ENGINES
 from tests.k8s.cluster import Cluster
 from tests.k8s.conftest import CPU_IMAGE, ENGINE_IMAGE
-from tests.k8s.release import COMPONENTS, ENGINES, Release
+from tests.k8s.release import Release
 from tests.rpc.authority import Authority, Files
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(600)]
