@@ -82,7 +82,6 @@ class Journey:
         max_barren: int,
         priority: int = 0,
         cache_salt: bytes = b"",
-        traceparent: str = "",
         tenant: Tenant = ANYONE,
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
@@ -97,7 +96,6 @@ class Journey:
         self._max_barren = max_barren
         self._priority = priority
         self._cache_salt = cache_salt
-        self._traceparent = traceparent
         self._tenant = tenant
         self._prompt_logprobs = prompt_logprobs
         self._grammar = grammar
@@ -150,7 +148,6 @@ class Journey:
             stop=self.stop,
             priority=self._priority,
             cache_salt=self._cache_salt,
-            traceparent=self._traceparent,
             tenant=self._tenant.name,
             weight=self._tenant.weight,
             prompt_logprobs=self._prompt_logprobs,

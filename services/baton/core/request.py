@@ -9,6 +9,7 @@ from enum import Enum
 from baton.core.grammar import Grammar
 from baton.core.stages import StageTimes
 from baton.core.tenants import ANYONE, Tenant
+from baton.core.trace_context import UNTRACED, TraceContext
 
 
 class FinishReason(Enum):
@@ -153,6 +154,7 @@ class Request:
     most so many of the prompt's tokens, those at its end unless truncation_side is "right"; -1: as
     many as leave room for the output. seed: None means the router
     draws one (then `sampling.seed` is not looked at). deadline_s: seconds from arrival, or None.
+    trace: the caller's own.
     """
 
     prompt: Prompt
@@ -177,10 +179,12 @@ class Request:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
+    trace: TraceContext = UNTRACED
 
-    def of(self, tenant: Tenant) -> Request:
-        """The same request, of whoever was found to have sent it. Asked once, at the edge."""
-        return replace(self, tenant=tenant, cache_salt=tenant.salted(self.cache_salt))
+    def of(self, tenant: Tenant, trace: TraceContext = UNTRACED) -> Request:
+        """The same request, of whoever was found to have sent it, as a part of the caller's trace.
+        Asked once, at the edge."""
+        return replace(self, tenant=tenant, cache_salt=tenant.salted(self.cache_salt), trace=trace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,9 +100,13 @@ class StageClock:
         self._first_text_at: float | None = None
         self._workers: dict[WorkerIdentity, None] = {}
 
+    @property
+    def began(self) -> float:
+        return self._began
+
     def enter(self, stage: Stage, now: float) -> None:
         """From now on it is in this stage; once OVER, for good."""
-        if self._stage is not Stage.OVER:
+        if self._stage not in (stage, Stage.OVER):
             self._spent[self._stage] += now - self._since
             self._stage, self._since = stage, now
 

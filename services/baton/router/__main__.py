@@ -63,7 +63,8 @@ async def serve(config: RouterConfig) -> int:
     channels = Channels(config.certificates())
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
     metrics = RouterMetrics()
-    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas)
+    tracer = config.tracer("router", identity.incarnation)
+    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer)
     services = [InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service()]
     if config.vllm_engine:
         services.append(engine_service(pipeline, fleet, config))
@@ -139,6 +140,7 @@ async def serve(config: RouterConfig) -> int:
             stop()
         await fleet.close()
         await channels.close()
+        tracer.close()
 
 
 async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Fleet) -> None:

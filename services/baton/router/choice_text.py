@@ -37,6 +37,7 @@ class TextOptions:
     min_tokens: int
     shown_stop_token_ids: frozenset[int]
     """Stop tokens the client named; only those are reported to it."""
+    traceparent: str = ""
 
 
 class ChoiceText:
@@ -92,6 +93,7 @@ class ChoiceText:
             kept_special_tokens=self._options.kept_special_tokens,
             prompt_tail_ids=self._options.prompt_tail_ids,
             min_tokens=self._options.min_tokens,
+            traceparent=self._options.traceparent,
         )
 
     def take_tokens(self) -> TextTokens | None:

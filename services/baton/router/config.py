@@ -10,14 +10,15 @@ from baton.router.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from baton.router.exposure import check
 from baton.router.targets import parse
 from baton.rpc.config import option
+from baton.rpc.process_options import ProcessOptions
 from baton.rpc.tls import Certificates
-from baton.rpc.tls_options import TlsOptions, needs_all
+from baton.rpc.tls_options import needs_all
 
 _PLACES = "host:port,… or dns:///name:port or k8s:///service[.namespace]:port"
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig(TlsOptions):
+class RouterConfig(ProcessOptions):
     """One router."""
 
     grpc_listen: str = option(
@@ -174,7 +175,7 @@ class RouterConfig(TlsOptions):
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for what would let strangers in by oversight."""
-        TlsOptions.__post_init__(self)
+        ProcessOptions.__post_init__(self)
         if self.vllm_tokenizer and not self.vllm_engine:
             raise InvalidArgument("needs vllm_engine", field="vllm_tokenizer")
         needs_all(self, ("public_tls_cert", "public_tls_key"))

@@ -45,6 +45,7 @@ class TextOpening:
     kept_special_tokens: tuple[str, ...]
     prompt_tail_ids: tuple[int, ...]
     min_tokens: int
+    traceparent: str = ""
 
 
 class TextTokens(NamedTuple):
@@ -194,6 +195,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
                 prompt_tail_ids=token_ids_to_bytes(opening.prompt_tail_ids),
                 min_tokens=opening.min_tokens,
                 remaining_ms=to_ms(remaining_s),
+                traceparent=opening.traceparent,
             )
         )
 

@@ -28,6 +28,8 @@ from baton.router.placement import Place, Placement
 from baton.router.prefill_client import PrefillClient
 from baton.router.stage_timer import StageTimer
 from baton.router.worker import Worker
+from baton.rpc.logs import named
+from baton.rpc.tracing import NO_SPAN, Span, error_type
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,9 @@ class AttemptRunner:
         """Whether decode was seen to compute."""
         self._began: float | None = None
         """On the loop's clock, until the first token came."""
+        self._lost: BatonError | None = None
+        """What went wrong with it last."""
+        self._span: Span = NO_SPAN
 
     async def run(self) -> None:
         """Returns when the attempt is over. Raises BatonError when no worker can be had."""
@@ -137,6 +142,8 @@ class AttemptRunner:
     async def _run_on(self, place: Place) -> None:
         with ExitStack() as placed:
             placed.callback(place.release)
+            self._span = self._owner.stages.trace.attempt(self._run, place)
+            placed.push(self._end_span)
             attempt = self._final_attempt()
             self._owner.journey.placed(self._number, place.legs)
             if log.isEnabledFor(logging.DEBUG):
@@ -157,7 +164,13 @@ class AttemptRunner:
             raise DeadlineExceeded("The request ran out of time.")
         attempt = self._run.attempt
         choices = tuple(choice for choice in attempt.choices if choice in self._run.running)
-        return replace(attempt, choices=choices, remaining_s=remaining_s)
+        traceparent = self._span.context.traceparent
+        return replace(attempt, choices=choices, remaining_s=remaining_s, traceparent=traceparent)
+
+    def _end_span(self, _: object, failure: BaseException | None, __: object) -> None:
+        well = self._run.state is AttemptState.ENDED
+        lost = failure or self._lost or self._owner.journey.failure
+        self._span.end("" if well else error_type(lost) or "internal")
 
     def _start(self, place: Place, attempt: Attempt) -> None:
         """Both legs at once. The id binds them and is never used again."""
@@ -345,6 +358,7 @@ class AttemptRunner:
         placement, place, state = self._owner.placement, self._place, self._run.state
         if place is None:
             return
+        self._lost = error
         at = leg.name.lower()
         self._log(
             logging.INFO,
@@ -364,7 +378,8 @@ class AttemptRunner:
                 placement.blame_decode(place.decode, error)
 
     def _log(self, level: int, text: str, **extra: str) -> None:
-        log.log(level, text, extra={"request_id": self._owner.journey.request_id, **extra})
+        about = named(self._owner.journey.request_id, self._span.context.trace_id)
+        log.log(level, text, extra={**about, **extra})
 
     async def _free(self, place: Place, attempt: Attempt) -> None:
         """Everyone who holds something is told, whether anyone listens or not."""

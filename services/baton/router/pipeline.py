@@ -28,9 +28,11 @@ from baton.router.later import Later
 from baton.router.metrics import RouterMetrics
 from baton.router.preparation import Preparation
 from baton.router.relay import Relay
+from baton.router.request_trace import trace_of
 from baton.router.stage_timer import StageTimer
 from baton.router.tokenizer_client import Encoded
 from baton.router.told import Told
+from baton.rpc.tracing import OFF, Tracer, now
 
 
 class Pipeline:
@@ -45,8 +47,10 @@ class Pipeline:
         config: RouterConfig,
         metrics: RouterMetrics,
         live_replicas: Callable[[], int] = lambda: 1,
+        tracer: Tracer = OFF,
     ) -> None:
         self._fleet = fleet
+        self._tracer = tracer
         self._config = config
         self._metrics = metrics
         self.gate = Gate(fleet, config, metrics, live_replicas)
@@ -105,9 +109,14 @@ class Pipeline:
         The caller closes the stream, also when the client is gone.
         """
         loop = asyncio.get_running_loop()
-        arrival, stages = loop.time(), StageTimer()
-        deadline = arrival + (validate(request).deadline_s or self._config.request_timeout_s)
-        held = self._admit(request, deadline)
+        arrival, began = loop.time(), now()
+        stages = StageTimer(began, trace_of(self._tracer, request, began))
+        try:
+            deadline = arrival + (validate(request).deadline_s or self._config.request_timeout_s)
+            held = self._admit(request, deadline)
+        except BaseException as refusal:
+            stages.over(refusal)
+            raise
         try:
             async with asyncio.timeout_at(deadline) as preparing:
                 self._preparing.add(preparing)
@@ -117,13 +126,13 @@ class Pipeline:
                     self._preparing.discard(preparing)
         except TimeoutError:
             error = _left() if self._cut else DeadlineExceeded("The request ran out of time.")
-            self._end(held, 0, error)
+            self._end(held, stages, error)
             raise error from None
         except BaseException as failure:
-            self._end(held, 0, failure)
+            self._end(held, stages, failure)
             raise
         if made.relay is None:
-            self._end(held, 0, None)
+            self._end(held, stages, None)
             return Told(made.accepted, request.n)
         relay = made.relay
 
@@ -135,7 +144,7 @@ class Pipeline:
             self._relays.discard(relay)
             self._metrics.request_s.observe(loop.time() - arrival)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            self._end(held, sum(len(log) for log in relay.journey.logs), error)
+            self._end(held, stages, error, relay)
 
         task = self._keep(relay.run())
         self._relays.add(relay)
@@ -220,8 +229,16 @@ class Pipeline:
         self._idle.clear()
         return held
 
-    def _end(self, held: Pass, output: int, error: BaseException | None) -> None:
-        held.release(output, finished=error is None)
+    def _end(
+        self,
+        held: Pass,
+        stages: StageTimer,
+        error: BaseException | None,
+        relay: Relay | None = None,
+    ) -> None:
+        logs = relay.journey.logs if relay is not None else ()
+        held.release(sum(map(len, logs)), finished=error is None)
+        stages.over(error, logs, relay.cached_tokens if relay is not None else 0)
         self._num_requests -= 1
         if self._num_requests == 0:
             self._idle.set()

@@ -10,6 +10,7 @@ from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens
 from baton.core.errors import BatonError
 from baton.core.model import WorkerIdentity
 from baton.core.prompt_logprobs import PromptLogprobs
+from baton.core.trace_context import TraceContext
 from baton.router.unary_client import UnaryClient
 from baton.rpc.convert import (
     attempt_to_proto,
@@ -61,6 +62,7 @@ class PrefillClient(UnaryClient):
             ),
             request_id=attempt.request_id,
             timeout_s=attempt.remaining_s,
+            trace=TraceContext(attempt.traceparent),
         )
         keys = attempt.keys()
         tokens = [choice_tokens_from_proto(entry) for entry in answer.choices]

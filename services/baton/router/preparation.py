@@ -37,6 +37,8 @@ from baton.router.stage_timer import StageTimer
 from baton.router.tokenizer_client import Encoded
 from baton.router.tokenizers import Tokenizers
 from baton.router.turnstile import Turnstile
+from baton.rpc.trace_names import SCORE
+from baton.rpc.tracing import now
 
 SEED_BITS = 53
 """Of the seeds drawn here: every JSON reader keeps them exact."""
@@ -101,6 +103,7 @@ class Preparation:
             held.deadline,
             grammar=request.grammar,
             on_served=stages.served_by,
+            trace=stages.trace.stage_context,
         )
         answers = self._answer_rules.of(
             request, encoded.answer_format, left_open=encoded.reasoning_open
@@ -108,7 +111,7 @@ class Preparation:
         if answers is not None and request.grammar is None:
             request = replace(request, grammar=answers.grammar())
             if request.grammar is not None:
-                await self._check_tools(request, encoded, request_id, model, held)
+                await self._check_tools(request, encoded, request_id, model, held, stages)
         stages.reached(Stage.TURN)
         prompt, hashes = truncated(request, encoded.token_ids, encoded.prefix_hashes, model)
         stop = resolve_stop(request, len(prompt), model)
@@ -123,9 +126,10 @@ class Preparation:
             len(prompt),
             seed,
             prompt if request.return_token_ids else (),
-            await self._echoed(request, request_id, prompt, model, held),
-            await self._score(request, request_id, prompt, model, held),
+            await self._echoed(request, request_id, prompt, model, held, stages),
+            await self._score(request, request_id, prompt, model, held, stages),
         )
+        stages.trace.accepted(accepted)
         if not stop.max_tokens:
             return Prepared(None, accepted)
         journey = Journey(
@@ -148,6 +152,7 @@ class Preparation:
             prompt_tail_ids=prompt[-PROMPT_TAIL:],
             min_tokens=request.min_tokens,
             shown_stop_token_ids=frozenset(request.stop_token_ids),
+            traceparent=stages.trace.context.traceparent,
         )
         relay = self._relay(journey, model, options, held, stages, hashes, on_placed=held.on_placed)
         parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
@@ -179,6 +184,7 @@ class Preparation:
         request_id: str,
         model: ModelDescription,
         held: Pass,
+        stages: StageTimer,
     ) -> None:
         """Raises InvalidArgument (`tools`) where no grammar comes of them.
 
@@ -187,7 +193,13 @@ class Preparation:
         shortest = TokenPrompt(encoded.token_ids[:1])
         try:
             await self._tokenizers.encode(
-                shortest, b"", model, request_id, held.deadline, grammar=request.grammar
+                shortest,
+                b"",
+                model,
+                request_id,
+                held.deadline,
+                grammar=request.grammar,
+                trace=stages.trace.stage_context,
             )
         except InvalidArgument as error:
             raise InvalidArgument(
@@ -201,6 +213,7 @@ class Preparation:
         prompt: tuple[int, ...],
         model: ModelDescription,
         held: Pass,
+        stages: StageTimer,
     ) -> str:
         """The prompt's text, if the request asks for it."""
         if not request.echo:
@@ -213,6 +226,7 @@ class Preparation:
             request_id,
             held.deadline,
             skip_special_tokens=request.skip_special_tokens,
+            trace=stages.trace.stage_context,
         )
 
     async def _score(
@@ -222,6 +236,7 @@ class Preparation:
         prompt: tuple[int, ...],
         model: ModelDescription,
         held: Pass,
+        stages: StageTimer,
     ) -> tuple[TokenLogprobs, ...]:
         """Nothing, unless the request asks for its prompt's log-probabilities."""
         if request.prompt_logprobs is None:
@@ -229,8 +244,15 @@ class Preparation:
         speller = Speller(self._fleet, self._config.max_attempts, self._config.wait_timeout_s)
         journey = scoring_journey(request, request_id, prompt, self._config.max_attempts)
         # Without hashes: what is cached of it does not shorten it.
-        relay = self._relay(journey, model, UNREAD, held, StageTimer(), b"", on_placed=lambda: None)
-        return await score(relay, speller, model.tokenizer_digest, held.deadline)
+        own = StageTimer(now(), stages.trace.part(SCORE))
+        relay = self._relay(journey, model, UNREAD, held, own, b"", on_placed=lambda: None)
+        try:
+            return await score(relay, speller, model.tokenizer_digest, held.deadline)
+        except BaseException as failure:
+            own.over(failure)
+            raise
+        finally:
+            own.over(None)
 
     def _relay(
         self,

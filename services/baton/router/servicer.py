@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import grpc
 
@@ -21,6 +21,7 @@ from baton.router.pipeline import Pipeline
 from baton.router.stall import Stall
 from baton.router.time_left import deadline_s
 from baton.rpc.server import Service
+from baton.rpc.tracing import context_of
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
@@ -50,7 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         self._pipeline.turn_away(CALLER.get(), request.options.priority)
         asked = generate_from_proto(request, deadline_s(context))
-        await self._answer(asked, pb.GenerateResponse, context.write)
+        await self._answer(asked, pb.GenerateResponse, context)
 
     async def Chat(  # type: ignore[override]
         self,
@@ -59,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         self._pipeline.turn_away(CALLER.get(), request.options.priority)
         asked = chat_from_proto(request, deadline_s(context))
-        await self._answer(asked, pb.ChatResponse, context.write)
+        await self._answer(asked, pb.ChatResponse, context)
 
     async def ListModels(
         self,
@@ -72,16 +73,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self,
         request: Request,
         new: Callable[[], Response],
-        write: Callable[[Response], Awaitable[None]],
+        context: grpc.aio.ServicerContext[Any, Response],
     ) -> None:
         try:
-            stream = await self._pipeline.open(request.of(CALLER.get()))
+            trace = context_of(context.invocation_metadata() or ())
+            stream = await self._pipeline.open(request.of(CALLER.get(), trace))
             try:
                 async with Stall(self._stall_timeout_s) as stall:
                     async for event in stream:
                         response = new()
                         put_event(event, response.event, return_token_ids=request.return_token_ids)
-                        await stall.watch(write(response))
+                        await stall.watch(context.write(response))
             finally:
                 await stream.aclose()
         except BatonError as error:

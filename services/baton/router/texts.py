@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 
 from baton.core.errors import BatonError
 from baton.core.losses import VERDICTS, Verdict
-from baton.core.stages import StageClock
 from baton.core.token_log import TokenLog
 from baton.router.choice_text import ChoiceText, TextOptions
 from baton.router.detokenizer_session import DetokenizerSession
 from baton.router.detokenizers import pick_detokenizer
 from baton.router.notice import Notice
 from baton.router.pools import Pool
+from baton.router.stage_timer import StageTimer
 from baton.router.worker import Worker
+from baton.rpc.logs import named
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Texts:
         tokenizer_digest: str,
         max_barren: int,
         wait_timeout_s: float,
-        stages: StageClock,
+        stages: StageTimer,
         on_stop: Callable[[int, int, str], None],
         on_progress: Callable[[int], None],
     ) -> None:
@@ -134,7 +135,7 @@ class Texts:
         if verdict is Verdict.FATAL or self._barren >= self._max_barren:
             raise self._lost
         lost = {"lost_at": "detokenizer", "reason": self._lost.reason.name}
-        about = {"request_id": self._request_id, **lost}
+        about = {**named(self._request_id, self._stages.trace.context.trace_id), **lost}
         log.info("its texts were lost: %s", self._lost.message, extra=about)
         await asyncio.sleep(PAUSE_S)
 

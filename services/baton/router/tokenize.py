@@ -12,10 +12,12 @@ from baton.core.errors import BatonError, Unavailable
 from baton.core.losses import VERDICTS, Verdict
 from baton.core.model import ModelDescription, WorkerIdentity
 from baton.core.retry_budget import RetryBudget
+from baton.core.trace_context import UNTRACED, TraceContext
 from baton.router.notice import Notice
 from baton.router.pools import Pool
 from baton.router.tokenizer_client import TokenizerClient
 from baton.router.worker import Worker
+from baton.rpc.logs import named
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +38,12 @@ async def ask(
     max_attempts: int,
     wait_timeout_s: float,
     on_served: Callable[[WorkerIdentity], None] | None = None,
+    trace: TraceContext = UNTRACED,
 ) -> T:
     """What `work`, called with a tokenizer of the model and the seconds that are left, returns.
 
-    deadline: on the running loop's clock. on_served: told which worker did it. Raises BatonError; a
+    deadline: on the running loop's clock. on_served: told which worker did it.
+    trace: what this is a part of. Raises BatonError; a
     fault of the input is not tried again.
     """
     loop = asyncio.get_running_loop()
@@ -63,9 +67,8 @@ async def ask(
             if verdict is Verdict.ELSEWHERE and not budget.take(loop.time()):
                 raise
             lost = {"lost_at": "tokenizer", "reason": error.reason.name}
-            log.info(
-                "a tokenizer failed: %s", error.message, extra={"request_id": request_id, **lost}
-            )
+            about = {**named(request_id, trace.trace_id), **lost}
+            log.info("a tokenizer failed: %s", error.message, extra=about)
             passed_over.add(worker.identity.incarnation)
             if verdict is Verdict.LATER:
                 await asyncio.sleep(error.retry_after_s or PAUSE_S)

@@ -12,6 +12,7 @@ from baton.core.grammar import Grammar
 from baton.core.model import AnswerFormat
 from baton.core.prefix import HASH_BYTES
 from baton.core.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.core.trace_context import UNTRACED, TraceContext
 from baton.router.unary_client import UnaryClient
 from baton.rpc.chat_messages import chat_to_proto
 from baton.rpc.convert import (
@@ -66,6 +67,7 @@ class TokenizerClient(UnaryClient):
         *,
         grammar: Grammar | None = None,
         with_token_strings: bool = False,
+        trace: TraceContext = UNTRACED,
     ) -> Encoded:
         """Raises BatonError, naming the field if the prompt or the grammar is at fault."""
         item = _input(prompt, cache_salt)
@@ -73,7 +75,7 @@ class TokenizerClient(UnaryClient):
         if grammar is not None:
             item.grammar.CopyFrom(grammar_to_proto(grammar))
         output = await self._ask(
-            self._stub.Encode, EncodeRequest(inputs=[item]), request_id, remaining_s
+            self._stub.Encode, EncodeRequest(inputs=[item]), request_id, remaining_s, trace
         )
         token_ids = token_ids_from_bytes(output.token_ids, "token_ids")
         strings = tuple(output.token_strings)
@@ -92,18 +94,24 @@ class TokenizerClient(UnaryClient):
         remaining_s: float,
         *,
         skip_special_tokens: bool,
+        trace: TraceContext = UNTRACED,
     ) -> str:
         """The text of a whole list of ids. Raises BatonError; `tokens` if they are at fault."""
         item = DecodeInput(
             token_ids=token_ids_to_bytes(token_ids), skip_special_tokens=skip_special_tokens
         )
         output = await self._ask(
-            self._stub.Decode, DecodeRequest(inputs=[item]), request_id, remaining_s
+            self._stub.Decode, DecodeRequest(inputs=[item]), request_id, remaining_s, trace
         )
         return str(output.text)
 
     async def _ask(
-        self, method: Callable[..., Any], request: Any, request_id: str, remaining_s: float
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        request_id: str,
+        remaining_s: float,
+        trace: TraceContext,
     ) -> Any:
         """The one output."""
         answer = await self.call(
@@ -111,6 +119,7 @@ class TokenizerClient(UnaryClient):
             request,
             request_id=request_id,
             timeout_s=max(0.0, min(remaining_s, CALL_TIMEOUT_S)),
+            trace=trace,
         )
         if len(answer.outputs) != 1:
             raise _astray()

@@ -11,6 +11,7 @@ from baton.core.grammar import Grammar
 from baton.core.model import ModelDescription, WorkerIdentity
 from baton.core.request import Prompt
 from baton.core.retry_budget import RetryBudget
+from baton.core.trace_context import UNTRACED, TraceContext
 from baton.router.config import RouterConfig
 from baton.router.fleet import Fleet
 from baton.router.tokenize import ask
@@ -39,8 +40,10 @@ class Tokenizers:
         grammar: Grammar | None = None,
         with_token_strings: bool = False,
         on_served: Callable[[WorkerIdentity], None] | None = None,
+        trace: TraceContext = UNTRACED,
     ) -> Encoded:
-        """grammar: tried first. on_served: told which tokenizer did it."""
+        """grammar: tried first. on_served: told which tokenizer did it. trace: what this is a part
+        of."""
         return await self._ask(
             request_id,
             model,
@@ -52,7 +55,9 @@ class Tokenizers:
                 remaining_s,
                 grammar=grammar,
                 with_token_strings=with_token_strings,
+                trace=trace,
             ),
+            trace,
             on_served,
         )
 
@@ -64,6 +69,7 @@ class Tokenizers:
         deadline: float,
         *,
         skip_special_tokens: bool,
+        trace: TraceContext = UNTRACED,
     ) -> str:
         """The whole text of these ids."""
         return await self._ask(
@@ -71,8 +77,13 @@ class Tokenizers:
             model,
             deadline,
             lambda client, remaining_s: client.decode(
-                token_ids, request_id, remaining_s, skip_special_tokens=skip_special_tokens
+                token_ids,
+                request_id,
+                remaining_s,
+                skip_special_tokens=skip_special_tokens,
+                trace=trace,
             ),
+            trace,
         )
 
     async def _ask(
@@ -81,6 +92,7 @@ class Tokenizers:
         model: ModelDescription,
         deadline: float,
         work: Callable[[TokenizerClient, float], Awaitable[T]],
+        trace: TraceContext,
         on_served: Callable[[WorkerIdentity], None] | None = None,
     ) -> T:
         return await ask(
@@ -94,4 +106,5 @@ class Tokenizers:
             max_attempts=self.config.max_attempts,
             wait_timeout_s=self.config.wait_timeout_s,
             on_served=on_served,
+            trace=trace,
         )

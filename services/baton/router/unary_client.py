@@ -13,9 +13,11 @@ from typing import Any
 import grpc
 
 from baton.core.errors import WorkerLost
+from baton.core.trace_context import UNTRACED, TraceContext
 from baton.router.cancellation import cancelled_here
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.interceptors import REQUEST_ID_KEY
+from baton.rpc.tracing import metadata_of
 
 
 class UnaryClient:
@@ -41,9 +43,11 @@ class UnaryClient:
         *,
         request_id: str,
         timeout_s: float | None,
+        trace: TraceContext = UNTRACED,
     ) -> Any:
-        """The answer, or a BatonError. The worker's log names the request."""
-        call = method(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request_id),))
+        """The answer, or a BatonError. The worker's log names the request and its trace."""
+        metadata = ((REQUEST_ID_KEY, request_id), *metadata_of(trace))
+        call = method(request, timeout=timeout_s, metadata=metadata)
         self._running.add(call)
         try:
             return await call

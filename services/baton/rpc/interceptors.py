@@ -25,7 +25,9 @@ from grpc import aio
 
 from baton.core.errors import BatonError, Internal
 from baton.rpc.errors import DETAILS_KEY, grpc_code, to_status
+from baton.rpc.logs import named
 from baton.rpc.received import each, one, tolerant
+from baton.rpc.tracing import context_of
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +129,9 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
     request_id = ""
     if not isinstance(error, BatonError):
         request_id = _request_id(context)
-        log.error("%s failed", method, exc_info=error, extra={"request_id": request_id})
+        trace = context_of(context.invocation_metadata() or ())
+        about = named(request_id, trace.trace_id)
+        log.error("%s failed", method, exc_info=error, extra=about)
         error = Internal("internal error")
     if context.done():
         raise asyncio.CancelledError from error

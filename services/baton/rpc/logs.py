@@ -1,6 +1,7 @@
 """Logs of one process to stderr, readable lines or JSON lines; knows nothing of what is logged.
 
-Every line carries role and incarnation. What is passed as `extra={"request_id": …}` comes along.
+Every line carries role and incarnation. What is passed as `extra={"request_id": …}` comes along;
+`named` makes it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def setup(role: str, level: str, json: bool = False, *, incarnation: str = "") -
     formatter = JsonFormatter if json else LineFormatter
     handler.setFormatter(formatter(role, incarnation))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def named(request_id: str, trace_id: str = "") -> dict[str, str]:
+    """The request that a line is about, and its trace if it has one, as `extra` for the line."""
+    names = {"request_id": request_id, "trace_id": trace_id}
+    return {name: value for name, value in names.items() if value}
 
 
 class LineFormatter(logging.Formatter):

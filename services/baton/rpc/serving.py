@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import is_loopback, split
 from baton.rpc.config import option
-from baton.rpc.tls_options import TlsOptions
+from baton.rpc.process_options import ProcessOptions
 
 if TYPE_CHECKING:
     from baton.rpc.probes import Probes
 
 
 @dataclass(frozen=True, slots=True)
-class ServingOptions(TlsOptions):
+class ServingOptions(ProcessOptions):
     """How a worker is reached, what it serves and how it leaves."""
 
     listen: str = option("127.0.0.1:0", "where gRPC listens; port 0: a free one", unit="host:port")
@@ -33,7 +33,7 @@ class ServingOptions(TlsOptions):
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for a port that strangers could use by oversight."""
-        TlsOptions.__post_init__(self)
+        ProcessOptions.__post_init__(self)
         host, _ = split(self.listen, "listen")
         if not (self.tls_cert or self.allow_anonymous or is_loopback(host)):
             raise InvalidArgument(

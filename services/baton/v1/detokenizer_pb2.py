@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/detokenizer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"N\n\x19\x44\x65tokenizerSessionRequest\x12\x31\n\noperations\x18\x01 \x03(\x0b\x32\x1d.baton.v1.DetokenizeOperation\"\xa7\x01\n\x13\x44\x65tokenizeOperation\x12\x0f\n\x07text_id\x18\x01 \x01(\x04\x12\"\n\x04open\x18\x02 \x01(\x0b\x32\x12.baton.v1.OpenTextH\x00\x12(\n\x06\x61ppend\x18\x03 \x01(\x0b\x32\x16.baton.v1.AppendTokensH\x00\x12$\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x13.baton.v1.CloseTextH\x00\x42\x0b\n\toperation\"\xfb\x01\n\x08OpenText\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x17\n\x0f\x64\x65livered_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x1b\n\x13include_stop_string\x18\x04 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x05 \x01(\x08\x12\x13\n\x0btoken_texts\x18\x06 \x01(\x08\x12\x17\n\x0fprompt_tail_ids\x18\x07 \x01(\x0c\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12\x1b\n\x13kept_special_tokens\x18\n \x03(\t\"v\n\x0c\x41ppendTokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x17\n\x0fspell_token_ids\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x1a\n\x12last_is_stop_token\x18\x05 \x01(\x08\"\x0b\n\tCloseText\"T\n\x1a\x44\x65tokenizerSessionResponse\x12#\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x13.baton.v1.TextDelta\x12\x11\n\theartbeat\x18\x02 \x01(\x08\"\xd3\x01\n\tTextDelta\x12\x0f\n\x07text_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12!\n\x04stop\x18\x04 \x01(\x0b\x32\x13.baton.v1.StopMatch\x12\x0b\n\x03\x65nd\x18\x05 \x01(\x08\x12\x13\n\x0btoken_texts\x18\x06 \x03(\x0c\x12\x15\n\rspelled_texts\x18\x07 \x03(\x0c\x12\x1e\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x17\n\x0fsearched_tokens\x18\t \x01(\r\"2\n\tStopMatch\x12\x13\n\x0bstop_string\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r2g\n\x0b\x44\x65tokenizer\x12X\n\x07Session\x12#.baton.v1.DetokenizerSessionRequest\x1a$.baton.v1.DetokenizerSessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/detokenizer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"N\n\x19\x44\x65tokenizerSessionRequest\x12\x31\n\noperations\x18\x01 \x03(\x0b\x32\x1d.baton.v1.DetokenizeOperation\"\xa7\x01\n\x13\x44\x65tokenizeOperation\x12\x0f\n\x07text_id\x18\x01 \x01(\x04\x12\"\n\x04open\x18\x02 \x01(\x0b\x32\x12.baton.v1.OpenTextH\x00\x12(\n\x06\x61ppend\x18\x03 \x01(\x0b\x32\x16.baton.v1.AppendTokensH\x00\x12$\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x13.baton.v1.CloseTextH\x00\x42\x0b\n\toperation\"\x90\x02\n\x08OpenText\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x17\n\x0f\x64\x65livered_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x1b\n\x13include_stop_string\x18\x04 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x05 \x01(\x08\x12\x13\n\x0btoken_texts\x18\x06 \x01(\x08\x12\x17\n\x0fprompt_tail_ids\x18\x07 \x01(\x0c\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12\x1b\n\x13kept_special_tokens\x18\n \x03(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"v\n\x0c\x41ppendTokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x17\n\x0fspell_token_ids\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x1a\n\x12last_is_stop_token\x18\x05 \x01(\x08\"\x0b\n\tCloseText\"T\n\x1a\x44\x65tokenizerSessionResponse\x12#\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x13.baton.v1.TextDelta\x12\x11\n\theartbeat\x18\x02 \x01(\x08\"\xd3\x01\n\tTextDelta\x12\x0f\n\x07text_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12!\n\x04stop\x18\x04 \x01(\x0b\x32\x13.baton.v1.StopMatch\x12\x0b\n\x03\x65nd\x18\x05 \x01(\x08\x12\x13\n\x0btoken_texts\x18\x06 \x03(\x0c\x12\x15\n\rspelled_texts\x18\x07 \x03(\x0c\x12\x1e\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x17\n\x0fsearched_tokens\x18\t \x01(\r\"2\n\tStopMatch\x12\x13\n\x0bstop_string\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r2g\n\x0b\x44\x65tokenizer\x12X\n\x07Session\x12#.baton.v1.DetokenizerSessionRequest\x1a$.baton.v1.DetokenizerSessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZEOPERATION']._serialized_start=143
   _globals['_DETOKENIZEOPERATION']._serialized_end=310
   _globals['_OPENTEXT']._serialized_start=313
-  _globals['_OPENTEXT']._serialized_end=564
-  _globals['_APPENDTOKENS']._serialized_start=566
-  _globals['_APPENDTOKENS']._serialized_end=684
-  _globals['_CLOSETEXT']._serialized_start=686
-  _globals['_CLOSETEXT']._serialized_end=697
-  _globals['_DETOKENIZERSESSIONRESPONSE']._serialized_start=699
-  _globals['_DETOKENIZERSESSIONRESPONSE']._serialized_end=783
-  _globals['_TEXTDELTA']._serialized_start=786
-  _globals['_TEXTDELTA']._serialized_end=997
-  _globals['_STOPMATCH']._serialized_start=999
-  _globals['_STOPMATCH']._serialized_end=1049
-  _globals['_DETOKENIZER']._serialized_start=1051
-  _globals['_DETOKENIZER']._serialized_end=1154
+  _globals['_OPENTEXT']._serialized_end=585
+  _globals['_APPENDTOKENS']._serialized_start=587
+  _globals['_APPENDTOKENS']._serialized_end=705
+  _globals['_CLOSETEXT']._serialized_start=707
+  _globals['_CLOSETEXT']._serialized_end=718
+  _globals['_DETOKENIZERSESSIONRESPONSE']._serialized_start=720
+  _globals['_DETOKENIZERSESSIONRESPONSE']._serialized_end=804
+  _globals['_TEXTDELTA']._serialized_start=807
+  _globals['_TEXTDELTA']._serialized_end=1018
+  _globals['_STOPMATCH']._serialized_start=1020
+  _globals['_STOPMATCH']._serialized_end=1070
+  _globals['_DETOKENIZER']._serialized_start=1072
+  _globals['_DETOKENIZER']._serialized_end=1175
 # @@protoc_insertion_point(module_scope)

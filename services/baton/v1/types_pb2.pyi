@@ -758,7 +758,7 @@ class Attempt(_message.Message):
     cache_salt: _builtins.bytes
     """Tenant part of the prefix-cache key."""
     traceparent: _builtins.str
-    """W3C trace context of the request."""
+    """W3C trace context of the attempt; empty: it is not traced."""
     tenant: _builtins.str
     """Who the request belongs to, for fair order between tenants; empty: nobody in particular."""
     weight: _builtins.float

@@ -20,6 +20,7 @@ from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
 from baton.router.told import Told
 from baton.rpc.channels import Channels
+from baton.rpc.tracing import OFF, Tracer
 from tests.services.router.decode_worker import FakeDecode
 from tests.services.router.detokenizer_worker import FakeDetokenizer
 from tests.services.router.gateway import Gateway, gateway_of
@@ -98,6 +99,7 @@ class World:
     router: Pipeline | None = None
     moving: asyncio.Task[None] | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    tracer: Tracer = OFF
 
     @property
     def pipeline(self) -> Pipeline:
@@ -143,7 +145,7 @@ class World:
             Discovery(self.listed), self.channels, WorkerIdentity("router", "r" * 32, "")
         )
         metrics = RouterMetrics(self.registry)
-        self.router = Pipeline(self.fleet, self.config, metrics)
+        self.router = Pipeline(self.fleet, self.config, metrics, tracer=self.tracer)
         self.fleet.start()
         self.moving = asyncio.create_task(Mover(self.fleet, metrics).run())
         await until(lambda: self.met() == {role: len(found) for role, found in groups.items()})

@@ -24,6 +24,7 @@ from baton.core.prefix import HASH_BYTES, prefix_hashes
 from baton.core.prompt_logprobs import packed
 from baton.core.request import FinishReason
 from baton.core.speed import UNMEASURED
+from baton.core.trace_context import TraceContext
 from baton.rpc.convert import (
     attempt_from_proto,
     choice_tokens_to_proto,
@@ -35,6 +36,7 @@ from baton.rpc.convert import (
 )
 from baton.rpc.lifecycle import new_incarnation
 from baton.rpc.server import ProcessServer, Service
+from baton.rpc.tracing import context_of
 from baton.rpc.worker import worker_service
 from baton.v1 import (
     prefill_pb2,
@@ -166,13 +168,15 @@ class FakeWorker:
 
 
 class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
-    """One token a byte. remaining_s: what each call was told it has. chats, grammars: that came."""
+    """One token a byte. remaining_s: what each call was told it has, traces: what it was part of.
+    chats, grammars: that came."""
 
     role = "tokenizer"
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.remaining_s: list[float | None] = []
+        self.traces: list[TraceContext] = []
         self.chats: list[tokenizer_pb2.Chat] = []
         self.grammars: list[types_pb2.Grammar] = []
 
@@ -186,6 +190,7 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.EncodeRequest, context: Context
     ) -> tokenizer_pb2.EncodeResponse:
         self.remaining_s.append(context.time_remaining())
+        self.traces.append(context_of(context.invocation_metadata() or ()))
         self.refuse()
         return tokenizer_pb2.EncodeResponse(outputs=[self._encode(i) for i in request.inputs])
 
@@ -193,6 +198,7 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.DecodeRequest, context: Context
     ) -> tokenizer_pb2.DecodeResponse:
         self.remaining_s.append(context.time_remaining())
+        self.traces.append(context_of(context.invocation_metadata() or ()))
         self.refuse()
         return tokenizer_pb2.DecodeResponse(outputs=[self._decode(i) for i in request.inputs])
 

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import BatonError, Internal
 from baton.core.request import Accepted, Delta, Finished, Request
+from baton.core.trace_context import TraceContext
 from baton.router.http import timings
 from baton.router.http.answer import Answer
 from baton.router.http.body import ClientGone, read_json_body
@@ -29,6 +30,7 @@ from baton.router.http.respond import Header, Json, send_json
 from baton.router.http.sse import EventWriter
 from baton.router.http.tasks import in_parallel, while_connected
 from baton.router.http.usage import Usage
+from baton.rpc.tracing import context_of
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Generation:
             return
         tenant = caller(scope)
         self.frontend.turn_away(tenant, most_urgent(body, tenant))
-        call = self.parse(body).of(tenant)
+        call = self.parse(body).of(tenant, _trace(scope))
         try:
             asked = timings.asked_for(dict(scope["headers"]))
             await while_connected(receive, self._respond(call, asked, send))
@@ -150,6 +152,11 @@ async def _opened(
 
         await in_parallel(*(open_one(i, request) for i, request in enumerate(requests)))
         yield [found[i] for i in range(len(requests))]
+
+
+def _trace(scope: Scope) -> TraceContext:
+    """Where in its caller's trace a request belongs. ASGI has the names in lower case."""
+    return context_of((name.decode("latin-1"), value) for name, value in scope["headers"])
 
 
 def _headers(call: Call, accepted: Accepted) -> list[Header]:

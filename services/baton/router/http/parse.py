@@ -20,6 +20,7 @@ from baton.core.request import (
     ToolChoice,
 )
 from baton.core.tenants import Tenant
+from baton.core.trace_context import TraceContext
 from baton.core.validation import REQUEST_RANGES, validate
 from baton.router.http.decode import decode
 from baton.router.http.forms import asked_form
@@ -84,9 +85,10 @@ class Call:
     def wants_logprobs(self) -> bool:
         return self.requests[0].sampling.top_logprobs is not None
 
-    def of(self, tenant: Tenant) -> Call:
-        """The same call, of whoever made it."""
-        return replace(self, requests=tuple(request.of(tenant) for request in self.requests))
+    def of(self, tenant: Tenant, trace: TraceContext) -> Call:
+        """The same call, of whoever made it, as a part of its trace."""
+        requests = tuple(request.of(tenant, trace) for request in self.requests)
+        return replace(self, requests=requests)
 
     def in_client_words(self, error: BatonError) -> BatonError:
         """The same failure with the client's name of the field, in its message too."""

@@ -22,6 +22,7 @@ from baton.router.vllm.calls import MAX_REQUEST_IDS, Call, call_of
 from baton.router.vllm.running import Aborted, Handle, Running
 from baton.router.vllm.tokenizer_files import TokenizerFiles
 from baton.rpc.server import Service
+from baton.rpc.tracing import context_of
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 REQUEST_ID, SEED = "x-baton-request-id", "x-baton-seed"
@@ -135,7 +136,8 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
 
         try:
             async with handle.interrupting():
-                stream = await self._pipeline.open(call.request.of(CALLER.get()))
+                trace = context_of(context.invocation_metadata() or ())
+                stream = await self._pipeline.open(call.request.of(CALLER.get(), trace))
         except Aborted:
             await tell(Answer(call).aborted())
             return

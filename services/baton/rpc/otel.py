@@ -1,0 +1,183 @@
+"""Spans that leave this process over OTLP. The only module that knows OpenTelemetry.
+
+Loaded where an endpoint is configured. What the standard's own variables say of the way there
+(OTEL_EXPORTER_OTLP_HEADERS, …_CERTIFICATE) is left to the exporter.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from baton.core.trace_context import UNTRACED, TraceContext
+from baton.rpc import trace_names as names
+from baton.rpc.tracing import NO_SPAN, NOT_OURS, NOTHING, Kind, Span, Value, now
+
+EXPORT_EVERY_S = 1.0
+"""What a process that is killed takes with it is at most so old."""
+EXPORT_TIMEOUT_S = 5.0
+MAX_WAITING_SPANS = 8192
+"""While nobody takes them. Older ones go for newer ones."""
+CLOSE_S = 2.0
+
+_KINDS = {
+    Kind.SERVER: trace.SpanKind.SERVER,
+    Kind.CLIENT: trace.SpanKind.CLIENT,
+    Kind.INTERNAL: trace.SpanKind.INTERNAL,
+}
+_HEADERS = TraceContextTextMapPropagator()
+
+
+def otlp_tracer(endpoint: str, sample_share: float, role: str, incarnation: str) -> OtelTracer:
+    """Sends to an OTLP endpoint over gRPC, in the background."""
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
+    processor = BatchSpanProcessor(
+        exporter,
+        max_queue_size=MAX_WAITING_SPANS,
+        schedule_delay_millis=EXPORT_EVERY_S * 1000,
+    )
+    return tracer_to(processor, sample_share, role, incarnation)
+
+
+def tracer_to(
+    processor: SpanProcessor, sample_share: float, role: str, incarnation: str
+) -> OtelTracer:
+    """Gives ended spans to a processor. sample_share: of traces that begin here."""
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(sample_share)),
+        resource=Resource.create(
+            {names.SERVICE_NAME: f"baton-{role}", names.SERVICE_INSTANCE_ID: incarnation}
+        ),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(processor)
+    return OtelTracer(provider)
+
+
+class OtelTracer:
+    """See `Tracer`."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("baton")
+
+    def begin(
+        self,
+        name: str,
+        attributes: Mapping[str, Value] = NOTHING,
+        *,
+        parent: TraceContext = UNTRACED,
+        at: float | None = None,
+    ) -> Span:
+        carrier = {field: value for field, value in parent._asdict().items() if value}
+        return _begun(
+            self._tracer,
+            time.time_ns() - _ns(now()),
+            name,
+            attributes,
+            _HEADERS.extract(carrier, Context()),
+            Kind.SERVER,
+            at,
+        )
+
+    def go_on(
+        self,
+        name: str,
+        attributes: Mapping[str, Value] = NOTHING,
+        *,
+        parent: TraceContext,
+        at: float | None = None,
+    ) -> Span:
+        if not parent.trace_id:
+            return NO_SPAN
+        return self.begin(name, attributes, parent=parent, at=at)
+
+    def close(self) -> None:
+        # With nobody there to take what is left, the provider would wait for half a minute.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+class OtelSpan:
+    """See `Span`. epoch_ns: what a reading of `now` is counted from; a trace's spans in one process
+    have one, so that their times fit whatever happens to the clock on the wall."""
+
+    recording = True
+
+    def __init__(self, tracer: trace.Tracer, span: trace.Span, epoch_ns: int) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._epoch_ns = epoch_ns
+        self._ended = False
+        carrier: dict[str, str] = {}
+        _HEADERS.inject(carrier, trace.set_span_in_context(span))
+        self._context = TraceContext(**carrier)
+
+    @property
+    def context(self) -> TraceContext:
+        return self._context
+
+    def child(
+        self,
+        name: str,
+        attributes: Mapping[str, Value] = NOTHING,
+        *,
+        kind: Kind = Kind.INTERNAL,
+        at: float | None = None,
+    ) -> Span:
+        parent = trace.set_span_in_context(self._span)
+        return _begun(self._tracer, self._epoch_ns, name, attributes, parent, kind, at)
+
+    def rename(self, name: str) -> None:
+        if not self._ended:
+            self._span.update_name(name)
+
+    def tell(self, attributes: Mapping[str, Value]) -> None:
+        if not self._ended:
+            self._span.set_attributes(attributes)
+
+    def event(self, name: str, *, at: float | None = None) -> None:
+        if not self._ended:
+            self._span.add_event(name, timestamp=_wall(self._epoch_ns, at))
+
+    def end(self, error: str = "", *, at: float | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if error:
+            self._span.set_attribute(names.ERROR_TYPE, error)
+            if error not in NOT_OURS:
+                self._span.set_status(trace.StatusCode.ERROR)
+        self._span.end(_wall(self._epoch_ns, at))
+
+
+def _begun(
+    tracer: trace.Tracer,
+    epoch_ns: int,
+    name: str,
+    attributes: Mapping[str, Value],
+    parent: Context,
+    kind: Kind,
+    at: float | None,
+) -> Span:
+    span = tracer.start_span(name, parent, _KINDS[kind], attributes, start_time=_wall(epoch_ns, at))
+    return OtelSpan(tracer, span, epoch_ns) if span.is_recording() else NO_SPAN
+
+
+def _wall(epoch_ns: int, at: float | None) -> int:
+    return epoch_ns + _ns(now() if at is None else at)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
