@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.rpc.otel import tracer_to
+
+
+class _Watched(SimpleSpanProcessor):
+    def __init__(self, kept: InMemorySpanExporter, still_open: dict[int, str]) -> None:
+        super().__init__(kept)
+        self._open = still_open
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self._open[span.get_span_context().span_id] = span.name
+
+    def on_end(self, span: ReadableSpan) -> None:
+        del self._open[span.context.span_id]
+        super().on_end(span)
 
 
 class Recorded:
@@ -14,7 +28,9 @@ class Recorded:
 
     def __init__(self, role: str = "router", share: float = 1.0) -> None:
         self._kept = InMemorySpanExporter()
-        self.tracer = tracer_to(SimpleSpanProcessor(self._kept), share, role, "i" * 32)
+        self.open: dict[int, str] = {}
+        """Names of those that began and did not end."""
+        self.tracer = tracer_to(_Watched(self._kept, self.open), share, role, "i" * 32)
 
     @property
     def spans(self) -> list[ReadableSpan]:

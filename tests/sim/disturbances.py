@@ -9,6 +9,7 @@ from random import Random
 from tests.sim.hosts import Host
 from tests.sim.kv import KvNetwork
 from tests.sim.network import DOWN, UP
+from tests.sim.traces import Traces
 from tests.sim.workers import START, Worker
 
 LONG_S = 1.0
@@ -23,12 +24,15 @@ class Machine:
     host: Host
     kv: KvNetwork
     step_s: float
+    traces: Traces | None = None
     worker: Worker | None = None
     cut_off: bool = False
     """It may have missed what it was told."""
 
     def start(self) -> None:
         self.host.boot()
+        if self.traces is not None:
+            self.host.tracer = self.traces.start(self.host.address, self.role)
         self.worker = self.host.run(lambda: START[self.role](self.host, self.kv, self.step_s))
 
     def restore(self) -> None:

@@ -11,6 +11,8 @@ from contextvars import Context, ContextVar
 from itertools import count
 from typing import Any, Protocol
 
+from baton.rpc.tracing import OFF, Tracer
+
 CURRENT: ContextVar[Host | None] = ContextVar("host", default=None)
 
 
@@ -53,6 +55,7 @@ class Host:
         self.frozen = False
         self.held = [False, False]
         self.handlers: Any = Handlers()
+        self.tracer: Tracer = OFF
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.calls: dict[Breakable, None] = {}
         self.wires: dict[Wire, None] = {}

@@ -118,8 +118,12 @@ class _End:
 class Context:
     """What handlers may ask of a call."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, send: Callable[[Any], None], metadata: Any) -> None:
         self._send = send
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
 
     async def write(self, message: Any) -> None:
         self._send(message)
@@ -129,7 +133,10 @@ class Context:
 class StreamCall:
     """A call as its client holds it, and its other end."""
 
-    def __init__(self, network: Network, host: Host, path: str, first: Any = None) -> None:
+    def __init__(
+        self, network: Network, host: Host, path: str, first: Any = None, metadata: Any = ()
+    ) -> None:
+        self._metadata = metadata
         self._network, self._host, self._path = network, host, path
         self._inbox: deque[Any] = deque()
         self._news = asyncio.Event()
@@ -221,7 +228,7 @@ class StreamCall:
 
         try:
             given = self._iterate() if self._unary_request is None else self._unary_request
-            result = handler(given, Context(send))
+            result = handler(given, Context(send, self._metadata))
             if isinstance(result, AsyncIterator):
                 async with aclosing(result) as responses:  # type: ignore[type-var]
                     async for response in responses:
@@ -245,10 +252,16 @@ class UnaryCall:
     """A call with one answer. Awaited once."""
 
     def __init__(
-        self, network: Network, host: Host, path: str, request: Any, timeout_s: float | None
+        self,
+        network: Network,
+        host: Host,
+        path: str,
+        request: Any,
+        timeout_s: float | None,
+        metadata: Any,
     ) -> None:
         self._number = network.number()
-        self._stream = StreamCall(network, host, path, request)
+        self._stream = StreamCall(network, host, path, request, metadata)
         self._task = asyncio.ensure_future(self._answer(timeout_s))
 
     def __hash__(self) -> int:
@@ -280,7 +293,7 @@ class Channel:
 
     def unary_unary(self, path: str, *_: Any, **__: Any) -> Callable[..., UnaryCall]:
         def call(request: Any, *, timeout: float | None = None, metadata: Any = ()) -> UnaryCall:
-            return UnaryCall(self._network, self._host, path, request, timeout)
+            return UnaryCall(self._network, self._host, path, request, timeout, metadata)
 
         return call
 

@@ -29,12 +29,14 @@ from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
 from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
+from baton.rpc.tracing import OFF
 from tests.sim import virtual_loop
 from tests.sim.disturbances import Disturbances, Machine
 from tests.sim.hosts import Host, start_tracking
 from tests.sim.kv import OFFERED_S, KvNetwork
 from tests.sim.network import Network, SimChannels
 from tests.sim.requests import SHAPES, Asked, Got, asked
+from tests.sim.traces import Traces
 
 END_S = 120.0
 SETTLE_S = 1.9
@@ -62,19 +64,20 @@ class Report:
     losses: int = 0
 
 
-def run(seed: int) -> Report:
-    """Runs one schedule to its end."""
+def run(seed: int, traces: Traces | None = None) -> Report:
+    """Runs one schedule to its end. traces: is given all spans."""
     report = Report(seed)
     with _errors(report):
         try:
-            virtual_loop.run(seed, _Schedule(seed, report).run())
+            virtual_loop.run(seed, _Schedule(seed, report, traces).run())
         except virtual_loop.Stalled:
             report.violations.append("everybody waits for ever")
     return report
 
 
 class _Schedule:
-    def __init__(self, seed: int, report: Report) -> None:
+    def __init__(self, seed: int, report: Report, traces: Traces | None) -> None:
+        self.traces = traces
         self.draw = Random(seed)
         self.report = report
         lost = self.draw.choice((0, 0, 0, 1, 2))
@@ -98,7 +101,8 @@ class _Schedule:
             local_prefill_tokens=self.draw.choice((0, 10)), request_timeout_s=END_S / 2
         )
         metrics = _metrics()
-        self.pipeline = Pipeline(self.fleet, config, metrics)
+        tracer = OFF if self.traces is None else self.traces.start("router", "router")
+        self.pipeline = Pipeline(self.fleet, config, metrics, tracer=tracer)
         self.fleet.start()
         moving = asyncio.create_task(Mover(self.fleet, metrics).run())
         try:
@@ -196,6 +200,8 @@ class _Schedule:
             if held:
                 self._violated(f"{machine.host.address} still holds {held}")
             machine.worker.check()
+            if self.traces is not None and (still := self.traces.at[machine.host.address].open):
+                self._violated(f"{machine.host.address} has spans that are open: {still}")
         if self.kv.open_offers():
             self._violated("KV is still on offer")
         if self.pipeline.num_requests:
@@ -226,7 +232,7 @@ class _Schedule:
             for index in range(self.draw.choice(counts)):
                 host = Host(f"{role}-{index}")
                 self.network.hosts[host.address] = host
-                machines.append(Machine(role, host, self.kv, step_s))
+                machines.append(Machine(role, host, self.kv, step_s, self.traces))
         return machines
 
 

@@ -71,6 +71,7 @@ def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
         Lanes(_AtOnce(), 1, cores=1),
         Checker(Path(), (), cpu_s=1.0, num_processes=1),
         max_waiting_bytes=1 << 20,
+        tracer=host.tracer,
     )
     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(servicer, host.handlers)
     _watched(
@@ -84,7 +85,9 @@ def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
 def start_detokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     identity = WorkerIdentity("detokenizer", new_incarnation(), host.address)
     model = ModelDescription("fake", "", 0, 0, ())
-    servicer = DetokenizerServicer(vocabulary(), max_texts=64, max_unsent_bytes=1 << 20)
+    servicer = DetokenizerServicer(
+        vocabulary(), max_texts=64, max_unsent_bytes=1 << 20, tracer=host.tracer
+    )
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, host.handlers)
     _watched(
         host,
@@ -99,7 +102,9 @@ def start_prefill(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     made: list[PrefillService] = []
     engine: Any = SimEngine(host, loop, lambda events: made[0].deliver(events), step_s)
     giver: Any = SimGiver(host, kv)
-    service = PrefillService(engine, giver, GrammarBook(None), handover_timeout_s=HANDOVER_S)
+    service = PrefillService(
+        engine, giver, GrammarBook(None), handover_timeout_s=HANDOVER_S, tracer=host.tracer
+    )
     made.append(service)
     identity = WorkerIdentity("prefill", new_incarnation(), host.address)
     servicer = PrefillServicer(service, identity.incarnation)
@@ -123,6 +128,7 @@ def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
         Beginner(engine, collector, GrammarBook(None), handover_timeout_s=HANDOVER_S),
         Departures(engine, giver, handover_timeout_s=HANDOVER_S),
         resume_window_s=RESUME_S,
+        tracer=host.tracer,
     )
     made.append(service)
     identity = WorkerIdentity("decode", new_incarnation(), host.address)

@@ -62,6 +62,7 @@ def main() -> int:
             Beginner(parts.engine, collector, parts.grammars, handover_timeout_s=timeout_s),
             Departures(parts.engine, giver, handover_timeout_s=timeout_s),
             resume_window_s=config.resume_window_s,
+            tracer=parts.tracer,
         )
         metrics.gauge(metrics.STREAMS, lambda: {("decode",): made.num_sessions})
         servicer = DecodeServicer(made, parts.engine, parts.identity)

@@ -16,6 +16,7 @@ from baton.core.errors import HandoverFailed
 from baton.core.loop import EngineLoop
 from baton.core.plan import Extents
 from baton.core.ports import CompiledGrammar
+from baton.decode.attempt_trace import AttemptTrace
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
@@ -42,6 +43,7 @@ class Running:
     max_unconfirmed: int
     choices: set[int]
     began: float
+    trace: AttemptTrace
     received_bytes: int = 0
     confirmed: dict[SequenceKey, int] = field(default_factory=dict)
     beginning: asyncio.Task[None] | None = None

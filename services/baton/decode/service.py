@@ -33,21 +33,18 @@ from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.load import TenantUse, WorkerState
 from baton.core.loop import EngineLoop
 from baton.core.use_meter import UseMeter
+from baton.decode.attempt_trace import AttemptTrace
 from baton.decode.begin import Beginner, Running
 from baton.decode.confirmations import Confirmations
+from baton.decode.counts import DECODED, count_kv
 from baton.decode.departures import Departures
 from baton.decode.sessions import Failure, GivenAway, RouterSession, Started
 from baton.engine.thread import EngineThread
 from baton.kv.collector import Ticket
-from baton.rpc import metrics
+from baton.rpc.logs import named
+from baton.rpc.tracing import OFF, Tracer
 
 log = logging.getLogger(__name__)
-
-DECODED = metrics.counter(metrics.DECODE_TOKENS)
-PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
-CACHED = metrics.counter(metrics.CACHED_TOKENS)
-KV_SOURCE = metrics.counter(metrics.KV_SOURCE)
-STAGE_TIME = metrics.histogram(metrics.STAGE_TIME)
 
 MAX_ATTEMPTS = 4096
 MAX_SESSIONS = 256
@@ -70,11 +67,13 @@ class DecodeService:
         departures: Departures,
         *,
         resume_window_s: float,
+        tracer: Tracer = OFF,
     ) -> None:
         self._engine = engine
         self._beginner = beginner
         self._departures = departures
         self._resume_window_s = resume_window_s
+        self._tracer = tracer
         self._running: dict[AttemptKey, Running] = {}
         self._sessions: dict[str, RouterSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,9 +138,9 @@ class DecodeService:
         if (refusal := self._refusal(known)) is not None:
             session.failed(Failure(attempt.key, attempt.choices, refusal))
             return
-        running = Running(
-            attempt, session, ticket, max_unconfirmed, set(attempt.choices), time.monotonic()
-        )
+        trace = AttemptTrace(self._tracer, attempt, collects=ticket is not None)
+        choices, began = set(attempt.choices), time.monotonic()
+        running = Running(attempt, session, ticket, max_unconfirmed, choices, began, trace)
         self._running[attempt.key] = running
         self._meter.began(*running.asked)
         session.open(attempt.keys(), attempt.position)
@@ -157,7 +156,7 @@ class DecodeService:
             session.forget(SequenceKey(key.request_id, choice, key.attempt))
         self._left(running, ending)
         if not running.choices:
-            self._end(running)
+            self._end(running, Cancelled("cancelled"))
         elif ending:
             self._free(key, *ending)
 
@@ -256,7 +255,8 @@ class DecodeService:
         except BatonError as error:
             self._failed(key, (), error)
         except Exception:
-            log.exception("an attempt could not be started")
+            about = named(key.request_id, running.trace.trace_id)
+            log.exception("an attempt could not be started", extra=about)
             self._failed(key, (), Internal("the decode worker could not start this attempt"))
 
     async def _depart(
@@ -275,14 +275,16 @@ class DecodeService:
                 say(None)
                 return
             position = held.newest.position + 1
-            await self._departures.give(
-                held, handover_id, collector_incarnation, lambda: say(position)
-            )
+            with running.trace.giving():
+                await self._departures.give(
+                    held, handover_id, collector_incarnation, lambda: say(position)
+                )
         except BatonError as error:
             self._free(whole, key.choice)
             self._failed(whole, (key.choice,), error)
         except Exception:
-            log.exception("a sequence could not be handed over")
+            about = named(key.request_id, running.trace.trace_id)
+            log.exception("a sequence could not be handed over", extra=about)
             self._free(whole, key.choice)
             self._failed(whole, (key.choice,), Internal("the decode worker could not hand over"))
         else:
@@ -290,7 +292,7 @@ class DecodeService:
             session.forget(key)
             self._left(running, {key.choice})
             if not running.choices:
-                del self._running[whole]
+                self._forget(running)
         self._look_around()
 
     async def _sweep(self) -> None:
@@ -318,21 +320,14 @@ class DecodeService:
         if tokens.finish_reason is not None:
             self._left(running, {tokens.key.choice})
             if not running.choices:
-                del self._running[key]
+                self._forget(running)
 
     def _kv_ready(self, running: Running, event: KvReady) -> None:
-        key, cached_tokens = event.key, event.cached_tokens
+        cached, received = event.cached_tokens, running.received_bytes
         wait_s = time.monotonic() - running.began
-        if running.ticket is None:
-            source, stage = "local", "local_prefill"
-            CACHED.inc(cached_tokens)
-            PREFILLED.inc(len(running.attempt.token_ids) - cached_tokens)
-        else:
-            given = "moved" if running.ticket.giver.role == "decode" else "handover"
-            source, stage = given if running.received_bytes else "cache", "kv_wait"
-        KV_SOURCE.labels(source).inc()
-        STAGE_TIME.labels(stage).observe(wait_s)
-        told = Started(key, cached_tokens, running.received_bytes, wait_s, event.prompt_logprobs)
+        count_kv(running, cached, wait_s)
+        running.trace.kv_ready(cached, received)
+        told = Started(event.key, cached, received, wait_s, event.prompt_logprobs)
         running.session.started(told)
 
     def _failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
@@ -346,12 +341,16 @@ class DecodeService:
         self._left(running, ending)
         running.session.failed(Failure(key, tuple(sorted(ending)), error))
         if not running.choices:
-            self._end(running)
+            self._end(running, error)
 
-    def _end(self, running: Running) -> None:
+    def _forget(self, running: Running, error: BatonError | None = None) -> None:
+        del self._running[running.attempt.key]
+        running.trace.gone(error)
+
+    def _end(self, running: Running, error: BatonError) -> None:
         """Ends an attempt early: its task first, then its blocks, in this order."""
         key = running.attempt.key
-        del self._running[key]
+        self._forget(running, error)
         task, running.beginning = running.beginning, None
 
         def free(_: object = None) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
@@ -33,10 +34,12 @@ async def serve(options: DetokenizerConfig) -> int:
     await probes.open()
     probes.startup.enter("tokenizer")
     folder = Path(options.model)
+    tracer = options.tracer(ROLE, incarnation)
     servicer = DetokenizerServicer(
         await asyncio.to_thread(Vocabulary.load, folder),
         max_texts=options.max_texts,
         max_unsent_bytes=options.max_unsent_mib << 20,
+        tracer=tracer,
     )
     model = _model(options, folder)
     address = ""
@@ -67,9 +70,10 @@ async def serve(options: DetokenizerConfig) -> int:
     address = await server.start()
     server.set_serving(True)
     print(json.dumps({"role": ROLE, "listen": address}), flush=True)
-    return await lifecycle.run_until_stopped(
-        server, servicer.drain, drain_timeout_s=options.drain_timeout_s
-    )
+    with closing(tracer):
+        return await lifecycle.run_until_stopped(
+            server, servicer.drain, drain_timeout_s=options.drain_timeout_s
+        )
 
 
 def _model(options: DetokenizerConfig, folder: Path) -> ModelDescription:

@@ -13,11 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Overloaded, Unavailable
+from baton.core.trace_context import TraceContext
 from baton.detokenizer.text import TextOptions
 from baton.detokenizer.texts import OpenTexts, TextNews
 from baton.detokenizer.vocabulary import Vocabulary
+from baton.rpc import trace_names as names
 from baton.rpc.convert import error_to_proto, token_ids_from_bytes
 from baton.rpc.metrics import TEXT_BYTES, counter
+from baton.rpc.tracing import OFF, Tracer
 from baton.v1 import detokenizer_pb2 as pb
 from baton.v1 import detokenizer_pb2_grpc
 
@@ -33,10 +36,18 @@ Context = grpc.aio.ServicerContext[pb.DetokenizerSessionRequest, pb.DetokenizerS
 class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     """Serves `baton.v1.Detokenizer`."""
 
-    def __init__(self, vocabulary: Vocabulary, *, max_texts: int, max_unsent_bytes: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        max_texts: int,
+        max_unsent_bytes: int,
+        tracer: Tracer = OFF,
+    ) -> None:
         self._vocabulary = vocabulary
         self._max_texts = max_texts
         self._max_unsent_bytes = max_unsent_bytes
+        self._tracer = tracer
         self._sessions: set[_Session] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,7 +73,8 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.DetokenizerSessionRequest], context: Context
     ) -> None:
-        session = _Session(OpenTexts(self._vocabulary, self._max_texts), self._max_unsent_bytes)
+        texts = OpenTexts(self._vocabulary, self._max_texts)
+        session = _Session(texts, self._max_unsent_bytes, self._tracer)
         if self.draining:
             session.drain()
         self._sessions.add(session)
@@ -82,14 +94,16 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
                 self._idle.set()
             reader.cancel()
             writer.cancel()
+            texts.end()
             await asyncio.gather(reader, writer, return_exceptions=True)
 
 
 class _Session:
     """One stream: `read` and `write` run as two tasks on one event loop, until either ends."""
 
-    def __init__(self, texts: OpenTexts, max_unsent_bytes: int) -> None:
+    def __init__(self, texts: OpenTexts, max_unsent_bytes: int, tracer: Tracer) -> None:
         self.texts = texts
+        self._tracer = tracer
         self._max_unsent_bytes = max_unsent_bytes
         self._draining = False
         self._complete = False
@@ -174,6 +188,7 @@ class _Session:
             token_ids,
             with_token_texts=message.token_texts,
             deadline=self._clock() + remaining_s,
+            span=self._tracer.go_on(names.TEXT, parent=TraceContext(message.traceparent)),
         )
         return 1 + len(token_ids) + len(options.prompt_tail_ids)
 

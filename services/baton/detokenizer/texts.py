@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Overloaded
+from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgument, Overloaded
 from baton.detokenizer.text import ChoiceText, News, TextOptions
 from baton.detokenizer.vocabulary import Vocabulary
+from baton.rpc import trace_names as names
+from baton.rpc.tracing import NO_SPAN, Span, error_type
 
 _TOKEN_BYTES = 4
 """What a token's text is taken to weigh before it is sent."""
@@ -36,6 +38,7 @@ class _Open:
     text: ChoiceText
     with_token_texts: bool
     deadline: float
+    span: Span
     token_texts: list[bytes] = field(default_factory=list)
     spelled_texts: list[bytes] = field(default_factory=list)
     unsent_bytes: int = 0
@@ -73,21 +76,22 @@ class OpenTexts:
         *,
         with_token_texts: bool = False,
         deadline: float = math.inf,
+        span: Span = NO_SPAN,
     ) -> None:
-        """Begins a text; token_ids are its tokens so far. deadline: of the clock of `append`."""
-        if text_id in self._open:
-            self.fail(text_id, InvalidArgument("is open already", field="text_id"))
-            return
-        if len(self._open) >= self._max_texts:
-            self.fail(text_id, Overloaded("the detokenizer has too many open texts"))
-            return
+        """Begins a text; token_ids are its tokens so far. deadline: of the clock of `append`. span:
+        ends with the text."""
         try:
+            if text_id in self._open:
+                raise InvalidArgument("is open already", field="text_id")
+            if len(self._open) >= self._max_texts:
+                raise Overloaded("the detokenizer has too many open texts")
             text = ChoiceText(self._vocabulary, options)
             text.append(0, token_ids)
         except BatonError as error:
+            span.end(error_type(error))
             self.fail(text_id, error)
             return
-        self._open[text_id] = _Open(text, with_token_texts, deadline)
+        self._open[text_id] = _Open(text, with_token_texts, deadline, span)
         self._note(text_id, _TOKEN_BYTES * len(token_ids))
 
     def append(
@@ -123,15 +127,26 @@ class OpenTexts:
 
     def close(self, text_id: int) -> None:
         """Forgets a text; no news of it is taken any more."""
+        self._forget(text_id, Cancelled("closed"))
+
+    def end(self) -> None:
+        """Forgets all texts."""
+        for text_id in list(self._open):
+            self.close(text_id)
+
+    def _forget(self, text_id: int, error: BatonError | None) -> None:
         entry = self._open.pop(text_id, None)
         if entry is not None:
             self._unsent_bytes -= entry.unsent_bytes
+            if entry.span.recording:
+                entry.span.tell({names.TEXT_TOKENS: entry.text.count})
+            entry.span.end(error_type(error))
         self._changed.pop(text_id, None)
         self._failed.pop(text_id, None)
 
     def fail(self, text_id: int, error: BatonError) -> None:
         """Ends a text, if it is open, and tells why."""
-        self.close(text_id)
+        self._forget(text_id, error)
         self._failed[text_id] = error
 
     def take(self, max_characters: int) -> list[TextNews]:
@@ -147,7 +162,7 @@ class OpenTexts:
             max_characters -= max(1, len(news.text))
             entry.token_texts, entry.spelled_texts = [], []
             if news.end:
-                self.close(text_id)
+                self._forget(text_id, None)
             elif entry.text.has_news:
                 self._changed[text_id] = None
             else:

@@ -42,6 +42,7 @@ def main() -> int:
             giver,
             parts.grammars,
             handover_timeout_s=config.handover_timeout_s,
+            tracer=parts.tracer,
         )
         handover = HandoverServicer(giver)
         servicer = PrefillServicer(made, parts.identity.incarnation)

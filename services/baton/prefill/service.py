@@ -32,12 +32,15 @@ from baton.core.loop import EngineLoop
 from baton.core.plan import Extents
 from baton.core.ports import CompiledGrammar
 from baton.core.prefill_scheduler import PrefillScheduler
+from baton.core.trace_context import TraceContext
 from baton.core.use_meter import UseMeter
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.kv.giver import Giver, Offer
 from baton.prefill.collectors import LiveCollectors
 from baton.rpc import metrics
+from baton.rpc import trace_names as names
+from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type, now
 
 PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
 CACHED = metrics.counter(metrics.CACHED_TOKENS)
@@ -55,11 +58,13 @@ class Job:
 
     extents: where its KV lies. packing: whether some of it is being copied. over: it has ended; its
     blocks are given back as soon as nothing is copied. counted: positions that are in the metrics.
+    span: until token 0 is answered.
     """
 
     attempt: Attempt
     router: str
     first: asyncio.Future[FirstTokens]
+    span: Span
     offer: Offer | None = None
     extents: Extents = ()
     packing: bool = False
@@ -80,11 +85,13 @@ class PrefillService:
         grammars: GrammarBook,
         *,
         handover_timeout_s: float,
+        tracer: Tracer = OFF,
     ) -> None:
         self._engine = engine
         self._giver = giver
         self._grammars = grammars
         self._handover_timeout_s = handover_timeout_s
+        self._tracer = tracer
         self._collectors = LiveCollectors()
         self._meter = UseMeter()
         self._jobs: dict[AttemptKey, Job] = {}
@@ -136,7 +143,13 @@ class PrefillService:
             raise InvalidArgument("this attempt already runs here", field="attempt")
         if len(self._jobs) >= MAX_ATTEMPTS:
             raise Overloaded("too many attempts are on this prefill worker", retry_after_s=1.0)
-        job = Job(attempt, router, asyncio.get_running_loop().create_future())
+        span = self._tracer.go_on(names.PREFILL_RUN, parent=TraceContext(attempt.traceparent))
+        with ending(span):
+            job = Job(attempt, router, asyncio.get_running_loop().create_future(), span)
+            return await self._run(job, handover_id, decode_incarnation)
+
+    async def _run(self, job: Job, handover_id: bytes, decode_incarnation: str) -> FirstTokens:
+        attempt, router = job.attempt, job.router
         self._jobs[attempt.key] = job
         try:
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
@@ -218,6 +231,7 @@ class PrefillService:
             case FirstTokens(_, tokens, _, queue_s, prefill_s):
                 STAGE_TIME.labels("prefill_queue").observe(queue_s)
                 STAGE_TIME.labels("prefill").observe(prefill_s)
+                _tell(job.span, event)
                 if not job.first.done():
                     job.first.set_result(event)
                 if offer is not None and may_give:
@@ -278,7 +292,9 @@ class PrefillService:
 
     async def _watch(self, job: Job, offer: Offer) -> None:
         """The KV is needed until the hand-over ends, however it ends."""
-        await offer.wait()
+        with ending(job.span.child(names.GIVE)) as giving:
+            outcome = await offer.wait()
+            giving.end(error_type(outcome.error))
         job.offer = None
         if job.first.done():
             self._forget(job)
@@ -328,3 +344,14 @@ class PrefillService:
 def _is_last(first: FirstTokens) -> bool:
     """Whether no choice goes on after its first token."""
     return all(tokens.finish_reason is not None for tokens in first.tokens)
+
+
+def _tell(span: Span, first: FirstTokens) -> None:
+    """What the time until token 0 went into."""
+    if not span.recording:
+        return
+    end = now()
+    begin = end - first.prefill_s
+    span.child(names.PREFILL_QUEUE, at=begin - first.queue_s).end(at=begin)
+    span.child(names.PREFILL_COMPUTE, at=begin).end(at=end)
+    span.tell({names.WORKER_CACHED_TOKENS: first.cached_tokens})

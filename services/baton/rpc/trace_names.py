@@ -54,7 +54,6 @@ DECODE_WORKER = "baton.decode.incarnation"
 
 ENCODE = "tokenizer.encode"
 TO_TEXT = "tokenizer.decode"
-NUM_INPUTS = "baton.inputs"
 
 PREFILL_RUN = "prefill.run"
 PREFILL_QUEUE = "prefill.queue"
@@ -67,8 +66,6 @@ COLLECT = "handover.collect"
 DECODE_RUN = "decode.run"
 DECODE_PREFILL = "decode.prefill"
 GENERATE = "decode.generate"
-DECODE_TOKENS = "baton.output_tokens"
 
 TEXT = "detokenizer.text"
-TEXT_DELIVERED_BYTES = "baton.text.delivered_bytes"
 TEXT_TOKENS = "baton.text.tokens"

@@ -72,7 +72,12 @@ async def serve(options: TokenizerConfig) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     cores = len(os.sched_getaffinity(0))
     threads = options.workers or max(2, cores)
-    with closing(client_templates), ThreadPoolExecutor(threads, "encode") as executor:
+    tracer = options.tracer(ROLE, incarnation)
+    with (
+        closing(tracer),
+        closing(client_templates),
+        ThreadPoolExecutor(threads, "encode") as executor,
+    ):
         servicer = TokenizerServicer(
             encoder,
             model,
@@ -80,6 +85,7 @@ async def serve(options: TokenizerConfig) -> int:
             Lanes(executor, threads, cores),
             checker,
             max_waiting_bytes=options.max_waiting_mib << 20,
+            tracer=tracer,
         )
         server = ProcessServer(
             listen=options.listen,

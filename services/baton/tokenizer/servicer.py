@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Overloaded
 from baton.core.model import ModelDescription, WorkerIdentity
 from baton.grammar.checker import Checker
+from baton.rpc import trace_names as names
 from baton.rpc.convert import error_to_proto, grammar_from_proto, identity_to_proto
+from baton.rpc.tracing import OFF, Span, Tracer, context_of, ending
 from baton.tokenizer.encoder import Encoder
 from baton.tokenizer.lanes import BATCH_BYTES, LONG_BYTES, Lanes
 from baton.tokenizer.work import Work
@@ -42,6 +45,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         checker: Checker,
         *,
         max_waiting_bytes: int,
+        tracer: Tracer = OFF,
     ) -> None:
         self._encoder = encoder
         self._work = Work(encoder)
@@ -50,6 +54,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         self._lanes = lanes
         self._checker = checker
         self._max_waiting_bytes = max_waiting_bytes
+        self._tracer = tracer
         self._waiting_bytes = 0
         self.num_inputs = 0
         """Inputs accepted and not answered."""
@@ -67,18 +72,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         request: pb.EncodeRequest,
         context: _Context[pb.EncodeRequest, pb.EncodeResponse],
     ) -> pb.EncodeResponse:
-        return pb.EncodeResponse(
-            outputs=await self._all(self._work.encode, request.inputs, pb.EncodeOutput)
-        )
+        with self._traced(names.ENCODE, context):
+            return pb.EncodeResponse(
+                outputs=await self._all(self._work.encode, request.inputs, pb.EncodeOutput)
+            )
 
     async def Decode(
         self,
         request: pb.DecodeRequest,
         context: _Context[pb.DecodeRequest, pb.DecodeResponse],
     ) -> pb.DecodeResponse:
-        return pb.DecodeResponse(
-            outputs=await self._all(self._work.decode, request.inputs, pb.DecodeOutput)
-        )
+        with self._traced(names.TO_TEXT, context):
+            return pb.DecodeResponse(
+                outputs=await self._all(self._work.decode, request.inputs, pb.DecodeOutput)
+            )
 
     async def Describe(
         self,
@@ -92,6 +99,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
             vocab_size=self._encoder.vocab_size,
             has_chat_template=self._encoder.has_chat_template,
         )
+
+    def _traced(self, name: str, context: _Context[Any, Any]) -> AbstractContextManager[Span]:
+        parent = context_of(context.invocation_metadata() or ())
+        return ending(self._tracer.go_on(name, parent=parent))
 
     async def _all(
         self,

@@ -44,6 +44,7 @@ from baton.rpc.channels import Channels
 from baton.rpc.lifecycle import exit_at_once, new_incarnation, run_until_stopped
 from baton.rpc.logs import setup
 from baton.rpc.server import ProcessServer, Service
+from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
 from baton.worker.engine import open_runner
 from baton.worker.fitness import Fitness
@@ -95,6 +96,7 @@ class Parts:
     stats: HandoverStats
     channels: Channels
     grammars: GrammarBook
+    tracer: Tracer
 
 
 MakeScheduler = Callable[[ModelRunner, BlockPool], Scheduler]
@@ -139,6 +141,8 @@ async def run_worker(
 
     probes = options.probes()
     async with AsyncExitStack() as ends:
+        tracer = options.tracer(role, incarnation)
+        ends.callback(tracer.close)
         await ends.enter_async_context(probes)
         certificates = options.certificates()
         channels = Channels(certificates)
@@ -170,7 +174,7 @@ async def run_worker(
         fitness = Fitness(engine, runner, staging, identity, stats, options.probe_interval_s)
         await fitness.prove()
         service, services = make_service(
-            Parts(engine, runner, identity, staging, stats, channels, grammars)
+            Parts(engine, runner, identity, staging, stats, channels, grammars, tracer)
         )
         ends.push_async_callback(service.close)
         report = Report(

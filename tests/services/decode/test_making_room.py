@@ -13,6 +13,7 @@ from baton.core.events import Event
 from baton.core.loop import EngineLoop
 from baton.core.model import WorkerIdentity
 from baton.core.request import SamplingParams, StopParams
+from baton.decode.attempt_trace import AttemptTrace
 from baton.decode.begin import Beginner, Running
 from baton.decode.sessions import RouterSession
 from baton.engine.fake import FakeRunner
@@ -20,6 +21,7 @@ from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.kv.collector import Collector
 from baton.kv.ticket import Collected, Reserve, Ticket, Unpack
+from baton.rpc.tracing import OFF
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
 GIVER = WorkerIdentity("prefill", "0" * 32, "127.0.0.1:1")
@@ -72,7 +74,8 @@ async def reserved_beside(*others: Attempt, wanted: Attempt, stay: bool) -> int 
     await engine.start()
     collector = ReservingCollector()
     beginner = Beginner(engine, collector, GrammarBook(None), handover_timeout_s=30.0)
-    running = Running(wanted, RouterSession("r"), Ticket(b"h", GIVER, 22), 0, {0}, 0.0)
+    trace = AttemptTrace(OFF, wanted, collects=True)
+    running = Running(wanted, RouterSession("r"), Ticket(b"h", GIVER, 22), 0, {0}, 0.0, trace)
     try:
         for one in others:
             await engine.call(partial(add, one, stay))

@@ -44,6 +44,7 @@ def covered(recorded: Recorded, root: ReadableSpan) -> list[str]:
     assert [stage.start_time for stage in stages] == edges[:-1]
     assert edges[-1] == root.end_time
     assert sum(map(seconds, stages)) == pytest.approx(seconds(root))
+    assert not recorded.open
     return [stage.name for stage in stages]
 
 

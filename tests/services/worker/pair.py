@@ -42,6 +42,7 @@ from baton.rpc.channels import Channels
 from baton.rpc.convert import attempt_to_proto
 from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
 from baton.rpc.server import ProcessServer, Service
+from baton.rpc.tracing import OFF, Tracer
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ async def pair(
     max_sequences: int = 64,
     num_blocks: int = NUM_BLOCKS,
     limits: Mapping[State, Limit] = LIMITS,
+    tracer: Tracer = OFF,
 ) -> AsyncIterator[Pair]:
     """Everything running; checked on leaving: nothing held, no task left.
 
@@ -268,7 +270,7 @@ async def pair(
         given, taken = HandoverStats(), HandoverStats()
         giver = Giver(identity, prefill_runner.layout, staging, stats=given, limits=limits)
         prefilling = PrefillService(
-            engine, giver, GrammarBook(None), handover_timeout_s=handover_timeout_s
+            engine, giver, GrammarBook(None), handover_timeout_s=handover_timeout_s, tracer=tracer
         )
         services["prefill"] = prefilling
         ends.push_async_callback(prefilling.close)
@@ -298,6 +300,7 @@ async def pair(
             Beginner(engine, collector, GrammarBook(None), handover_timeout_s=handover_timeout_s),
             Departures(engine, departing, handover_timeout_s=handover_timeout_s),
             resume_window_s=resume_window_s,
+            tracer=tracer,
         )
         services["decode"] = decoding
         ends.push_async_callback(decoding.close)
