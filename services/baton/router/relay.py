@@ -32,6 +32,7 @@ from baton.router.placement import Placement, Standing
 from baton.router.stage_timer import StageTimer
 from baton.router.texts import Texts
 from baton.router.turnstile import Turnstile
+from baton.rpc.logs import named
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Relay:
                 group.create_task(self.texts.keep())
                 await self._attempts(group)
         except ExceptionGroup as failures:
-            raise _cause(failures) from failures
+            raise self._cause(failures) from failures
 
     async def _attempts(self, group: asyncio.TaskGroup) -> None:
         """Starts attempts as the journey wants them."""
@@ -231,11 +232,11 @@ class Relay:
             output_tokens=max(1, self.journey.stop.max_tokens - run.attempt.position),
         )
 
-
-def _cause(failures: ExceptionGroup[Exception]) -> BatonError:
-    """The failure a client is told: the first one of ours, else that something of ours is wrong."""
-    for failure in failures.exceptions:
-        if isinstance(failure, BatonError):
-            return failure
-    log.error("a request failed by a fault of the router", exc_info=failures)
-    return Internal("The router failed.")
+    def _cause(self, failures: ExceptionGroup[Exception]) -> BatonError:
+        """The failure a client is told: the first of ours, else that something of ours is wrong."""
+        for failure in failures.exceptions:
+            if isinstance(failure, BatonError):
+                return failure
+        about = named(self.journey.request_id, self.stages.trace.context.trace_id)
+        log.error("a request failed by a fault of the router", exc_info=failures, extra=about)
+        return Internal("The router failed.")

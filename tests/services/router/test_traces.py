@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -13,10 +14,17 @@ from baton.core.load import WorkerState
 from baton.core.request import ChatPrompt, Message, Request, TextPrompt
 from baton.core.trace_context import TraceContext
 from baton.router.config import RouterConfig
+from baton.router.grpc_door import KeyInterceptor
+from baton.router.keys import OpenDoor
+from baton.router.servicer import InferenceServicer
+from baton.rpc.server import ProcessServer
+from baton.rpc.tracing import metadata_of
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.recorded import Recorded, is_below, seconds
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish
+from tests.services.router.gateway import gateway_of, request
 
 STAGES = ("tokenize", "turn", "prefill", "hand_over", "decode", "detokenize")
 ROOT = f"text_completion {language.MODEL.name}"
@@ -236,3 +244,28 @@ async def test_a_bad_field_of_the_callers_trace_begins_a_new_one(
     await world.start()
     await world.ask(replace(REQUEST, trace=TraceContext("00-" + "0" * 32 + "-x", "a" * 5000)))
     assert recorded.one(ROOT).parent is None
+
+
+async def test_both_grpc_faces_go_on_with_the_callers_trace(
+    world: World, recorded: Recorded
+) -> None:
+    await world.start()
+    servicer = InferenceServicer(world.pipeline, stall_timeout_s=5)
+    server = ProcessServer(
+        listen="127.0.0.1:0",
+        services=[servicer.service()],
+        public=True,
+        interceptors=[KeyInterceptor(OpenDoor())],
+    )
+    metadata = metadata_of(THEIRS)
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        asked = inference_pb2.GenerateRequest(text=PROMPT)
+        async for _ in stub.Generate(asked, timeout=20, metadata=metadata):
+            pass
+    await server.stop(0)
+    async with gateway_of(world, RouterConfig(vllm_engine=True)) as gateway:
+        async for _ in gateway.stub.Generate(request(), timeout=20, metadata=metadata):
+            pass
+    roots = recorded.named(ROOT)
+    assert [f"{root.parent.span_id:016x}" for root in roots if root.parent] == ["b" * 16] * 2

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import InvalidArgument
+from baton.core.trace_context import UNTRACED, TraceContext
 from baton.router.http import sse
 from baton.router.http.app import HttpApp
 from baton.router.http.limits import HttpLimits
@@ -268,3 +269,15 @@ async def test_closing_lets_answers_end_and_then_cancels() -> None:
         with pytest.raises(httpx.HTTPError):
             await answer
         await server.close()
+
+
+async def test_a_request_says_what_trace_it_is_part_of(
+    http: httpx.AsyncClient, frontend: Scripted
+) -> None:
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    await http.post(CHAT, json=HELLO, headers={"Traceparent": traceparent, "TraceState": "v=1"})
+    await http.post(CHAT, json=HELLO)
+    assert [request.trace for request in frontend.seen] == [
+        TraceContext(traceparent, "v=1"),
+        UNTRACED,
+    ]

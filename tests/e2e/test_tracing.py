@@ -1,0 +1,89 @@
+"""One trace of one request through five real processes and the death of one, by a real receiver."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from baton.v1 import inference_pb2
+from tests.e2e.relay import Answer, Relay, options
+from tests.receiver import Received, Receiver, receiver
+
+pytestmark = pytest.mark.chaos
+
+PROMPT = list(range(50, 250))
+PATIENCE_S = 60.0
+STAGES = {"tokenize", "turn", "prefill", "hand_over", "decode", "detokenize"}
+ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
+EVERYBODY = {f"baton-{role}" for role in ROLES}
+
+
+@pytest.fixture(scope="module")
+def exported() -> Iterator[Receiver]:
+    with receiver() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def traced(exported: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATON_OTLP_ENDPOINT", exported.endpoint)
+        running = Relay(tmp_path_factory.mktemp("traced"), "--decode", "2")
+    yield running
+    running.close()
+
+
+def test_a_request_that_outlives_its_decode_worker_is_one_trace(
+    traced: Relay, exported: Receiver
+) -> None:
+    trace_id = secrets.token_hex(16)
+    traceparent = f"00-{trace_id}-{secrets.token_hex(8)}-01"
+    asked = inference_pb2.GenerateRequest(options=options(max_tokens=256))
+    asked.token_ids.ids.extend(PROMPT)
+    answer = Answer()
+    call = traced.stub.Generate(asked, timeout=120, metadata=(("traceparent", traceparent),))
+    for number, response in enumerate(call):
+        answer.take(response.event)
+        if number == 5:
+            (busy,) = [
+                decode
+                for decode in traced.processes("decode")
+                if traced.metric(decode, "baton_sequences") > 0
+            ]
+            traced.kill(busy)
+    assert len(answer.token_ids[0]) == 256
+
+    def mine(spans: list[Received]) -> list[Received]:
+        return [each for each in spans if each.span.trace_id.hex() == trace_id]
+
+    def whole(spans: list[Received]) -> bool:
+        names = [each.name for each in mine(spans)]
+        return (
+            "text_completion baton-tiny" in names
+            and {each.service for each in mine(spans)} == EVERYBODY
+        )
+
+    spans = mine(exported.wait_for(whole, PATIENCE_S))
+    (root,) = [each for each in spans if each.name.startswith("text_completion")]
+    assert root.span.parent_span_id.hex() == traceparent.split("-")[2]
+    covered = sum(each.seconds for each in spans if each.name in STAGES and each.is_below(root))
+    assert 0.95 * root.seconds <= covered <= 1.0001 * root.seconds
+
+    first, second = [each for each in spans if each.name == "attempt"]
+    assert first.attributes["error.type"] == "unavailable"
+    assert "error.type" not in second.attributes
+    assert [each.attributes["baton.attempt.number"] for each in (first, second)] == [0, 1]
+    assert first.is_below(root) and second.is_below(root)
+
+    by_id = {each.span.span_id: each for each in spans}
+    above = {"tokenizer.encode": "tokenize", "prefill.run": "attempt", "decode.run": "attempt"}
+    for each in spans:
+        if each.name in above:
+            assert by_id[each.span.parent_span_id].name == above[each.name]
+    (decoded,) = [each for each in spans if each.name == "decode.run" and each.is_below(second)]
+    assert decoded.incarnation == second.attributes["baton.decode.incarnation"]
+    assert decoded.incarnation != first.attributes["baton.decode.incarnation"]
+    assert any(each.name == "detokenizer.text" and each.is_below(root) for each in spans)
+    assert f"trace_id={trace_id}" in traced.log.read_text()
