@@ -156,7 +156,11 @@ async def _opened(
 
 def _trace(scope: Scope) -> TraceContext:
     """Where in its caller's trace a request belongs. ASGI has the names in lower case."""
-    return context_of((name.decode("latin-1"), value) for name, value in scope["headers"])
+    return context_of(
+        (name.decode("latin-1"), value)
+        for name, value in scope["headers"]
+        if name.startswith(b"trace")
+    )
 
 
 def _headers(call: Call, accepted: Accepted) -> list[Header]:
