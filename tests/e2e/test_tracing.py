@@ -8,16 +8,20 @@ from collections.abc import Iterator
 import pytest
 
 from baton.v1 import inference_pb2
-from tests.e2e.relay import Answer, Relay, options
+from tests.e2e.relay import Answer, Relay, eventually, options
 from tests.receiver import Received, Receiver, receiver
 
 pytestmark = pytest.mark.chaos
 
 PROMPT = list(range(50, 250))
 PATIENCE_S = 60.0
+NUM_WORKERS = 5
 STAGES = {"tokenize", "turn", "prefill", "hand_over", "decode", "detokenize"}
 ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 EVERYBODY = {f"baton-{role}" for role in ROLES}
+ROOT = "text_completion baton-tiny"
+CALLS = ("tokenizer.encode", "prefill.run", "decode.run", "detokenizer.text")
+"""A decode worker that is killed never sends its `decode.run`: it was open."""
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +63,11 @@ def test_a_request_that_outlives_its_decode_worker_is_one_trace(
         return [each for each in spans if each.span.trace_id.hex() == trace_id]
 
     def whole(spans: list[Received]) -> bool:
-        names = [each.name for each in mine(spans)]
-        return (
-            "text_completion baton-tiny" in names
-            and {each.service for each in mine(spans)} == EVERYBODY
-        )
+        return {each.name for each in mine(spans)} >= {ROOT, *CALLS}
 
     spans = mine(exported.wait_for(whole, PATIENCE_S))
-    (root,) = [each for each in spans if each.name.startswith("text_completion")]
+    assert {each.service for each in spans} == EVERYBODY
+    (root,) = [each for each in spans if each.name == ROOT]
     assert root.span.parent_span_id.hex() == traceparent.split("-")[2]
     covered = sum(each.seconds for each in spans if each.name in STAGES and each.is_below(root))
     assert 0.95 * root.seconds <= covered <= 1.0001 * root.seconds
@@ -87,3 +88,10 @@ def test_a_request_that_outlives_its_decode_worker_is_one_trace(
     assert decoded.incarnation != first.attributes["baton.decode.incarnation"]
     assert any(each.name == "detokenizer.text" and each.is_below(root) for each in spans)
     assert f"trace_id={trace_id}" in traced.log.read_text()
+
+    (router,) = traced.processes("router")
+    eventually(
+        lambda: traced.metric(router, "baton_workers", state="serving") == NUM_WORKERS,
+        120,
+        "the worker that was killed is back",
+    )
