@@ -1,4 +1,4 @@
-"""`baton plan`: says before anything runs what it would take; today of memory."""
+"""`baton plan`: says before anything runs what it would take; of memory itself."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli.layout import resolve_model
+from baton.cli.planning import options
 from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.memory import size
@@ -60,9 +62,16 @@ def add_parser(subparsers: Any) -> None:
         help="positions of a block (default %(default)s)",
     )  # fmt: skip
     memory.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plan == "fleet":
+        return int(import_module("baton.cli.planning.command").run(args))
+    return _memory(args)
+
+
+def _memory(args: argparse.Namespace) -> int:
     if args.memory_gib is not None and args.memory_gib <= 0:
         raise InvalidArgument("must be more than 0", field="memory_gib")
     config = EngineConfig(

@@ -1,0 +1,114 @@
+"""Asks running workers how fast they are by their own measurements; knows no model and no traffic.
+
+A worker tells it in the load that its Watch repeats, the same that routers go by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any
+
+import grpc
+
+from baton.core.errors import BatonError, InvalidArgument, Unavailable
+from baton.core.load import WorkerDescription, WorkerLoad
+from baton.core.speed import WorkerSpeed
+from baton.rpc.channels import Channels
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.tls import Certificates
+from baton.rpc.worker import description_from_proto, load_from_proto
+from baton.v1 import worker_pb2
+from baton.v1.worker_pb2_grpc import WorkerStub
+
+ASK_S = 5.0
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    address: str
+    description: WorkerDescription
+    load: WorkerLoad
+
+    @property
+    def role(self) -> str:
+        return self.description.identity.role
+
+
+async def ask(addresses: Iterable[str], certificates: Certificates | None) -> list[Told]:
+    """All at once, each within 5 s. Raises BatonError, which names the address."""
+    channels = Channels(certificates)
+    roles = ("",) if certificates is None else ROLES
+    try:
+        asking = (_ask(channels, address, roles) for address in addresses)
+        return list(await asyncio.gather(*asking))
+    finally:
+        await channels.close()
+
+
+def speed_of(told: Sequence[Told], role: str) -> WorkerSpeed | None:
+    """The mean of what the workers of a role measured: None with none of that role. Raises
+    Unavailable where one has measured nothing yet."""
+    speeds = []
+    for one in told:
+        if one.role != role:
+            continue
+        speed = one.load.speed
+        if not (speed.prefills if role == "prefill" else speed.decodes):
+            raise Unavailable(
+                f"{one.address} has measured nothing yet: send it requests first", field="calibrate"
+            )
+        speeds.append(speed)
+    if not speeds:
+        return None
+    return WorkerSpeed(**{f.name: _mean(f.name, speeds) for f in fields(WorkerSpeed)})
+
+
+def _mean(name: str, speeds: Sequence[WorkerSpeed]) -> Any:
+    """Of those that measured it, for what not all do."""
+    values = [getattr(speed, name) for speed in speeds]
+    if name == "prefill_step_tokens":
+        return min(values)
+    if name in ("link_bytes_per_s", "handover_s"):
+        values = [value for value in values if value] or [0.0]
+    return fmean(values)
+
+
+async def _ask(channels: Channels, address: str, roles: Sequence[str]) -> Told:
+    """roles: that the certificate there may be for, tried in turn."""
+    for role in roles[:-1]:
+        with suppress(BatonError):
+            return _fitting(await _watch(channels, address, role))
+    return _fitting(await _watch(channels, address, roles[-1]))
+
+
+def _fitting(told: Told) -> Told:
+    if told.role not in ROLES:
+        raise InvalidArgument(
+            f"{told.address} is a {told.role}, not a prefill or decode worker", field="calibrate"
+        )
+    return told
+
+
+async def _watch(channels: Channels, address: str, role: str) -> Told:
+    watch: Any = WorkerStub(channels.get(address, role)).Watch(worker_pb2.WatchRequest())
+    description: WorkerDescription | None = None
+    try:
+        async with asyncio.timeout(ASK_S):
+            while (message := await watch.read()) is not grpc.aio.EOF:
+                if message.HasField("description"):
+                    description = description_from_proto(message.description)
+                elif message.HasField("load") and description is not None:
+                    return Told(address, description, load_from_proto(message.load))
+    except grpc.aio.AioRpcError as error:
+        code = from_rpc_error(error)
+        raise Unavailable(f"{address} cannot be asked: {code.message}", field="calibrate") from None
+    except TimeoutError:
+        pass
+    finally:
+        watch.cancel()
+    raise Unavailable(f"{address} does not say how fast it is", field="calibrate")
