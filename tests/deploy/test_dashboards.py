@@ -1,4 +1,4 @@
-"""Dashboards and triggers ask for what processes really export; draws nothing."""
+"""Dashboards, triggers and docs name what processes really export; draws nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ import pytest
 import baton
 from baton.rpc.metrics import Spec
 
-CHART = Path(__file__).resolve().parents[2] / "deploy/helm/baton"
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy/helm/baton"
+DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
 MODULES = ("baton.rpc.metrics", "baton.rpc.aliases", "baton.router.metrics")
 
+SAID_NOT_TO_BE = {"vllm:lora_requests_info"}
+
+_PARTS = ("_bucket", "_count", "_sum")
 _METRIC = re.compile(r"\b(?:baton_|vllm:|process_)[a-z_:]+")
 _OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
@@ -45,7 +50,46 @@ def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
 
 def unknown(text: str, known: dict[str, Spec]) -> set[str]:
     names = set(_METRIC.findall(text)) - _OF_EVERY_PROCESS
-    return {name for name in names if name.removesuffix("_bucket") not in known}
+    return {name for name in names if name not in known and _base(name) not in known}
+
+
+def labels_of(expression: str, known: dict[str, Spec]) -> set[str]:
+    """That the metrics of an expression have, without those of Prometheus."""
+    names = map(_base, _METRIC.findall(expression))
+    return {label for name in names if name in known for label in known[name].labels}
+
+
+def labels_in(expression: str) -> set[str]:
+    asked = set(re.findall(r"(\w+)!?=~?\"", expression))
+    for group in re.findall(r"\b(?:by|on|ignoring|group_left|without) \(([^)]*)\)", expression):
+        asked |= {label.strip() for label in group.split(",") if label.strip()}
+    return asked
+
+
+def _base(name: str) -> str:
+    """Of a histogram's sample."""
+    return next((name.removesuffix(part) for part in _PARTS if name.endswith(part)), name)
+
+
+def test_a_metric_that_is_defined_is_filled() -> None:
+    defined = {
+        value.name
+        for module in map(importlib.import_module, MODULES)
+        for value in vars(module).values()
+        if isinstance(value, Spec)
+    }
+    assert defined == exported().keys()
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+def test_docs_name_metrics_and_labels_that_exist(path: Path) -> None:
+    known, text = exported(), path.read_text()
+    for name, labels in re.findall(r"`((?:baton_|vllm:)[a-z_:]+)(?:\{([^}`]*)\})?", text):
+        if name.endswith("_") or name in SAID_NOT_TO_BE:
+            continue  # an underscore: the beginning of several
+        assert not unknown(name, known), name
+        given = {label.partition("=")[0].strip() for label in labels.split(",") if label}
+        assert given <= labels_of(name, known), (name, given)
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
@@ -58,14 +102,9 @@ def test_a_dashboard_asks_for_metrics_that_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_a_dashboard_asks_for_labels_that_exist(path: Path) -> None:
     known = exported()
-    added = {"namespace", "pod", "le"}
     for expression in expressions(json.loads(path.read_text())):
-        names = [n.removesuffix("_bucket") for n in _METRIC.findall(expression)]
-        allowed = added.union(*(known[n].labels for n in names if n in known))
-        asked = set(re.findall(r"(\w+)!?=~?\"", expression))
-        for group in re.findall(r"by \(([^)]*)\)", expression):
-            asked |= {label.strip() for label in group.split(",")}
-        assert asked <= allowed, expression
+        allowed = labels_of(expression, known) | {"namespace", "pod", "le"}
+        assert labels_in(expression) <= allowed, expression
 
 
 def test_what_pools_are_scaled_by_exists() -> None:

@@ -9,9 +9,11 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.errors import BatonError
 from baton.core.refusal import Limit
+from baton.core.timings import Timings
 from baton.router.fleet import Fleet
 from baton.router.replicas import Replicas
 from baton.rpc.metrics import (
+    INTER_TOKEN,
     LOCAL_PREFILL,
     PROMPT_TOKENS,
     REGISTRY,
@@ -25,6 +27,7 @@ from baton.rpc.metrics import (
     counter,
     gauge,
     histogram,
+    timings,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +82,8 @@ class RouterMetrics:
         self.prompt_tokens = counter(PROMPT_TOKENS, registry)
         self.first_token_s = histogram(TIME_TO_FIRST_TOKEN, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
+        self.between_tokens = Timings()
+        timings(INTER_TOKEN, lambda: {(): self.between_tokens}, registry)
         self._requests = counter(REQUESTS, registry)
         self._remote = counter(REMOTE_PREFILL, registry)
         self._local = counter(LOCAL_PREFILL, registry)

@@ -31,6 +31,7 @@ from baton.router.notice import Notice
 from baton.router.placement import Placement, Standing
 from baton.router.stage_timer import StageTimer
 from baton.router.texts import Texts
+from baton.router.token_gaps import TokenGaps
 from baton.router.turnstile import Turnstile
 from baton.rpc.logs import named
 
@@ -79,6 +80,7 @@ class Relay:
         self.deadline = deadline
         self.background = background
         self.metrics = metrics
+        self._gaps = TokenGaps(journey.logs, metrics.between_tokens)
         self.max_unconfirmed = limits.max_unconfirmed if text_options.stop_strings else 0
         self.news = Notice()
         """Set when there is something for the client."""
@@ -160,6 +162,7 @@ class Relay:
         self.stages.reached(Stage.DETOKENIZE)
 
     def tokens_came(self, choice: int) -> None:
+        self._gaps.came(choice, asyncio.get_running_loop().time())
         self.asking.came(choice)
 
     def turn(self) -> None:

@@ -83,7 +83,6 @@ UNAUTHENTICATED = Spec(
 )
 
 REQUESTS = Spec("baton_requests_total", "Requests that ended.", ("outcome",))
-ATTEMPTS = Spec("baton_attempts_total", "Attempts that ended.", ("outcome",))
 REMOTE_PREFILL = Spec(
     "baton_remote_prefill_total", "Attempts whose KV a prefill worker computed and handed over."
 )
@@ -122,7 +121,7 @@ TIME_TO_FIRST_TOKEN = Spec(
     "baton_time_to_first_token_seconds", "From arrival to the first token.", buckets=_LATENCY
 )
 REQUEST_TIME = Spec("baton_request_seconds", "From arrival to the last token.", buckets=_LATENCY)
-INTER_TOKEN = Spec("baton_inter_token_seconds", "Between tokens of a choice.", buckets=_LATENCY)
+INTER_TOKEN = Spec("baton_inter_token_seconds", "Between tokens of a choice.", buckets=BOUNDS_S)
 STAGE_TIME = Spec(
     "baton_stage_seconds", "Time of one stage of a request.", ("stage",), buckets=_LATENCY
 )

@@ -19,6 +19,7 @@ async def test_what_really_happened_is_counted(world: World) -> None:
     await world.start(RouterConfig(local_prefill_tokens=4))
     await world.ask(REQUEST)
     await world.ask(replace(REQUEST, prompt=TextPrompt("abc")))
+    assert world.counted("baton_inter_token_seconds_count") == 2 * 39
     with pytest.raises(ModelNotFound):
         await world.ask(replace(REQUEST, model="other"))
     await (await world.pipeline.open(replace(REQUEST, max_tokens=3000))).aclose()
