@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -27,6 +28,7 @@ _METRIC = re.compile(r"\b(?:baton_|vllm:|process_)[a-z_:]+")
 _OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
 
+@functools.cache
 def exported() -> dict[str, Spec]:
     """Metrics by name that are defined and that some other line fills."""
     sources = "\n".join(path.read_text() for path in Path(baton.__path__[0]).rglob("*.py"))

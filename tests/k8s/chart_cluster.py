@@ -55,6 +55,7 @@ def namespace(**labels: str) -> Iterator[str]:
 FOREIGN = (
     ("monitoring.coreos.com", "v1", "ServiceMonitor", "servicemonitors"),
     ("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
+    ("monitoring.coreos.com", "v1", "PrometheusRule", "prometheusrules"),
     ("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects"),
     ("cert-manager.io", "v1", "Certificate", "certificates"),
     ("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),

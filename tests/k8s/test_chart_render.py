@@ -179,7 +179,15 @@ def test_everything_has_a_kind_of_each() -> None:
     assert kinds == {
         *("Deployment", "Service", "ServiceAccount", "Role", "RoleBinding", "ConfigMap", "Pod"),
         *("PodDisruptionBudget", "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy"),
-        *("ServiceMonitor", "PodMonitor", "Certificate", "HTTPRoute", "GRPCRoute", "Ingress"),
+        *(
+            "ServiceMonitor",
+            "PodMonitor",
+            "PrometheusRule",
+            "Certificate",
+            "HTTPRoute",
+            "GRPCRoute",
+            "Ingress",
+        ),
         *("InferencePool", "PriorityClass"),
     }
 
