@@ -95,6 +95,7 @@ async def test_the_collector_is_cancelled(stage: str, transport: str) -> None:
         assert pool.unpacking == 0
         outcome = await offer.wait()
         assert outcome.outcome is Outcome.FAILED and isinstance(outcome.error, Cancelled)
+        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"cancelled": 1}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -108,6 +109,7 @@ async def test_the_giver_gives_up(stage: str) -> None:
             await collecting
         outcome = await offer.wait()
         assert outcome.outcome is Outcome.FAILED and isinstance(outcome.error, Cancelled)
+        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"cancelled": 1}
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -122,6 +122,9 @@ class Collector:
         except Overloaded:
             outcome = "full"
             raise
+        except (Cancelled, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
         finally:
             self._running -= 1
             self.stats.outcomes[outcome] += 1

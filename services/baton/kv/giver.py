@@ -272,7 +272,7 @@ class Giver:
         for timer in self._timers.pop(offer.handover_id):
             timer.cancel()
         del self._offers[offer.handover_id]
-        offer.stats.outcomes[outcome.outcome.value] += 1
+        offer.stats.outcomes[outcome.counted] += 1
         if offer.is_probe:
             # Its bytes are worth nothing, and the tombstones of others must not be pushed out.
             self._num_probes -= 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.core.attempt import ChoiceTokens
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, Cancelled
 from baton.core.handover import GiverSide, GiverState, HandoverEvent
 from baton.kv.ending import Ending
 from baton.kv.stats import HandoverStats, now
@@ -32,6 +32,11 @@ class HandoverOutcome:
 
     outcome: Outcome
     error: BatonError | None = None
+
+    @property
+    def counted(self) -> str:
+        """Its label among the totals: nobody wanting the KV any more is no failure."""
+        return "cancelled" if isinstance(self.error, Cancelled) else self.outcome.value
 
 
 class Offer:

@@ -17,14 +17,14 @@ MISMATCHES = ("announcement", "header", "digest")
 class HandoverStats:
     """Totals since the process start. Written on the event loop only, read by metrics.
 
-    outcomes: hand-overs by how they ended: completed, full or failed. mismatches: parcels that did
-    not verify, by what was wrong: announcement (the stream's header is not what must come), header
-    (the slot holds another parcel) or digest (the bytes differ). peers_met: givers that were met,
-    a giver met again included. probes: by path (self or peer) and outcome; probes count nowhere
-    else. stages: how long each stage took, of those that came to their end; a giver's are
-    open_wait, grant_wait, slot_wait, pack, seal and confirm_wait, a collector's meet,
-    announce_wait, reserve, slot_wait, read, verify, unpack and last_chunk (from the news that all
-    is computed to the end). link: of a collector.
+    outcomes: hand-overs by how they ended: completed, full, failed or cancelled, when nobody wants
+    the KV any more. mismatches: parcels that did not verify, by what was wrong: announcement (the
+    stream's header is not what must come), header (the slot holds another parcel) or digest (the
+    bytes differ). peers_met: givers that were met, a giver met again included. probes: by path
+    (self or peer) and outcome; probes count nowhere else. stages: how long each stage took, of
+    those that came to their end; a giver's are open_wait, grant_wait, slot_wait, pack, seal and
+    confirm_wait, a collector's meet, announce_wait, reserve, slot_wait, read, verify, unpack and
+    last_chunk (from the news that all is computed to the end). link: of a collector.
     """
 
     parcels: int = 0
