@@ -45,7 +45,7 @@ class HttpClient:
         """Raises InvalidArgument for what is no address, and for a CA that is none."""
         self.address = access.address
         self._host, self._port = split(access.address, "http")
-        self._trust = _trust(access.ca)
+        self._trust = trust(access.ca)
         key = f"authorization: Bearer {access.key}\r\n" if access.key else ""
         self._head = f"host: {access.address}\r\n{key}content-type: application/json\r\n"
         self._idle: list[_Connection] = []
@@ -147,8 +147,8 @@ class _Reading:
         self.whole = True
 
 
-def _trust(ca: bytes | None) -> ssl.SSLContext | None:
-    """ca: as Access has it."""
+def trust(ca: bytes | None) -> ssl.SSLContext | None:
+    """ca: as Access has it. Raises InvalidArgument."""
     if ca is None:
         return None
     try:

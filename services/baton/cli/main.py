@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "plan",
     "fetch": "fetch",
     "batch": "batch.command",
+    "loadtest": "loadtest.command",
     "bench": "bench.command",
     "chaos": "chaos.command",
 }

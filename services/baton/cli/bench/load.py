@@ -7,8 +7,9 @@ import random
 import time
 from dataclasses import dataclass, field
 
+from baton.cli.loadtest.over_grpc import greedy
 from baton.rpc.transport import open_channel
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from baton.v1 import inference_pb2_grpc
 
 REQUEST_TIMEOUT_S = 600
 
@@ -63,7 +64,7 @@ async def drive(address: str, load: Load) -> Outcome:
             for index, prompt in waiting:
                 asked = time.perf_counter()
                 async for response in stub.Generate(
-                    request(prompt, load.output_tokens), timeout=REQUEST_TIMEOUT_S
+                    greedy(prompt, load.output_tokens), timeout=REQUEST_TIMEOUT_S
                 ):
                     ids = response.event.delta.token_ids
                     if ids and not outcome.token_ids[index]:
@@ -74,15 +75,3 @@ async def drive(address: str, load: Load) -> Outcome:
         outcome.seconds = time.perf_counter() - began
     outcome.tokens = sum(map(len, outcome.token_ids))
     return outcome
-
-
-def request(prompt: tuple[int, ...], output_tokens: int) -> inference_pb2.GenerateRequest:
-    """Greedy, of a length known in advance."""
-    return inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=prompt),
-        options=inference_pb2.GenerationOptions(
-            sampling=types_pb2.SamplingParams(temperature=0.0),
-            stop=types_pb2.StopParams(max_tokens=output_tokens, ignore_eos=True),
-            return_token_ids=True,
-        ),
-    )

@@ -1,8 +1,8 @@
 """An open-loop HTTP load in a process of its own: requests leave when they are due, whatever became
 of those before. Knows nothing of what serves it.
 
-Raw sockets, kept alive, and no parsing beyond what times need, so that it sustains what it is told;
-how late its own requests left is part of what it tells.
+Kept-alive connections with as little work as can be, so that it sustains what it is told; how late
+its own requests left is part of what it tells.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baton.cli.bench.child import progress
+from baton.cli.loadtest.connection import Connection
+from baton.cli.loadtest.events import Events
+from baton.rpc.address import split
 
 END_S = 60.0
 """What has not ended so long after the last arrival counts as failed."""
@@ -67,7 +71,8 @@ class _Load:
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
         self._draw = random.Random(job["seed"])
-        self._idle: dict[int, list[_Connection]] = {i: [] for i in range(len(job["targets"]))}
+        self._targets = [split(target, "targets") for target in job["targets"]]
+        self._idle: dict[int, list[Connection]] = {i: [] for i in range(len(self._targets))}
 
     async def run(self) -> list[list[dict[str, Any]]]:
         found = []
@@ -135,73 +140,37 @@ class _Load:
 
     async def _try(self, one: Asked, body: bytes) -> None:
         idle = self._idle[one.target]
-        connection = idle.pop() if idle else await _Connection.open(self._targets[one.target])
-        try:
-            await connection.ask(one, self._headers(one), body)
-        except BaseException:
+        while idle and not idle[-1].usable:
+            idle.pop()
+        connection = idle.pop() if idle else await Connection.open(*self._targets[one.target])
+        request = self._head(one, len(body)).encode() + body
+        began = time.perf_counter()
+        one.tokens = 0
+
+        def hear(_: Sequence[int], count: int) -> None:
+            if not one.tokens:
+                one.first_s = time.perf_counter() - began
+            one.tokens += count
+
+        events = Events(hear)
+        head = await connection.ask(request, events.feed)
+        one.status, one.took_s = head.status, time.perf_counter() - began
+        one.whole = events.done and not events.failed
+        if one.status == 429:
+            one.refusals_s.append(one.took_s)
+            one.retry_after_s.append(float(head.headers["retry-after"]))
+        if connection.usable:
+            idle.append(connection)
+        else:
             connection.close()
-            raise
-        idle.append(connection)
 
-    @property
-    def _targets(self) -> list[str]:
-        targets: list[str] = self._job["targets"]
-        return targets
-
-    def _headers(self, one: Asked) -> str:
-        headers: list[str] = self._job["headers"]
-        return headers[one.tenant]
+    def _head(self, one: Asked, length: int) -> str:
+        return (
+            f"POST /v1/completions HTTP/1.1\r\nhost: b\r\n{self._job['headers'][one.tenant]}"
+            f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+        )
 
     def _body(self) -> bytes:
         ids = [self._draw.randrange(64, 1900) for _ in range(self._job["prompt_tokens"])]
         text: str = self._job["body"].replace("PROMPT", json.dumps(ids))
         return text.encode()
-
-
-class _Connection:
-    """One kept-alive connection, for one request at a time."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def open(cls, target: str) -> _Connection:
-        host, _, port = target.rpartition(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
-
-    def close(self) -> None:
-        self._writer.close()
-
-    async def ask(self, one: Asked, headers: str, body: bytes) -> None:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: b\r\n{headers}"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        began = time.perf_counter()
-        self._writer.write(head.encode() + body)
-        answer = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        one.status = int(answer.split(" ", 2)[1])
-        fields = dict(line.split(": ", 1) for line in answer.splitlines()[1:] if ": " in line)
-        if one.status == 200:
-            await self._events(one, began)
-        else:
-            await self._reader.readexactly(int(fields["content-length"]))
-        one.took_s = time.perf_counter() - began
-        if one.status == 429:
-            one.refusals_s.append(one.took_s)
-            one.retry_after_s.append(float(fields["retry-after"]))
-
-    async def _events(self, one: Asked, began: float) -> None:
-        """Chunked transfer coding around server-sent events."""
-        one.tokens, one.whole = 0, False
-        while size := int((await self._reader.readuntil(b"\r\n")).strip(), 16):
-            chunk = (await self._reader.readexactly(size + 2))[:-2]
-            if not one.tokens and b'"text"' in chunk:
-                one.first_s = time.perf_counter() - began
-            # An event may carry several tokens: ids are listed, one comma less than there are.
-            for ids in chunk.split(b'"token_ids":[')[1:]:
-                inside = ids.split(b"]", 1)[0]
-                one.tokens += inside.count(b",") + 1 if inside else 0
-            if b"[DONE]" in chunk and b'"error"' not in chunk:
-                one.whole = True
-        await self._reader.readuntil(b"\r\n")

@@ -1,0 +1,150 @@
+"""Reads recorded traffic, Mooncake's JSON lines or Azure's CSV, and says which line is broken; knows
+no prompt and no schedule.
+
+Mooncake: one object a line with timestamp (ms), input_length, output_length, hash_ids: one for each
+512 tokens of the prompt, the last of which may be fewer; equal ids stand for equal tokens.
+Azure: columns TIMESTAMP, ContextTokens, GeneratedTokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from baton.core.errors import InvalidArgument
+
+BLOCK = 512
+"""Tokens that one of Mooncake's hash_ids stands for."""
+
+MOST_TOKENS = 100_000_000
+SAID = 3
+"""Broken lines that are told in full; of the rest, how many."""
+
+_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One request. at_s: on the trace's own clock. blocks: ids of the prompt's 512 tokens each;
+    none where the trace does not say what prompts share."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """broken: what was wrong with the lines that were skipped."""
+
+    requests: tuple[Recorded, ...]
+    broken: tuple[str, ...] = ()
+
+
+class _Broken(Exception):
+    """field, and what is wrong with it."""
+
+
+def read(path: Path, *, skip_broken: bool = False) -> Trace:
+    """The whole file; which kind it is, its first line tells.
+
+    Raises InvalidArgument (field "trace") for a file that cannot be read, is of no known kind or
+    has no request in it, and for broken lines that are not to be skipped, with their numbers.
+    """
+    requests: list[Recorded] = []
+    broken: list[str] = []
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            first = file.readline().strip()
+            file.seek(0)
+            parse: Callable[[Any], Recorded]
+            rows: Iterator[tuple[int, Any]]
+            if first.startswith("{"):
+                rows, parse = _lines(file), _mooncake
+            elif first.removeprefix("\ufeff").split(",")[: len(_COLUMNS)] == list(_COLUMNS):
+                rows, parse = _rows(file), _azure
+            else:
+                raise InvalidArgument(
+                    f"{path}, line 1: neither an object of Mooncake's nor the columns "
+                    f"{','.join(_COLUMNS)} of Azure's",
+                    field="trace",
+                )
+            for number, row in rows:
+                try:
+                    requests.append(parse(row))
+                except _Broken as what:
+                    broken.append(f"{path}, line {number}: {what}")
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror}", field="trace") from None
+    except csv.Error:
+        raise InvalidArgument(f"{path} is no CSV file", field="trace") from None
+    if broken and not skip_broken:
+        more = f"; and {len(broken) - SAID} more" if len(broken) > SAID else ""
+        raise InvalidArgument("; ".join(broken[:SAID]) + more, field="trace")
+    if not requests:
+        raise InvalidArgument(f"{path} has no request in it", field="trace")
+    return Trace(tuple(requests), tuple(broken))
+
+
+def _lines(file: Iterator[str]) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _rows(file: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    rows = csv.reader(file)
+    next(rows)
+    return ((rows.line_num, row) for row in rows if row)
+
+
+def _mooncake(line: str) -> Recorded:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _Broken("is no JSON") from None
+    if not isinstance(said, dict):
+        raise _Broken("is no JSON object")
+    at_ms = said.get("timestamp")
+    # What is neither below nor above is no number.
+    if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < 1e15:
+        raise _Broken("timestamp: must be milliseconds, 0 or more")
+    prompt_tokens = _count(said, "input_length", least=1)
+    output_tokens = _count(said, "output_length", least=0)
+    blocks = said.get("hash_ids")
+    if not isinstance(blocks, list) or not all(type(each) is int for each in blocks):
+        raise _Broken("hash_ids: must be a list of whole numbers")
+    if len(blocks) != -(-prompt_tokens // BLOCK):
+        raise _Broken(
+            f"hash_ids: {len(blocks)} of them, where input_length {prompt_tokens} has "
+            f"{-(-prompt_tokens // BLOCK)} blocks of {BLOCK}"
+        )
+    return Recorded(at_ms / 1000, prompt_tokens, output_tokens, tuple(blocks))
+
+
+def _count(said: dict[str, Any], name: str, least: int) -> int:
+    found = said.get(name)
+    if type(found) is not int or not least <= found <= MOST_TOKENS:
+        raise _Broken(f"{name}: must be a whole number from {least} to {MOST_TOKENS}")
+    return found
+
+
+def _azure(row: list[str]) -> Recorded:
+    if len(row) < len(_COLUMNS):
+        raise _Broken(f"{_COLUMNS[len(row)]}: is missing")
+    try:
+        # Seven digits of a second, of which datetime knows six. The trace's zone does not matter,
+        # for only differences are used: UTC has no hour that comes twice.
+        at_s = datetime.fromisoformat(row[0][:26] + "+00:00").timestamp()
+    except ValueError:
+        raise _Broken("TIMESTAMP: must be YYYY-MM-DD HH:MM:SS.FFFFFFF") from None
+    counts = {}
+    for name, text, least in zip(_COLUMNS[1:], row[1:3], (1, 0), strict=True):
+        if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+            raise _Broken(f"{name}: must be a whole number from {least} to {MOST_TOKENS}")
+        counts[name] = int(text)
+    return Recorded(at_s, _count(counts, _COLUMNS[1], 1), _count(counts, _COLUMNS[2], 0))
