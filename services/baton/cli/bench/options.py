@@ -6,11 +6,11 @@ Times are estimates for the 100m shape on two otherwise idle cores.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from baton.cli.bench.flags import device, factors, kind, model, names, numbers
 from baton.worker.options import WorkerOptions
 
 _RING = {field.name: field.default for field in fields(WorkerOptions)}
@@ -35,10 +35,11 @@ def add(kinds: Any) -> None:
     _tokens(kinds)
     _grammar(kinds)
     _cold(kinds)
+    _loadtest(kinds)
 
 
 def _relay(kinds: Any) -> None:
-    relay = _kind(
+    relay = kind(
         kinds, "relay", "five processes against the same engine in one process", plot=False
     )
     relay.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
@@ -51,13 +52,13 @@ def _relay(kinds: Any) -> None:
 
 
 def _engine(kinds: Any) -> None:
-    engine = _kind(
+    engine = kind(
         kinds,
         "engine",
         "the engine against what one would run instead",
         "About 3 minutes; with --peers about 9, most of it theirs. 500m takes 40 minutes.",
     )
-    _model(engine, threads=2)
+    model(engine, threads=2)
     engine.add_argument(
         "--peers", action="store_true", help="transformers and llama.cpp take part as well"
     )
@@ -86,21 +87,21 @@ def _engine(kinds: Any) -> None:
 
 
 def _cost(kinds: Any) -> None:
-    cost = _kind(
+    cost = kind(
         kinds,
         "cost",
         "what a step, a prompt, the scheduler and the blocks cost",
         "About 4 minutes.",
     )
-    _model(cost, threads=1)
-    _device(cost)
+    model(cost, threads=1)
+    device(cost)
     cost.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True)
     cost.add_argument(
-        "--contexts", type=_numbers, default=(128, 512, 2048, 8192), metavar="N,N", help="positions"
+        "--contexts", type=numbers, default=(128, 512, 2048, 8192), metavar="N,N", help="positions"
     )
-    cost.add_argument("--batches", type=_numbers, default=(1, 4, 16, 64), metavar="N,N")
-    cost.add_argument("--prompts", type=_numbers, default=(128, 512, 2048, 8192), metavar="N,N")
-    cost.add_argument("--chunks", type=_numbers, default=(512, 2048), metavar="N,N")
+    cost.add_argument("--batches", type=numbers, default=(1, 4, 16, 64), metavar="N,N")
+    cost.add_argument("--prompts", type=numbers, default=(128, 512, 2048, 8192), metavar="N,N")
+    cost.add_argument("--chunks", type=numbers, default=(512, 2048), metavar="N,N")
     cost.add_argument(
         "--kv-gb", type=float, default=8.0, metavar="GB", help="larger batches are left out"
     )
@@ -114,60 +115,60 @@ def _cost(kinds: Any) -> None:
 
 
 def _batching(kinds: Any) -> None:
-    batching = _kind(
+    batching = kind(
         kinds, "batching", "continuous against static batching, one engine", "About 3 minutes."
     )
-    _model(batching, threads=1)
-    _device(batching)
+    model(batching, threads=1)
+    device(batching)
     batching.add_argument("--requests", type=int, default=32, metavar="N")
     batching.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once")
     batching.set_defaults(seed=42)
 
 
 def _stalls(kinds: Any) -> None:
-    stalls = _kind(
+    stalls = kind(
         kinds,
         "stalls",
         "what arriving long prompts do to sequences that run",
         "About 4 minutes.",
     )
-    _model(stalls, threads=1)
-    _device(stalls)
+    model(stalls, threads=1)
+    device(stalls)
     stalls.add_argument("--running", type=int, default=16, metavar="N", help="sequences that run")
     stalls.add_argument("--output-tokens", type=int, default=160, metavar="N", help="of each")
     stalls.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
     stalls.add_argument("--arrivals", type=int, default=3, metavar="N", help="long prompts")
-    stalls.add_argument("--chunks", type=_numbers, default=(256, 512), metavar="N,N")
+    stalls.add_argument("--chunks", type=numbers, default=(256, 512), metavar="N,N")
 
 
 def _kv(kinds: Any) -> None:
-    kv = _kind(kinds, "kv", "what a hand-over costs, and what of it is hidden", "About 3 minutes.")
-    _model(kv, threads=1)
+    kv = kind(kinds, "kv", "what a hand-over costs, and what of it is hidden", "About 3 minutes.")
+    model(kv, threads=1)
     kv.add_argument(
-        "--sizes", type=_numbers, default=(1, 2, 4, 8, 16, 32, 64), metavar="N,N", help="megabytes"
+        "--sizes", type=numbers, default=(1, 2, 4, 8, 16, 32, 64), metavar="N,N", help="megabytes"
     )
     kv.add_argument(
         "--transports",
-        type=_names("nixl", "loopback"),
+        type=names("nixl", "loopback"),
         default=("nixl", "loopback"),
         metavar="T,T",
         help="nixl, loopback; the first one also for digests and for hiding",
     )
     kv.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
-    kv.add_argument("--chunks", type=_numbers, default=(512, 256), metavar="N,N")
+    kv.add_argument("--chunks", type=numbers, default=(512, 256), metavar="N,N")
     kv.add_argument("--rounds", type=int, default=3, metavar="N", help="prompts of each chunk size")
     kv.add_argument("--slots", type=int, default=_RING["slots"], metavar="N", help="of a ring")
     kv.add_argument("--slot-mib", type=int, default=_RING["slot_mib"], metavar="MIB")
 
 
 def _drain(kinds: Any) -> None:
-    drain = _kind(
+    drain = kind(
         kinds,
         "drain",
         "how long streams pause when their decode worker leaves, with KV moved and without",
         "About 6 minutes.",
     )
-    _model(drain, threads=1)
+    model(drain, threads=1)
     drain.add_argument("--transport", choices=("nixl", "loopback"), default="nixl")
     drain.add_argument("--running", type=int, default=16, metavar="N", help="streams")
     drain.add_argument("--prompt-tokens", type=int, default=1500, metavar="N")
@@ -175,7 +176,7 @@ def _drain(kinds: Any) -> None:
 
 
 def _readers(kinds: Any) -> None:
-    readers = _kind(
+    readers = kind(
         kinds,
         "readers",
         "what readers that stall and senders that crawl cost everybody else",
@@ -198,7 +199,7 @@ def _readers(kinds: Any) -> None:
 
 
 def _overload(kinds: Any) -> None:
-    overload = _kind(
+    overload = kind(
         kinds,
         "overload",
         "what becomes of goodput, refusals and memory at up to ten times capacity",
@@ -208,7 +209,7 @@ def _overload(kinds: Any) -> None:
     _served(overload)
     overload.add_argument(
         "--factors",
-        type=_factors,
+        type=factors,
         default=(0.5, 1.0, 2.0, 5.0, 10.0),
         metavar="F,F",
         help="of capacity",
@@ -216,7 +217,7 @@ def _overload(kinds: Any) -> None:
 
 
 def _fairness(kinds: Any) -> None:
-    fairness = _kind(
+    fairness = kind(
         kinds,
         "fairness",
         "what one tenant's flood does to another, with two routers",
@@ -228,7 +229,7 @@ def _fairness(kinds: Any) -> None:
 
 
 def _batch(kinds: Any) -> None:
-    batch = _kind(
+    batch = kind(
         kinds,
         "batch",
         "what interactive streams notice of a batch beside them",
@@ -267,7 +268,7 @@ def _served(parser: argparse.ArgumentParser) -> None:
 
 
 def _routing(kinds: Any) -> None:
-    routing = _kind(
+    routing = kind(
         kinds,
         "routing",
         "one routing decision over many workers, and the prefix index's memory",
@@ -282,7 +283,7 @@ def _routing(kinds: Any) -> None:
 
 
 def _router(kinds: Any) -> None:
-    router = _kind(
+    router = kind(
         kinds,
         "router",
         "what the router adds to the first token's time, and its CPU time per token",
@@ -299,7 +300,7 @@ def _router(kinds: Any) -> None:
 
 
 def _tokens(kinds: Any) -> None:
-    tokens = _kind(
+    tokens = kind(
         kinds,
         "tokens",
         "tokenizer and detokenizer workers against the same library in one process",
@@ -308,13 +309,13 @@ def _tokens(kinds: Any) -> None:
     tokens.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
     tokens.add_argument(
         "--sizes",
-        type=_numbers,
+        type=numbers,
         default=tuple(4**n for n in range(4, 11)),
         metavar="N,N",
         help="bytes of text in a request",
     )
     tokens.add_argument(
-        "--streams", type=_numbers, default=(1, 4, 16, 64, 256), metavar="N,N", help="at once"
+        "--streams", type=numbers, default=(1, 4, 16, 64, 256), metavar="N,N", help="at once"
     )
     tokens.add_argument(
         "--seconds", type=float, default=1.5, metavar="S", help="that each point is measured for"
@@ -322,78 +323,41 @@ def _tokens(kinds: Any) -> None:
 
 
 def _grammar(kinds: Any) -> None:
-    grammar = _kind(
+    grammar = kind(
         kinds,
         "grammar",
         "what following a grammar costs: compiling it, each mask, and whole steps",
         "About 3 minutes, on the bundled model and one of a large vocabulary.",
     )
-    _model(grammar, threads=2)
+    model(grammar, threads=2)
     grammar.set_defaults(shape="wide")
     grammar.add_argument("--batch", type=int, default=16, metavar="N", help="answers at once")
     grammar.add_argument("--tokens", type=int, default=120, metavar="N", help="of an answer")
 
 
 def _cold(kinds: Any) -> None:
-    cold = _kind(
+    cold = kind(
         kinds,
         "cold",
         "reading, checking and loading weights, from disk and from memory",
         "About 2 minutes, and as much to build the model the first time.",
         plot=False,
     )
-    _model(cold, threads=2)
+    model(cold, threads=2)
     cold.set_defaults(shape="500m")
     cold.add_argument("--rounds", type=int, default=3, metavar="N", help="interleaved")
 
 
-def _kind(
-    kinds: Any, name: str, what: str, takes: str = "", *, plot: bool = True
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = kinds.add_parser(
-        name, help=what, description=f"Measures {what}. {takes}"
+def _loadtest(kinds: Any) -> None:
+    loadtest = kind(
+        kinds,
+        "loadtest",
+        "what `baton loadtest` says of a server against what that server recorded",
+        "About a minute.",
+        plot=False,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    if plot:
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw an SVG here")
-    else:
-        parser.set_defaults(plot=None)
-    return parser
-
-
-def _model(parser: argparse.ArgumentParser, threads: int) -> None:
-    parser.add_argument(
-        "--shape",
-        default="100m",
-        help="tiny, 100m, 500m: random weights, built once; or a model's folder or hub id",
+    loadtest.add_argument(
+        "--rates", type=numbers, default=(200, 2000), metavar="N,N", help="requests a second"
     )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=threads,
-        metavar="N",
-        help=f"of the engine, which is pinned to as many cores (default: {threads})",
-    )
-
-
-def _device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-
-
-def _factors(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(","))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
-
-
-def _names(*allowed: str) -> Callable[[str], tuple[str, ...]]:
-    def names(text: str) -> tuple[str, ...]:
-        found = tuple(text.split(","))
-        if not set(found) <= set(allowed):
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(allowed)}")
-        return found
-
-    return names
+    loadtest.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each rate")
+    loadtest.add_argument("--output-tokens", type=int, default=8, metavar="N")

@@ -3,7 +3,8 @@ and knows no prompt.
 
 Where the numbers come from (facts about published traces; the traces are no part of Baton):
 
-chat   all 19 366 requests of the conversation part of the Azure LLM inference trace 2023 (CC-BY 4.0)
+chat   all 19 366 requests of the conversation part of the Azure LLM inference trace 2023 (of the
+       Splitwise paper, CC-BY 4.0)
 code   all 8 819 requests of its code part
 rag    the 7 373 requests of Mooncake's conversation trace (12 031 requests, FAST 2025, Apache-2.0)
        whose blocks, but for the first, no earlier request had: somebody asks something about a long

@@ -189,7 +189,8 @@ class Runner:
                 async with asyncio.timeout(wait_s):
                     await self._stopping.wait()
         await asyncio.sleep(0)
-        while self._clock.spin_s and self._now() < due_s and not self._stopping.is_set():
+        # It is the clock that is waited for, so no event would tell.
+        while self._clock.spin_s and self._now() < due_s and not self._stopping.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     def _now(self) -> float:

@@ -99,8 +99,9 @@ class Summary:
             said.append("Stopped before its end.")
         if self.lag_s > self.objectives.lag_s:
             said.append(
-                f"The schedule was not kept: 1 in 100 requests left {1000 * self.lag_s:.1f} ms late "
-                f"or more, which is above {1000 * self.objectives.lag_s:g} ms. This process could "
+                "The schedule was not kept: 1 in 100 requests left "
+                f"{1000 * self.lag_s:.1f} ms late or more, which is above "
+                f"{1000 * self.objectives.lag_s:g} ms. This process could "
                 "not do what was asked of it, and the latencies have its own delay in them."
             )
         if missing := self.ends[NOT_SENT]:

@@ -1,5 +1,5 @@
-"""Reads recorded traffic, Mooncake's JSON lines or Azure's CSV, and says which line is broken; knows
-no prompt and no schedule.
+"""Reads recorded traffic, Mooncake's JSON lines or Azure's CSV, and says which line is broken;
+knows no prompt and no schedule.
 
 Mooncake: one object a line with timestamp (ms), input_length, output_length, hash_ids: one for each
 512 tokens of the prompt, the last of which may be fewer; equal ids stand for equal tokens.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.core.errors import InvalidArgument
 
@@ -24,6 +24,8 @@ BLOCK = 512
 MOST_TOKENS = 100_000_000
 SAID = 3
 """Broken lines that are told in full; of the rest, how many."""
+
+Row = TypeVar("Row")
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -63,23 +65,21 @@ def read(path: Path, *, skip_broken: bool = False) -> Trace:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
             first = file.readline().strip()
             file.seek(0)
-            parse: Callable[[Any], Recorded]
-            rows: Iterator[tuple[int, Any]]
             if first.startswith("{"):
-                rows, parse = _lines(file), _mooncake
+                found = _each(_lines(file), _mooncake)
             elif first.removeprefix("\ufeff").split(",")[: len(_COLUMNS)] == list(_COLUMNS):
-                rows, parse = _rows(file), _azure
+                found = _each(_rows(file), _azure)
             else:
                 raise InvalidArgument(
                     f"{path}, line 1: neither an object of Mooncake's nor the columns "
                     f"{','.join(_COLUMNS)} of Azure's",
                     field="trace",
                 )
-            for number, row in rows:
-                try:
-                    requests.append(parse(row))
-                except _Broken as what:
-                    broken.append(f"{path}, line {number}: {what}")
+            for number, request in found:
+                if isinstance(request, Recorded):
+                    requests.append(request)
+                else:
+                    broken.append(f"{path}, line {number}: {request}")
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", field="trace") from None
     except csv.Error:
@@ -90,6 +90,17 @@ def read(path: Path, *, skip_broken: bool = False) -> Trace:
     if not requests:
         raise InvalidArgument(f"{path} has no request in it", field="trace")
     return Trace(tuple(requests), tuple(broken))
+
+
+def _each(
+    rows: Iterator[tuple[int, Row]], parse: Callable[[Row], Recorded]
+) -> Iterator[tuple[int, Recorded | str]]:
+    """A request, or what is wrong with its line."""
+    for number, row in rows:
+        try:
+            yield number, parse(row)
+        except _Broken as what:
+            yield number, str(what)
 
 
 def _lines(file: Iterator[str]) -> Iterator[tuple[int, str]]:
