@@ -75,7 +75,8 @@ def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
     from baton.cli import results
     from baton.cli.loadtest import page
 
-    summary = runs.run(source, "")
+    name = str((args.trace or args.scenario).name)
+    summary = runs.run(source, name)
     found = summary.results()
     print(results.table(found))
     for text in summary.warnings():
@@ -83,7 +84,7 @@ def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
     if args.json:
         _write(args, found)
     if args.html:
-        page.write(args.html, summary, str((args.trace or args.scenario).name))
+        page.write(args.html, summary, name)
         print(f"written to {args.html}", file=sys.stderr)
     if summary.run.stopped:
         return STOPPED
