@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.lengths import NAMED, fixed
 from baton.cli.loadtest.token_ids import LONGEST, Piece, TokenIds
-from baton.cli.loadtest.traces import BLOCK, Recorded, Trace
 from baton.cli.loadtest.workload import Drawn, Replay
+from baton.cli.traces import BLOCK, Recorded, Trace
 from baton.core.errors import InvalidArgument
 
 IDS = TokenIds(3, 64, 1899)

@@ -1,4 +1,4 @@
-"""What the flags of several benchmarks have in common; knows no benchmark."""
+"""Flags that several benchmarks have, and how their values are read; knows no benchmark."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def names(*allowed: str) -> Callable[[str], tuple[str, ...]]:
-    def names(text: str) -> tuple[str, ...]:
+    def read(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if not set(found) <= set(allowed):
             raise argparse.ArgumentTypeError(f"must be of {', '.join(allowed)}")
         return found
 
-    return names
+    return read

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from baton.cli.bench.flags import device, factors, kind, model, names, numbers
+from baton.cli.bench import flags
 from baton.worker.options import WorkerOptions
 
 _RING = {field.name: field.default for field in fields(WorkerOptions)}
@@ -39,7 +39,7 @@ def add(kinds: Any) -> None:
 
 
 def _relay(kinds: Any) -> None:
-    relay = kind(
+    relay = flags.kind(
         kinds, "relay", "five processes against the same engine in one process", plot=False
     )
     relay.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
@@ -52,13 +52,13 @@ def _relay(kinds: Any) -> None:
 
 
 def _engine(kinds: Any) -> None:
-    engine = kind(
+    engine = flags.kind(
         kinds,
         "engine",
         "the engine against what one would run instead",
         "About 3 minutes; with --peers about 9, most of it theirs. 500m takes 40 minutes.",
     )
-    model(engine, threads=2)
+    flags.model(engine, threads=2)
     engine.add_argument(
         "--peers", action="store_true", help="transformers and llama.cpp take part as well"
     )
@@ -87,21 +87,27 @@ def _engine(kinds: Any) -> None:
 
 
 def _cost(kinds: Any) -> None:
-    cost = kind(
+    cost = flags.kind(
         kinds,
         "cost",
         "what a step, a prompt, the scheduler and the blocks cost",
         "About 4 minutes.",
     )
-    model(cost, threads=1)
-    device(cost)
+    flags.model(cost, threads=1)
+    flags.device(cost)
     cost.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True)
     cost.add_argument(
-        "--contexts", type=numbers, default=(128, 512, 2048, 8192), metavar="N,N", help="positions"
+        "--contexts",
+        type=flags.numbers,
+        default=(128, 512, 2048, 8192),
+        metavar="N,N",
+        help="positions",
     )
-    cost.add_argument("--batches", type=numbers, default=(1, 4, 16, 64), metavar="N,N")
-    cost.add_argument("--prompts", type=numbers, default=(128, 512, 2048, 8192), metavar="N,N")
-    cost.add_argument("--chunks", type=numbers, default=(512, 2048), metavar="N,N")
+    cost.add_argument("--batches", type=flags.numbers, default=(1, 4, 16, 64), metavar="N,N")
+    cost.add_argument(
+        "--prompts", type=flags.numbers, default=(128, 512, 2048, 8192), metavar="N,N"
+    )
+    cost.add_argument("--chunks", type=flags.numbers, default=(512, 2048), metavar="N,N")
     cost.add_argument(
         "--kv-gb", type=float, default=8.0, metavar="GB", help="larger batches are left out"
     )
@@ -115,60 +121,66 @@ def _cost(kinds: Any) -> None:
 
 
 def _batching(kinds: Any) -> None:
-    batching = kind(
+    batching = flags.kind(
         kinds, "batching", "continuous against static batching, one engine", "About 3 minutes."
     )
-    model(batching, threads=1)
-    device(batching)
+    flags.model(batching, threads=1)
+    flags.device(batching)
     batching.add_argument("--requests", type=int, default=32, metavar="N")
     batching.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once")
     batching.set_defaults(seed=42)
 
 
 def _stalls(kinds: Any) -> None:
-    stalls = kind(
+    stalls = flags.kind(
         kinds,
         "stalls",
         "what arriving long prompts do to sequences that run",
         "About 4 minutes.",
     )
-    model(stalls, threads=1)
-    device(stalls)
+    flags.model(stalls, threads=1)
+    flags.device(stalls)
     stalls.add_argument("--running", type=int, default=16, metavar="N", help="sequences that run")
     stalls.add_argument("--output-tokens", type=int, default=160, metavar="N", help="of each")
     stalls.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
     stalls.add_argument("--arrivals", type=int, default=3, metavar="N", help="long prompts")
-    stalls.add_argument("--chunks", type=numbers, default=(256, 512), metavar="N,N")
+    stalls.add_argument("--chunks", type=flags.numbers, default=(256, 512), metavar="N,N")
 
 
 def _kv(kinds: Any) -> None:
-    kv = kind(kinds, "kv", "what a hand-over costs, and what of it is hidden", "About 3 minutes.")
-    model(kv, threads=1)
+    kv = flags.kind(
+        kinds, "kv", "what a hand-over costs, and what of it is hidden", "About 3 minutes."
+    )
+    flags.model(kv, threads=1)
     kv.add_argument(
-        "--sizes", type=numbers, default=(1, 2, 4, 8, 16, 32, 64), metavar="N,N", help="megabytes"
+        "--sizes",
+        type=flags.numbers,
+        default=(1, 2, 4, 8, 16, 32, 64),
+        metavar="N,N",
+        help="megabytes",
     )
     kv.add_argument(
         "--transports",
-        type=names("nixl", "loopback"),
+        type=flags.names("nixl", "loopback"),
         default=("nixl", "loopback"),
         metavar="T,T",
         help="nixl, loopback; the first one also for digests and for hiding",
     )
     kv.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
-    kv.add_argument("--chunks", type=numbers, default=(512, 256), metavar="N,N")
+    kv.add_argument("--chunks", type=flags.numbers, default=(512, 256), metavar="N,N")
     kv.add_argument("--rounds", type=int, default=3, metavar="N", help="prompts of each chunk size")
     kv.add_argument("--slots", type=int, default=_RING["slots"], metavar="N", help="of a ring")
     kv.add_argument("--slot-mib", type=int, default=_RING["slot_mib"], metavar="MIB")
 
 
 def _drain(kinds: Any) -> None:
-    drain = kind(
+    drain = flags.kind(
         kinds,
         "drain",
         "how long streams pause when their decode worker leaves, with KV moved and without",
         "About 6 minutes.",
     )
-    model(drain, threads=1)
+    flags.model(drain, threads=1)
     drain.add_argument("--transport", choices=("nixl", "loopback"), default="nixl")
     drain.add_argument("--running", type=int, default=16, metavar="N", help="streams")
     drain.add_argument("--prompt-tokens", type=int, default=1500, metavar="N")
@@ -176,7 +188,7 @@ def _drain(kinds: Any) -> None:
 
 
 def _readers(kinds: Any) -> None:
-    readers = kind(
+    readers = flags.kind(
         kinds,
         "readers",
         "what readers that stall and senders that crawl cost everybody else",
@@ -199,7 +211,7 @@ def _readers(kinds: Any) -> None:
 
 
 def _overload(kinds: Any) -> None:
-    overload = kind(
+    overload = flags.kind(
         kinds,
         "overload",
         "what becomes of goodput, refusals and memory at up to ten times capacity",
@@ -209,7 +221,7 @@ def _overload(kinds: Any) -> None:
     _served(overload)
     overload.add_argument(
         "--factors",
-        type=factors,
+        type=flags.factors,
         default=(0.5, 1.0, 2.0, 5.0, 10.0),
         metavar="F,F",
         help="of capacity",
@@ -217,7 +229,7 @@ def _overload(kinds: Any) -> None:
 
 
 def _fairness(kinds: Any) -> None:
-    fairness = kind(
+    fairness = flags.kind(
         kinds,
         "fairness",
         "what one tenant's flood does to another, with two routers",
@@ -229,7 +241,7 @@ def _fairness(kinds: Any) -> None:
 
 
 def _batch(kinds: Any) -> None:
-    batch = kind(
+    batch = flags.kind(
         kinds,
         "batch",
         "what interactive streams notice of a batch beside them",
@@ -268,7 +280,7 @@ def _served(parser: argparse.ArgumentParser) -> None:
 
 
 def _routing(kinds: Any) -> None:
-    routing = kind(
+    routing = flags.kind(
         kinds,
         "routing",
         "one routing decision over many workers, and the prefix index's memory",
@@ -283,7 +295,7 @@ def _routing(kinds: Any) -> None:
 
 
 def _router(kinds: Any) -> None:
-    router = kind(
+    router = flags.kind(
         kinds,
         "router",
         "what the router adds to the first token's time, and its CPU time per token",
@@ -300,7 +312,7 @@ def _router(kinds: Any) -> None:
 
 
 def _tokens(kinds: Any) -> None:
-    tokens = kind(
+    tokens = flags.kind(
         kinds,
         "tokens",
         "tokenizer and detokenizer workers against the same library in one process",
@@ -309,13 +321,13 @@ def _tokens(kinds: Any) -> None:
     tokens.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
     tokens.add_argument(
         "--sizes",
-        type=numbers,
+        type=flags.numbers,
         default=tuple(4**n for n in range(4, 11)),
         metavar="N,N",
         help="bytes of text in a request",
     )
     tokens.add_argument(
-        "--streams", type=numbers, default=(1, 4, 16, 64, 256), metavar="N,N", help="at once"
+        "--streams", type=flags.numbers, default=(1, 4, 16, 64, 256), metavar="N,N", help="at once"
     )
     tokens.add_argument(
         "--seconds", type=float, default=1.5, metavar="S", help="that each point is measured for"
@@ -323,33 +335,33 @@ def _tokens(kinds: Any) -> None:
 
 
 def _grammar(kinds: Any) -> None:
-    grammar = kind(
+    grammar = flags.kind(
         kinds,
         "grammar",
         "what following a grammar costs: compiling it, each mask, and whole steps",
         "About 3 minutes, on the bundled model and one of a large vocabulary.",
     )
-    model(grammar, threads=2)
+    flags.model(grammar, threads=2)
     grammar.set_defaults(shape="wide")
     grammar.add_argument("--batch", type=int, default=16, metavar="N", help="answers at once")
     grammar.add_argument("--tokens", type=int, default=120, metavar="N", help="of an answer")
 
 
 def _cold(kinds: Any) -> None:
-    cold = kind(
+    cold = flags.kind(
         kinds,
         "cold",
         "reading, checking and loading weights, from disk and from memory",
         "About 2 minutes, and as much to build the model the first time.",
         plot=False,
     )
-    model(cold, threads=2)
+    flags.model(cold, threads=2)
     cold.set_defaults(shape="500m")
     cold.add_argument("--rounds", type=int, default=3, metavar="N", help="interleaved")
 
 
 def _loadtest(kinds: Any) -> None:
-    loadtest = kind(
+    loadtest = flags.kind(
         kinds,
         "loadtest",
         "what `baton loadtest` says of a server against what that server recorded",
@@ -357,7 +369,7 @@ def _loadtest(kinds: Any) -> None:
         plot=False,
     )
     loadtest.add_argument(
-        "--rates", type=numbers, default=(200, 2000), metavar="N,N", help="requests a second"
+        "--rates", type=flags.numbers, default=(200, 2000), metavar="N,N", help="requests a second"
     )
     loadtest.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each rate")
     loadtest.add_argument("--output-tokens", type=int, default=8, metavar="N")

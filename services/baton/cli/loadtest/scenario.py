@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from baton.cli.loadtest import lengths, traces
+from baton.cli import traces
+from baton.cli.loadtest import lengths
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.workload import Drawn, Replay, Source
 from baton.core.errors import InvalidArgument

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from baton.cli.loadtest.arrivals import Arrivals, replayed
 from baton.cli.loadtest.lengths import Lengths
 from baton.cli.loadtest.token_ids import Piece
-from baton.cli.loadtest.traces import BLOCK, Recorded, Trace
+from baton.cli.traces import BLOCK, Recorded, Trace
 from baton.core.errors import InvalidArgument
 
 

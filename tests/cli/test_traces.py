@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cli.loadtest import traces
-from baton.cli.loadtest.traces import BLOCK, Recorded
+from baton.cli import traces
+from baton.cli.traces import BLOCK, Recorded
 from baton.core.errors import InvalidArgument
 
 GOOD = '{"timestamp": 1500, "input_length": 700, "output_length": 5, "hash_ids": [0, 9]}'
