@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,11 +50,13 @@ def test_a_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "first token, p99" in capsys.readouterr().out
 
 
-def test_a_search(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with known(FAST) as server:
         words = ["loadtest", str(file), "--http", server.address, "--search", "--seconds", "0.5"]
         few = ["--search-to", "160", "--search-from", "40", "--slo-first-s", "60", "--lag-s", "60"]
-        assert main([*words, *few, "--slo-between-s", "60"]) == 0
+        page = tmp_path / "page.html"
+        assert main([*words, *few, "--slo-between-s", "60", "--html", str(page)]) == 0
+        assert page.read_text().count("<svg") == 3
         assert "At least 160 a second" in capsys.readouterr().out
         assert main([*words, *few, "--slo-first-s", "0.000001"]) == 1
     assert "Even the lowest rate, 40 a second" in capsys.readouterr().out
@@ -60,6 +66,30 @@ def test_nothing_answered(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with known(replace(FAST, fail_every=1)) as server:
         assert main(["loadtest", str(file), "--http", server.address, "--rate", "5"]) == 1
     assert "No request was answered: 5 status 500." in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_what_there_is(file: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    with known(FAST) as server:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "baton.cli.main", "loadtest", str(file), "--seconds", "600",
+             "--http", server.address, "--json", str(figures)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 60
+            while not server.records():
+                assert time.monotonic() < deadline and running.poll() is None
+                time.sleep(0.05)
+            running.send_signal(signal.SIGINT)
+            out, err = running.communicate(timeout=60)
+        finally:
+            running.kill()
+            running.communicate()
+    assert running.returncode == 130
+    assert "Stopped before its end." in err
+    assert "first token, p99" in out
+    assert json.loads(figures.read_text())["results"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Tags(HTMLParser):
 
 def test_a_page_is_complete_in_itself(tmp_path: Path) -> None:
     summary = a_summary()
-    page.write(tmp_path / "new" / "page.html", summary, "<b>&chat")
+    page.write(tmp_path / "new" / "page.html", page.of_run(summary, "<b>&chat"))
     text = (tmp_path / "new" / "page.html").read_text()
     tags = Tags()
     tags.feed(text)
@@ -78,14 +78,14 @@ def test_a_page_is_complete_in_itself(tmp_path: Path) -> None:
 
 def test_a_page_of_nothing() -> None:
     client = ModelClient(end=lambda number: REFUSED)
-    text = page.page(Summary(virtually(client, even(1, 2)), Objectives()), "nothing")
+    text = page.of_run(Summary(virtually(client, even(1, 2)), Objectives()), "nothing")
     assert "nothing to show" in text
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgument) as caught:
-        page.write(tmp_path / "file" / "page.html", a_summary(), "x")
+        page.write(tmp_path / "file" / "page.html", "")
     assert caught.value.field == "html"
 
 

@@ -75,7 +75,7 @@ def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
     from baton.cli import results
     from baton.cli.loadtest import page
 
-    name = str((args.trace or args.scenario).name)
+    name = _name(args)
     summary = runs.run(source, name)
     found = summary.results()
     print(results.table(found))
@@ -84,7 +84,7 @@ def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
     if args.json:
         _write(args, found)
     if args.html:
-        page.write(args.html, summary, name)
+        page.write(args.html, page.of_run(summary, name))
         print(f"written to {args.html}", file=sys.stderr)
     if summary.run.stopped:
         return STOPPED
@@ -97,13 +97,12 @@ def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
 
 def _search(args: argparse.Namespace, runs: Runs, source: Source) -> int:
     from baton.cli import results
+    from baton.cli.loadtest import page
     from baton.cli.loadtest.search import Range, Verdict
     from baton.cli.results import Result
 
     if not 0 < args.search_share <= 1:
         raise InvalidArgument("must be above 0, and at most 1", field="search_share")
-    if args.html:
-        raise InvalidArgument("is for one run, not for a search", field="html")
     lowest = args.search_from or source.mean_rate
     bounds = Range(lowest, args.search_to or 1000 * lowest, args.search_step)
     found, tried = runs.search(source, bounds, args.search_share)
@@ -119,9 +118,16 @@ def _search(args: argparse.Namespace, runs: Runs, source: Source) -> int:
     print(found.said())
     if args.json:
         _write(args, figures)
+    if args.html:
+        page.write(args.html, page.of_search(tried, figures, found.said(), _name(args)))
+        print(f"written to {args.html}", file=sys.stderr)
     if found.tried[-1][1] is Verdict.STOPPED:
         return STOPPED
     return 0 if found.rate is not None else 1
+
+
+def _name(args: argparse.Namespace) -> str:
+    return str((args.trace or args.scenario).name)
 
 
 def _write(args: argparse.Namespace, found: list[Any]) -> None:

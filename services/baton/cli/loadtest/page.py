@@ -1,4 +1,4 @@
-"""One HTML page of a run: its figures and its plots, complete in itself; measures nothing."""
+"""One HTML page of a run or a search: figures and plots, complete in itself; measures nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from baton.cli.loadtest.samples import ANSWERED, REFUSED, Sample
 from baton.cli.loadtest.summary import Summary
 from baton.cli.loadtest.svg import svg
 from baton.cli.quantiles import quantile
+from baton.cli.results import Result
 from baton.core.errors import InvalidArgument
 
 PLACES = 100
@@ -24,7 +25,7 @@ STEPS = 200
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2rem auto;padding:0 1rem;"
-    "color:#1f2328}h1{font-size:1.4rem}.warn{background:#fff4d6;border-left:4px solid #d4a72c;"
+    "color:#1f2328}h1{font-size:1.4rem}.note{background:#fff4d6;border-left:4px solid #d4a72c;"
     "padding:.5rem 1rem}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr"
     "));gap:1rem}svg text{font:11px system-ui,sans-serif;fill:#57606a}svg .title{font-size:13px;"
     "font-weight:600;fill:#1f2328}.grid{stroke:#d0d7de;stroke-width:.5}table{border-collapse:"
@@ -33,22 +34,22 @@ _STYLE = (
 )
 
 
-def page(summary: Summary, what: str) -> str:
-    """what: was run, in words."""
+def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequence[Chart]) -> str:
+    """said: what a reader must know first."""
     rows = []
-    for result in summary.results():
+    for result in figures:
         goal = results.goal_text(asdict(result))
         rows.append(
             f"<tr><td>{escape(result.name)}</td><td class=n>{results.number(result.value)}</td>"
             f"<td>{escape(result.unit)}</td><td>{escape(goal)}</td></tr>"
         )
-    warnings = "".join(f"<p class=warn>{escape(text)}</p>" for text in summary.warnings())
-    plots = "".join(f"<div>{svg(chart)}</div>" for chart in charts(summary))
+    notes = "".join(f"<p class=note>{escape(text)}</p>" for text in said)
+    drawn = "".join(f"<div>{svg(chart)}</div>" for chart in plots)
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width'>"
-        f"<title>Load test: {escape(what)}</title><style>{_STYLE}</style>"
-        f"<h1>Load test: {escape(what)}</h1>{warnings}<div class=plots>{plots}</div>"
+        f"<title>Load test: {escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>Load test: {escape(title)}</h1>{notes}<div class=plots>{drawn}</div>"
         f"<h2>Figures</h2><table>{''.join(rows)}</table>"
         "<p>Latencies are of requests that were answered in full, and count from when the request "
         "was due, unless it says otherwise.</p>"
@@ -56,11 +57,38 @@ def page(summary: Summary, what: str) -> str:
     )
 
 
-def write(path: Path, summary: Summary, what: str) -> None:
+def of_run(summary: Summary, title: str) -> str:
+    return page(title, summary.results(), summary.warnings(), charts(summary))
+
+
+def of_search(
+    tried: Sequence[tuple[float, Summary]], figures: Sequence[Result], said: str, title: str
+) -> str:
+    """tried: rates, and what came of each."""
+    by_rate = sorted(tried, key=lambda one: one[0])
+    rates = [rate for rate, _ in by_rate]
+    share = [100 * summary.share_met for _, summary in by_rate]
+    plots = [Chart("Within objectives", "rate", "%", (Line("of all due", rates, share),))]
+    for name, values in (
+        ("First token", [summary.latencies.first for _, summary in by_rate]),
+        ("Between tokens", [summary.latencies.between for _, summary in by_rate]),
+    ):
+        lines = tuple(
+            Line(
+                f"p{100 * part:g}", rates,
+                [1000 * quantile(each, part) for each in values],
+            )
+            for part in (0.5, 0.99)
+        )  # fmt: skip
+        plots.append(Chart(name, "rate", "ms", lines))
+    return page(title, figures, [said], plots)
+
+
+def write(path: Path, text: str) -> None:
     """Raises InvalidArgument (field "html") when the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(summary, what), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", field="html") from None
 

@@ -52,7 +52,7 @@ class Sample:
     @property
     def lag_s(self) -> float:
         """How much later it left than it was due."""
-        return self.left_s - self.due_s
+        return max(0.0, self.left_s - self.due_s)
 
     @property
     def between_s(self) -> float:

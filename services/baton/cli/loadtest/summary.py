@@ -156,6 +156,7 @@ class Summary:
             Result("within objectives", 100 * self.share_met, "%"),
             Result("goodput", self.met / arriving, "requests/s"),
             at_most("left late, p99", 1000 * self.lag_s, "ms", 1000 * goals.lag_s),
+            Result("left late, longest", 1000 * max(self.latencies.lag, default=0.0), "ms"),
             Result("schedule kept", int(self.kept), ""),
         ]
         return found

@@ -9,7 +9,7 @@ from baton.cli.bench.report import Chart
 from baton.cli.results import number
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 30, 62
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 30, 62
 COLORS = ("#1f6feb", "#d1482f", "#2b8a3e", "#8250df", "#9a6700", "#57606a")
 TICKS = 5
 
@@ -57,11 +57,11 @@ def svg(chart: Chart) -> str:
 
 
 def _nice(most: float) -> float:
-    """At least `most`: 1, 2 or 5 with noughts, so that a fifth of it is short to write."""
+    """At least `most`, and a fifth of it is short to write."""
     if most <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(most))
-    return next((unit * n for n in (1, 1.5, 2, 3, 4, 5, 7.5) if unit * n >= most), unit * 10)
+    return next((unit * n for n in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if unit * n >= most), unit * 10)
 
 
 def _x(value: float, right: float) -> float:
