@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.cli.loadtest import ahead
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.lengths import fixed
 from baton.cli.loadtest.runner import Limits
@@ -114,6 +115,24 @@ def test_an_answer_without_a_token_is_none() -> None:
 
     run = virtually(Silent(), even(1, 1))
     assert run.samples[0].end == "no token"
+
+
+def test_prompts_are_made_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four tokens each before the first is due, and one more for each that leaves."""
+    made: list[int] = []
+
+    class Counting(ModelClient):
+        def prepare(self, ids: Sequence[int], output_tokens: int) -> Asked:
+            made.append(len(self.asked))
+            return super().prepare(ids, output_tokens)
+
+    monkeypatch.setattr(ahead, "AHEAD_TOKENS", 8)
+    client = Counting()
+    run = virtually(client, even(10, 1))
+    assert made == [0, 0, *range(9)][: len(made)] and len(made) == 10
+    assert [len(prompt) for prompt, _ in client.asked] == [4] * 10
+    assert len({prompt for prompt, _ in client.asked}) == 10
+    assert [one.left_s for one in run.samples] == near([n / 10 for n in range(10)])
 
 
 def test_a_turn_begins_with_all_that_was_said() -> None:

@@ -8,15 +8,21 @@ the server was busy, is waited for by a user as well (coordinated omission).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from baton.cli.loadtest.ahead import Ahead
 from baton.cli.loadtest.samples import ANSWERED, NOT_SENT, UNENDED, Sample
-from baton.cli.loadtest.token_ids import TokenIds
+from baton.cli.loadtest.token_ids import Ids, TokenIds
 from baton.cli.loadtest.workload import Session, Turn, Workload
+
+SPARE_S = 0.05
+"""To when a request is due, or nothing is begun that might make it late."""
 
 
 class Client(Protocol):
@@ -90,16 +96,17 @@ class Runner:
     async def run(self, workload: Workload) -> Run:
         """Ends rest_s after the last arrival at the latest."""
         run = Run([], workload.seconds, shortened=workload.shortened)
+        ahead = Ahead(self._client.prepare, self._token_ids, workload)
+        await self._make(ahead, math.inf)
         self._began = self._clock.now()
         try:
             for session in workload.sessions:
-                turn = session.turns[0]
-                prompt = self._token_ids.prompt(turn.pieces)
-                request = self._client.prepare(prompt, turn.output_tokens)
+                # What is left of the time until then is spent on those that follow.
+                await self._make(ahead, session.due_s - SPARE_S)
                 await self._until(session.due_s)
                 if self._stopping.is_set():
                     break
-                task = asyncio.create_task(self._session(run, session, prompt, request))
+                task = asyncio.create_task(self._session(run, session, *ahead.take()))
                 self._running.add(task)
                 task.add_done_callback(self._ended)
             await self._rest()
@@ -112,6 +119,14 @@ class Runner:
             raise self._fault
         run.stopped = self._stopping.is_set()
         return run
+
+    async def _make(self, ahead: Ahead, until_s: float) -> None:
+        """Requests that follow, as long as there is time, and room for them. Others run between
+        one and the next."""
+        while self._now() < until_s and not self._stopping.is_set():
+            if not ahead.make():
+                return
+            await asyncio.sleep(0)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -132,7 +147,7 @@ class Runner:
             end.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _session(self, run: Run, session: Session, prompt: list[int], request: Any) -> None:
+    async def _session(self, run: Run, session: Session, prompt: Ids, request: Any) -> None:
         last = len(session.turns) - 1
         due_s = session.due_s
         for index, turn in enumerate(session.turns):
@@ -147,7 +162,7 @@ class Runner:
             if sample.end != ANSWERED:
                 run.not_asked += last - index
                 return
-            prompt = prompt + sample.ids
+            prompt = prompt + array("q", sample.ids)
             sample.ids = []
 
     async def _ask(

@@ -87,10 +87,15 @@ class Summary:
         return self.lag_s <= self.objectives.lag_s and not self.ends[NOT_SENT]
 
     @property
-    def seconds(self) -> float:
-        """To the last arrival that could have been, or to the last end if that was later."""
-        last = max((sample.ended_s for sample in self.run.samples), default=0.0)
+    def arriving_s(self) -> float:
+        """To the last arrival that could have been, or to the last turn that was due later."""
+        last = max((sample.due_s for sample in self.run.samples), default=0.0)
         return max(self.run.seconds, last) or 1.0
+
+    @property
+    def seconds(self) -> float:
+        """The same, or to the last end if that was later."""
+        return max(self.arriving_s, *(sample.ended_s for sample in self.run.samples), 0.0)
 
     def warnings(self) -> list[str]:
         """What a reader of the figures must know."""
@@ -117,7 +122,7 @@ class Summary:
         return said
 
     def results(self) -> list[Result]:
-        samples, seconds, arriving = self.run.samples, self.seconds, self.run.seconds or 1.0
+        samples, seconds, arriving = self.run.samples, self.seconds, self.arriving_s
         tokens = sum(sample.tokens for sample in samples)
         goals = self.objectives
         found = [

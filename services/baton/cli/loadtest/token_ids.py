@@ -12,8 +12,11 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 from baton.core.errors import InvalidArgument
+
+Ids: TypeAlias = "array[int]"
 
 CACHED, LONGEST = 2048, 4096
 """Pieces that are kept, for many prompts begin with them; and of how many tokens at most."""
@@ -38,16 +41,16 @@ class TokenIds:
         self._seed, self._first, self._span = seed, first, last - first + 1
         self._cached = lru_cache(CACHED)(self._ids)
 
-    def prompt(self, pieces: Iterable[Piece]) -> list[int]:
-        found: list[int] = []
+    def prompt(self, pieces: Iterable[Piece]) -> Ids:
+        found = array("q")
         for piece in pieces:
             found += (self._cached if piece.tokens <= LONGEST else self._ids)(piece)
         return found
 
-    def _ids(self, piece: Piece) -> array[int]:
+    def _ids(self, piece: Piece) -> Ids:
         drawn = random.Random(f"{self._seed} {piece.key}").randbytes(4 * piece.tokens)
         words = array("I", drawn)
         if sys.byteorder == "big":
             words.byteswap()
         first, span = self._first, self._span
-        return array("I", [first + word % span for word in words])
+        return array("q", [first + word % span for word in words])
