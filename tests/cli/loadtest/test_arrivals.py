@@ -40,7 +40,7 @@ def test_times_are_in_order_within_the_time_and_of_the_seed(spec: Arrivals, seed
 @settings(max_examples=25)
 @given(arrivals(), st.floats(0.1, 10))
 def test_the_mean_rate_is_that_of_the_curve_and_scales(spec: Arrivals, factor: float) -> None:
-    points = 5_000
+    points = 40_000
     curve = sum(spec.rate_at((n + 0.5) * spec.seconds / points) for n in range(points)) / points
     assert curve == pytest.approx(spec.mean_rate, rel=0.05)
     assert spec.scaled(factor).mean_rate == pytest.approx(factor * spec.mean_rate)

@@ -164,6 +164,13 @@ def test_a_session_ends_where_it_fails() -> None:
     assert "2 further turns were not asked" in Summary(run, Objectives()).warnings()[0]
 
 
+def test_a_session_that_takes_too_long_is_cut_off() -> None:
+    source = Drawn(Arrivals(Kind.CONSTANT, 0.1, 1.0), fixed(5, 3), turns=4, pause_s=1000.0)
+    run = virtually(ModelClient(), source.workload(0), Limits(rest_s=5.0))
+    assert [one.end for one in run.samples] == [ANSWERED]
+    assert run.not_asked == 3 and not run.stopped
+
+
 def test_a_run_is_stopped() -> None:
     run = virtually(ModelClient(first_s=lambda number: 5.0), even(10, 60), stop_s=1.05)
     assert run.stopped

@@ -58,7 +58,7 @@ class Limits:
 @dataclass(slots=True)
 class Run:
     """seconds: that arrivals were drawn for. not_asked: turns whose session ended before them,
-    because a turn was not answered in full. shortened: as Workload has it. stopped: before its end.
+    for one was not answered in full, or time was up. shortened: as Workload has it. stopped: before its end.
     most_open: requests at a time."""
 
     samples: list[Sample]
@@ -98,6 +98,7 @@ class Runner:
         run = Run([], workload.seconds, shortened=workload.shortened)
         ahead = Ahead(self._client.prepare, self._token_ids, workload)
         await self._make(ahead, math.inf)
+        turns = 0
         self._began = self._clock.now()
         try:
             for session in workload.sessions:
@@ -106,6 +107,7 @@ class Runner:
                 await self._until(session.due_s)
                 if self._stopping.is_set():
                     break
+                turns += len(session.turns)
                 task = asyncio.create_task(self._session(run, session, *ahead.take()))
                 self._running.add(task)
                 task.add_done_callback(self._ended)
@@ -117,6 +119,7 @@ class Runner:
             await asyncio.gather(*left, return_exceptions=True)
         if self._fault is not None:
             raise self._fault
+        run.not_asked = turns - len(run.samples)
         run.stopped = self._stopping.is_set()
         return run
 
@@ -160,7 +163,6 @@ class Runner:
             run.samples.append(sample)
             await self._ask(run, sample, turn, request, index < last)
             if sample.end != ANSWERED:
-                run.not_asked += last - index
                 return
             prompt = prompt + array("q", sample.ids)
             sample.ids = []

@@ -117,7 +117,8 @@ class Summary:
             said.append(f"{self.run.shortened} requests were cut to fit, or left out for it.")
         if self.run.not_asked:
             said.append(
-                f"{self.run.not_asked} further turns were not asked: the one before had failed."
+                f"{self.run.not_asked} further turns were not asked: the one before had failed, "
+                "or time was up."
             )
         return said
 
