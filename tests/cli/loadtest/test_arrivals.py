@@ -37,7 +37,7 @@ def test_times_are_in_order_within_the_time_and_of_the_seed(spec: Arrivals, seed
     assert all(0 <= at < spec.seconds for at in times)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(arrivals(), st.floats(0.1, 10))
 def test_the_mean_rate_is_that_of_the_curve_and_scales(spec: Arrivals, factor: float) -> None:
     points = 40_000

@@ -57,9 +57,9 @@ class Limits:
 
 @dataclass(slots=True)
 class Run:
-    """seconds: that arrivals were drawn for. not_asked: turns whose session ended before them,
-    for one was not answered in full, or time was up. shortened: as Workload has it. stopped: before its end.
-    most_open: requests at a time."""
+    """seconds: that arrivals were drawn for. not_asked: turns that came to nothing because the one
+    before was not answered in full, or time was up. shortened: as Workload has it. stopped: before
+    its end. most_open: requests at a time."""
 
     samples: list[Sample]
     seconds: float
