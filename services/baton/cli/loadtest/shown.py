@@ -11,7 +11,7 @@ from rich.progress import Progress as Bars
 
 from baton.cli.loadtest.runner import Run
 
-LOOK_S, SAY_S = 0.2, 10.0
+LOOK_S, SAY_S = 0.5, 10.0
 
 
 class Shown:
