@@ -25,10 +25,11 @@ import grpc
 from baton.cli.bench.arrivals import ENGINE_CORE, OTHER_CORE
 from baton.cli.bench.drain import Stream
 from baton.cli.bench.fleet import fleet
-from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, request
+from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Report
 from baton.cli.layout import Layout, UpOptions
+from baton.cli.loadtest.over_grpc import greedy
 from baton.cli.ports import free_ports
 from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most, compared
@@ -142,7 +143,7 @@ async def _turn(layout: Layout, args: argparse.Namespace, number: int, side: Sid
                 stream, asked = Stream(), time.perf_counter()
                 try:
                     call = stub.Generate(
-                        request(prompt, load.output_tokens), timeout=REQUEST_TIMEOUT_S
+                        greedy(prompt, load.output_tokens), timeout=REQUEST_TIMEOUT_S
                     )
                     async for answer in call:
                         if answer.event.delta.token_ids:

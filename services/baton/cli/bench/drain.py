@@ -21,10 +21,11 @@ import grpc
 
 from baton.cli.bench import shapes
 from baton.cli.bench.fleet import fleet
-from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, drive, request
+from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, drive
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Bars, Report
 from baton.cli.layout import Layout, UpOptions, resolve_model
+from baton.cli.loadtest.over_grpc import greedy
 from baton.cli.ports import free_ports
 from baton.cli.quantiles import quantile
 from baton.cli.results import Result, compared
@@ -196,7 +197,7 @@ class _Side:
     async def _follow(
         self, stub: inference_pb2_grpc.InferenceAsyncStub, prompt: tuple[int, ...], stream: Stream
     ) -> None:
-        asked = request(prompt, self._load.output_tokens)
+        asked = greedy(prompt, self._load.output_tokens)
         try:
             async for response in stub.Generate(asked, timeout=REQUEST_TIMEOUT_S):
                 ids = response.event.delta.token_ids

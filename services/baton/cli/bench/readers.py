@@ -25,10 +25,11 @@ import grpc
 
 from baton.cli.bench.drain import Stream
 from baton.cli.bench.fleet import fleet
-from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, request
+from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Report
 from baton.cli.layout import Layout, UpOptions
+from baton.cli.loadtest.over_grpc import greedy
 from baton.cli.ports import free_ports
 from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most, compared
@@ -131,7 +132,7 @@ async def _turn(layout: Layout, load: Load) -> Turn:
 
         async def follow(prompt: tuple[int, ...], stream: Stream) -> None:
             try:
-                asked = request(prompt, load.output_tokens)
+                asked = greedy(prompt, load.output_tokens)
                 async for answer in stub.Generate(asked, timeout=REQUEST_TIMEOUT_S):
                     if answer.event.delta.token_ids:
                         stream.times.append(time.perf_counter())
