@@ -12,6 +12,12 @@ The window grows only while it is used (RFC 7661): an idle router learns nothing
 
 from __future__ import annotations
 
+FIRST_WINDOW = 32768
+"""Tokens; what it should be is soon learnt."""
+
+LARGEST_WINDOW = 1 << 24
+WINDOW_STEP = 512
+
 DECREASE = 0.7
 QUEUED_TOO_LONG = 4.0
 """Times its own computing time."""

@@ -87,8 +87,7 @@ class Intake:
         size = len(attempt.token_ids)
         if size == 0:
             raise InvalidArgument("The input has no tokens.", field="token_ids")
-        self.check_token(min(attempt.token_ids), "token_ids")
-        self.check_token(max(attempt.token_ids), "token_ids")
+        self._check_ids(attempt.token_ids)
         if not 0 < attempt.num_prompt_tokens <= size:
             raise InvalidArgument(
                 f"The prompt's length lies between 1 and {size}.", field="num_prompt_tokens"
@@ -115,6 +114,10 @@ class Intake:
         # Below min_tokens the sampler bans these, row by row of one tensor.
         for token_id in attempt.stop.stop_token_ids:
             self.check_token(token_id, "stop_token_ids")
+
+    def _check_ids(self, token_ids: Tokens[int]) -> None:
+        self.check_token(min(token_ids), "token_ids")
+        self.check_token(max(token_ids), "token_ids")
 
     def _check_scores(self, size: int, num_top: int) -> None:
         if num_top > self._vocab_size or entries_bytes(size, num_top) > MAX_BYTES:

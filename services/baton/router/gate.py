@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Outlook
 from baton.core.drain_rate import DrainRate
 from baton.core.fair_queue import FairQueue
-from baton.core.flight_window import FlightWindow
+from baton.core.flight_window import FIRST_WINDOW, LARGEST_WINDOW, WINDOW_STEP, FlightWindow
 from baton.core.load import TenantUse
 from baton.core.refusal import Refusal
 from baton.core.request import ChatPrompt, Prompt, Request, StopParams, TextPrompt, TokenPrompt
@@ -26,11 +26,6 @@ from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
 from baton.router.turnstile import Turnstile, Waiter
 
-FIRST_WINDOW = 32768
-"""Tokens; what it should be is soon learnt."""
-
-LARGEST_WINDOW = 1 << 24
-WINDOW_STEP = 512
 LOOK_S = 0.5
 """Between two looks at what workers report of other routers: they tell it as often."""
 

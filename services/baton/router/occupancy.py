@@ -1,46 +1,18 @@
-"""Occupancy, which workers are full, as far as one router can know; decides nothing.
-
-A worker's report is a little old and tells of all routers' work. What this router has given to a
-worker it knows exactly; what others have there is taken from the newest report, less what was this
-router's when it came. So room that comes free here is used at once, not when the worker says so.
-"""
+"""Occupancy, which workers are full, as far as one router can know (`Books`); decides nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.core.load import WorkerLoad
+from baton.core.books import Books
 from baton.router.fleet import Fleet
 from baton.router.worker import Worker
 
 if TYPE_CHECKING:
     from baton.router.placement import Place
 
-BATCHES = 2
-"""What may wait at a worker, in steps' worth of prompt tokens: one more would only wait there
-instead of here, where it is still in order."""
-
 REFRESH_S = 0.005
-
-
-@dataclass(slots=True)
-class _Books:
-    """Of one worker. computing: prompt tokens this router gave it to compute, without an answer.
-    kv: positions this router promised it, without a word that their KV is there. others_*: what
-    other routers have there. load: the report that this is from.
-    """
-
-    computing: int = 0
-    kv: int = 0
-    others_waiting: int = 0
-    others_sequences: int = 0
-    load: WorkerLoad | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.computing and not self.kv
 
 
 class Occupancy:
@@ -49,7 +21,7 @@ class Occupancy:
     def __init__(self, fleet: Fleet) -> None:
         self.full: set[str] = set()
         self._fleet = fleet
-        self._books: dict[str, _Books] = {}
+        self._books: dict[str, Books] = {}
         self._refreshed_at = float("-inf")
 
     def refresh(self, now: float) -> None:
@@ -93,29 +65,18 @@ class Occupancy:
     def has_kv(self, worker: Worker[Any], positions: int) -> bool:
         """Whether a decode worker has free blocks for so many more. One that runs nothing takes
         whatever it can take at all."""
-        books, load = self._book(worker.identity.incarnation), worker.load
-        if load is None or (not worker.placed_sequences and not load.running_sequences):
-            return True
-        free = load.free_blocks * max(1, worker.description.block_size)
-        return positions <= free - books.kv
+        books = self._read(worker)
+        block_size = worker.description.block_size
+        return books.has_kv(worker.placed_sequences, block_size, positions)
 
-    def _book(self, incarnation: str) -> _Books:
-        return self._books.setdefault(incarnation, _Books())
+    def _book(self, incarnation: str) -> Books:
+        return self._books.setdefault(incarnation, Books())
 
-    def _read(self, worker: Worker[Any]) -> _Books:
-        books, load = self._book(worker.identity.incarnation), worker.load
-        if load is not None and load is not books.load:
-            books.load = load
-            books.others_waiting = max(0, load.waiting_tokens - books.computing)
-            here = load.waiting_sequences + load.running_sequences
-            books.others_sequences = max(0, here - worker.placed_sequences)
+    def _read(self, worker: Worker[Any]) -> Books:
+        books = self._book(worker.identity.incarnation)
+        books.read(worker.load, worker.placed_sequences)
         return books
 
-    def _is_full(self, worker: Worker[Any], books: _Books) -> bool:
-        load = worker.load
-        most = BATCHES * load.speed.prefill_step_tokens if load is not None else 0
-        if most and books.computing + books.others_waiting >= most:
-            return True
-        places = worker.description.max_sequences
-        here = worker.placed_sequences + books.others_sequences
-        return worker.identity.role == "decode" and bool(places) and here >= places
+    def _is_full(self, worker: Worker[Any], books: Books) -> bool:
+        places = worker.description.max_sequences if worker.identity.role == "decode" else 0
+        return books.is_full(worker.placed_sequences, places)
