@@ -1,0 +1,161 @@
+"""PrefillWorker, core's prefill scheduler with steps that take as long as its speed says."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from baton.core.attempt import Attempt, AttemptKey
+from baton.core.block_pool import BlockPool
+from baton.core.cached_units import Change
+from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.load import WorkerLoad, WorkerState
+from baton.core.model import ModelDescription
+from baton.core.plan import SampledToken, StepPlan, StepResult
+from baton.core.prefill_cost import reads
+from baton.core.prefill_scheduler import PrefillScheduler
+from baton.core.speed import WorkerSpeed
+from baton.sim.intake import TOKEN, CountingIntake
+from baton.sim.queue import STEP_ENDS, EventQueue
+from baton.sim.reports import Reporter, Tell
+from baton.sim.runs import Run
+from baton.sim.settings import Delays, WorkerFacts
+from baton.sim.use import Use
+
+
+class CountingPrefillScheduler(PrefillScheduler):
+    """Takes inputs whose tokens are only counted."""
+
+    def __init__(self, pool: BlockPool, facts: WorkerFacts, model: ModelDescription):
+        super().__init__(pool, facts.prefill_policy(), model)
+        self._intake = CountingIntake(
+            model,
+            block_size=pool.block_size,
+            max_positions=min(model.max_model_len, pool.num_blocks * pool.block_size + 1),
+            max_model_len=model.max_model_len,
+        )
+
+
+class PrefillWorker:
+    """collectors: decode workers that share its pool."""
+
+    def __init__(
+        self,
+        number: int,
+        facts: WorkerFacts,
+        model: ModelDescription,
+        delays: Delays,
+        queue: EventQueue,
+        collectors: int,
+        tell: Tell,
+    ) -> None:
+        changes: deque[Change] = deque()
+        self.number = number
+        self.facts = facts
+        self.use = Use()
+        self.pool = BlockPool(facts.num_blocks, facts.block_size, changes.append)
+        self.scheduler = CountingPrefillScheduler(self.pool, facts, model)
+        self.scheduler.live_collectors = collectors
+        self._queue = queue
+        self._runs: dict[AttemptKey, Run] = {}
+        self._running = False
+        self._wake: float | None = None
+        phase = (number * 0.618034) % 1.0
+        self._reporter = Reporter(queue, delays, changes, self._load, phase, tell)
+
+    def add(self, attempt: Attempt, run: Run, *, keep: bool, collector: str) -> None:
+        """Raises what the scheduler does."""
+        self.scheduler.add(attempt, self._queue.now, keep=keep, collector=collector)
+        self._runs[attempt.key] = run
+        self._reporter.news()
+        self._go_on()
+
+    def grant(self, key: AttemptKey) -> None:
+        self.scheduler.grant(key)
+        self._go_on()
+
+    def release(self, key: AttemptKey) -> None:
+        """Its KV was collected, or nobody wants it any more."""
+        self.scheduler.cancel(key)
+        self._runs.pop(key, None)
+        self._reporter.news()
+        self._go_on()
+
+    def _load(self) -> tuple[WorkerLoad, bool]:
+        load = self.scheduler.load
+        told = WorkerLoad(
+            WorkerState.SERVING,
+            load.waiting_sequences,
+            load.waiting_tokens,
+            load.running_sequences,
+            load.free_blocks,
+            speed=self.facts.told,
+        )
+        return told, self.scheduler.has_work
+
+    def _go_on(self) -> None:
+        if self._running:
+            return
+        now = self._queue.now
+        before = self.pool.num_blocks - self.pool.num_free
+        plan = self.scheduler.plan(now)
+        self._deliver(self.scheduler.take_events())
+        if plan is None:
+            wake = self.scheduler.next_wake(now)
+            if wake is not None and wake != self._wake:
+                self._wake = wake
+                self._queue.at(wake, self._wakes)
+            return
+        self._running = True
+        seconds = step_s(self.facts.speed, plan)
+        self._queue.at(now + seconds, self._finish, plan, seconds, before, order=STEP_ENDS)
+
+    def _wakes(self) -> None:
+        self._wake = None
+        self._go_on()
+
+    def _finish(self, plan: StepPlan, seconds: float, before: int) -> None:
+        self._running = False
+        now = self._queue.now
+        after = self.pool.num_blocks - self.pool.num_free
+        self.use.ran(seconds, 1, 0, plan.num_tokens, before, after)
+        self._deliver(self.scheduler.apply(made_up(plan), now))
+        self._reporter.news()
+        self._go_on()
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Planned(key):
+                    self._runs[key].planned()
+                case Computed(key, end, cached) if key in self._runs:
+                    self._runs[key].computed(end, cached)
+                case FirstTokens(key) if key in self._runs:
+                    self._runs[key].first_token(event.queue_s, event.prefill_s)
+                case Failed(key, _, error) if key in self._runs:
+                    self._runs.pop(key).failed(error)
+                case _:
+                    pass
+
+
+def step_s(speed: WorkerSpeed, plan: StepPlan) -> float:
+    """Seconds of a step that only prefills."""
+    return speed.prefill_step_s + prefill_s(speed, plan, 0)
+
+
+def prefill_s(speed: WorkerSpeed, plan: StepPlan, first: int) -> float:
+    """What a step's chunks from the first one on take, but for the step itself."""
+    positions = num_reads = 0
+    for chunk in plan.chunks[first:]:
+        positions += len(chunk.token_ids)
+        num_reads += reads(chunk.first_position, chunk.end_position)
+    return positions * speed.prefill_position_s + num_reads * speed.prefill_read_s
+
+
+def made_up(plan: StepPlan) -> StepResult:
+    """A token for every sample."""
+    tokens = [
+        SampledToken(row.sequence_id, row.choice, TOKEN)
+        for chunk in plan.chunks
+        for row in chunk.samples
+    ]
+    return StepResult(plan.step, tuple(tokens))

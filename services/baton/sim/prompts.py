@@ -1,0 +1,146 @@
+"""Prompt and Text, inputs of known length whose content is only named; hold no tokens.
+
+A simulated prompt may have a hundred thousand tokens, and nobody reads them: what matters of them
+is how many there are and which prefixes are equal. So a stretch of a prompt is a name; two prompts
+share a prefix as far as their names are equal. Hashes of blocks and units are made of names, by a
+chain of the same kind as core's, once for all workers that see the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from struct import Struct
+from typing import overload
+
+from baton.core.errors import InvalidArgument
+from baton.core.prefix import HASH_BYTES, UNIT_TOKENS, PrefixChain, PrefixLink
+
+_PLACE = Struct("<qq").pack
+_OWN = -1
+"""Is no name: what only one prompt has."""
+
+
+class Prompt:
+    """length: in tokens. names: of its stretches of `stretch` tokens, the last one may be shorter;
+    what they do not cover is like nothing else. own: tells it from all others; 0 or more.
+
+    Raises InvalidArgument for a stretch that is no whole number of units.
+    """
+
+    __slots__ = ("_links", "_units", "length", "names", "own", "stretch")
+
+    def __init__(self, own: int, length: int, names: Sequence[int] = (), stretch: int = 512):
+        if stretch < 1 or stretch % UNIT_TOKENS:
+            raise InvalidArgument(f"must be a multiple of {UNIT_TOKENS}", field="stretch")
+        self.own = own
+        self.length = length
+        self.names = names
+        self.stretch = stretch
+        self._units = b""
+        self._links: dict[int, list[PrefixLink]] = {}
+
+    @property
+    def hashes(self) -> bytes:
+        """Of its full units, concatenated: what a router asks workers for."""
+        if not self._units:
+            self._units = b"".join(self._chain(UNIT_TOKENS))
+        return self._units
+
+    def links(self, size: int) -> list[PrefixLink]:
+        """Of its full blocks of so many positions, which divide a stretch."""
+        known = self._links.get(size)
+        if known is None:
+            known, parent = [], b""
+            for index, digest in enumerate(self._chain(size)):
+                units = self._units_of(index, size)
+                known.append(PrefixLink(digest, parent, self._content(index * size), index, units))
+                parent = digest
+            self._links[size] = known
+        return known
+
+    def own_link(self, parent: bytes, index: int, size: int) -> PrefixLink:
+        """Of a block that reaches beyond the prompt, into its own output."""
+        content = _PLACE(_OWN - self.own, index)
+        digest = _hash(parent, content)
+        return PrefixLink(digest, parent, content, index, self._units_of(index, size))
+
+    def forget(self) -> None:
+        """Nobody will ask for what can be made again."""
+        self._units, self._links = b"", {}
+
+    def _content(self, first: int) -> bytes:
+        at, offset = divmod(first, self.stretch)
+        if at < len(self.names):
+            return _PLACE(self.names[at], offset)
+        return _PLACE(_OWN - self.own, first)
+
+    def _chain(self, size: int) -> list[bytes]:
+        """A digest for each full part of so many tokens, over all up to its end."""
+        found, previous, content = [], b"", self._content
+        for first in range(0, self.length - size + 1, size):
+            previous = blake2b(previous + content(first), digest_size=HASH_BYTES).digest()
+            found.append(previous)
+        return found
+
+    def _units_of(self, index: int, size: int) -> tuple[bytes, ...]:
+        """Those that end in a block."""
+        hashes = self.hashes
+        if size == UNIT_TOKENS and HASH_BYTES * index < len(hashes):
+            return (hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)],)
+        units = range(index * size // UNIT_TOKENS, (index + 1) * size // UNIT_TOKENS)
+        return tuple(
+            hashes[HASH_BYTES * unit : HASH_BYTES * (unit + 1)]
+            or _hash(b"", _PLACE(_OWN - self.own, unit))
+            for unit in units
+        )
+
+
+class Text(Sequence[int]):
+    """A prompt and `made` tokens behind it, which are only counted."""
+
+    __slots__ = ("length", "prompt")
+
+    def __init__(self, prompt: Prompt, made: int = 0) -> None:
+        self.prompt = prompt
+        self.length = prompt.length + made
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        """Every token is its own position: a slice takes no memory."""
+        return range(self.length)[index]
+
+
+class NamedChain(PrefixChain):
+    """A prompt's chain as its names make it."""
+
+    __slots__ = ("_prompt",)
+
+    def __init__(self, prompt: Prompt, block_size: int):
+        super().__init__(b"", b"", block_size)
+        self._prompt = prompt
+
+    def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
+        links, size = self.links, self._block_size
+        if len(links) < num_blocks:
+            links += self._prompt.links(size)[len(links) : num_blocks]
+        for index in range(len(links), num_blocks):
+            parent = links[-1].digest if links else b""
+            links.append(self._prompt.own_link(parent, index, size))
+
+    def fork(self) -> PrefixChain:
+        chain = NamedChain(self._prompt, self._block_size)
+        chain.links = self.links.copy()
+        return chain
+
+
+def _hash(previous: bytes, content: bytes) -> bytes:
+    return blake2b(previous + content, digest_size=HASH_BYTES).digest()
