@@ -22,7 +22,7 @@ llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -142,6 +142,12 @@ bench-grammar: install ## Measure structured output (about 3 minutes)
 
 bench-loadtest: install ## Measure the load generator itself (about a minute)
 	@$(BIN)/baton bench loadtest --json docs/benchmarks/loadtest.json
+	@$(BIN)/python scripts/tables.py
+
+bench-simulator: install ## Measure the simulator (about 8 minutes; TRACE=Mooncake's conversation trace)
+	@$(BIN)/baton bench simulator --trace $(TRACE) --json docs/benchmarks/simulator.json
+	@$(BIN)/baton bench simulator --trace $(TRACE) --workers 1000 --copies 10 --seconds 600 \
+		--block-size 512 --json docs/benchmarks/simulator-1000.json
 	@$(BIN)/python scripts/tables.py
 
 chaos: install ## Kill, stop, cut off and restart processes under load, and count (about half an hour)

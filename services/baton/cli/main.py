@@ -21,6 +21,7 @@ COMMANDS = {
     "keys": "keys",
     "plan": "plan",
     "fetch": "fetch",
+    "simulate": "simulating.command",
     "batch": "batch.command",
     "loadtest": "loadtest.command",
     "bench": "bench.command",

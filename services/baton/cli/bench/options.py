@@ -36,6 +36,7 @@ def add(kinds: Any) -> None:
     _grammar(kinds)
     _cold(kinds)
     _loadtest(kinds)
+    _simulator(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -373,3 +374,26 @@ def _loadtest(kinds: Any) -> None:
     )
     loadtest.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each rate")
     loadtest.add_argument("--output-tokens", type=int, default=8, metavar="N")
+
+
+def _simulator(kinds: Any) -> None:
+    simulator = flags.kind(
+        kinds,
+        "simulator",
+        "what simulating a fleet takes",
+        "About 3 minutes. Speeds are made up: it is the simulator that is measured.",
+        plot=False,
+    )
+    simulator.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="Mooncake's conversation trace"
+    )
+    simulator.add_argument("--workers", type=int, default=8, metavar="N", help="default 8")
+    simulator.add_argument(
+        "--copies", type=int, default=1, metavar="N", help="of the trace side by side (default 1)"
+    )
+    simulator.add_argument(
+        "--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all)"
+    )
+    simulator.add_argument(
+        "--block-size", type=int, default=64, metavar="N", help="positions (default 64)"
+    )

@@ -1,0 +1,1 @@
+"""`baton simulate`: from files to a simulated fleet and its figures."""
