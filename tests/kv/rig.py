@@ -25,7 +25,7 @@ from baton.kv.staging import Staging
 from baton.kv.ucx import Ucx
 from baton.rpc.handover import GrpcCollectStream, GrpcGiverConnection, HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
-from baton.rpc.options import CLIENT, INTERNAL_SERVER
+from baton.rpc.options import INTERNAL_CLIENT, INTERNAL_SERVER
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 LAYOUT = KvLayout("ab" * 32, "float32", num_layers=2, num_kv_heads=2, key_size=8, value_size=8)
@@ -230,7 +230,7 @@ async def rig(
     wires: list[Wire] = []
 
     def connect(peer: WorkerIdentity) -> Wire:
-        wires.append(Wire(grpc.aio.insecure_channel(peer.address, options=CLIENT)))
+        wires.append(Wire(grpc.aio.insecure_channel(peer.address, options=INTERNAL_CLIENT)))
         return wires[-1]
 
     collector = Collector(

@@ -12,7 +12,7 @@ INTERNAL_MESSAGE_BYTES = 64 * 2**20
 PUBLIC_RECEIVE_BYTES = 2**20
 PUBLIC_STREAMS = 100
 
-CLIENT: Arguments = (
+_CLIENT: Arguments = (
     ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
     # A peer that vanished without a word is noticed after 15 s even on a channel without calls.
@@ -20,15 +20,29 @@ CLIENT: Arguments = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A worker restarted on the same port is found within a second. gRPC takes the minimum also as
-    # the limit of one connection attempt, so it is not shorter.
+    # A worker restarted on the same port is found within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Peers are reached directly, whatever proxy the environment names for the outside world.
     ("grpc.enable_http_proxy", 0),
     # Back-off of one Channels is not another one's.
     ("grpc.use_local_subchannel_pool", 1),
+)
+
+_CONNECT = "grpc.min_reconnect_backoff_ms"
+"""What gRPC calls the shortest back-off is how long one attempt to connect may take."""
+
+INTERNAL_CLIENT: Arguments = (
+    *_CLIENT,
+    # Whoever waits for this peer has others to go to.
+    (_CONNECT, 1_000),
+)
+
+PUBLIC_CLIENT: Arguments = (
+    *_CLIENT,
+    # As long as a router waits for a greeting. Its own took 1.2 s on a node short of processors,
+    # and a call fails with the attempt that it waits for.
+    (_CONNECT, 10_000),
 )
 
 _SERVER: Arguments = (
@@ -37,7 +51,7 @@ _SERVER: Arguments = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Less than CLIENT's interval: gRPC's own default of 300 s answers pings with GOAWAY
+    # Less than the clients' interval: gRPC's own default of 300 s answers pings with GOAWAY
     # too_many_pings, which ends every call of the connection. (The name has no "recv" in it.)
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),

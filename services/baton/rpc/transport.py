@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from baton.rpc.options import CLIENT, Arguments
+from baton.rpc.options import INTERNAL_CLIENT, PUBLIC_CLIENT, Arguments
 from baton.rpc.roles import server_name
 from baton.rpc.tls import Certificates, Pems, channel_credentials
 
@@ -27,7 +27,7 @@ def open_channel(
     certificates: Certificates | None = None,
     role: str = "",
     *,
-    plain: Arguments = CLIENT,
+    plain: Arguments = INTERNAL_CLIENT,
 ) -> grpc.aio.Channel:
     """A channel to "host:port". role: of the peer, which its certificate has to name. plain: the
     arguments of one without certificates.
@@ -42,16 +42,16 @@ def open_blocking_channel(target: str, ca: bytes | None = None) -> grpc.Channel:
     router's certificate then has to name the host of target. None: plain.
     """
     if ca is None:
-        return grpc.insecure_channel(target, options=CLIENT)
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca or None), options=CLIENT)
+        return grpc.insecure_channel(target, options=PUBLIC_CLIENT)
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca or None), options=PUBLIC_CLIENT)
 
 
 def open_client_channel(target: str, ca: bytes | None = None) -> grpc.aio.Channel:
     """As `open_blocking_channel`, for the running event loop."""
     if ca is None:
-        return grpc.aio.insecure_channel(target, options=CLIENT)
+        return grpc.aio.insecure_channel(target, options=PUBLIC_CLIENT)
     credentials = grpc.ssl_channel_credentials(ca or None)
-    return grpc.aio.secure_channel(target, credentials, options=CLIENT)
+    return grpc.aio.secure_channel(target, credentials, options=PUBLIC_CLIENT)
 
 
 class RenewingChannel(grpc.aio.Channel):
@@ -63,7 +63,7 @@ class RenewingChannel(grpc.aio.Channel):
 
     def __init__(self, target: str, certificates: Certificates, role: str) -> None:
         self._target, self._certificates = target, certificates
-        self._options = (*CLIENT, ("grpc.ssl_target_name_override", server_name(role)))
+        self._options = (*INTERNAL_CLIENT, ("grpc.ssl_target_name_override", server_name(role)))
         self._pems: Pems | None = None
         self._channel: grpc.aio.Channel | None = None
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}

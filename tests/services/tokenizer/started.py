@@ -14,10 +14,10 @@ from pathlib import Path
 
 import grpc
 
-from baton.rpc.options import CLIENT
+from baton.rpc.options import INTERNAL_CLIENT
 
 PATIENCE_S = 60
-SMALL_WINDOW = (*CLIENT, ("grpc.http2.bdp_probe", 0))
+SMALL_WINDOW = (*INTERNAL_CLIENT, ("grpc.http2.bdp_probe", 0))
 """A peer that does not read is noticed after 64 KiB, not after however much the probe allows."""
 
 

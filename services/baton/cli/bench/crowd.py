@@ -24,7 +24,7 @@ from itertools import count, cycle
 
 import grpc
 
-from baton.rpc.options import CLIENT
+from baton.rpc.options import PUBLIC_CLIENT
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, types_pb2
@@ -86,7 +86,7 @@ class StalledCalls:
 
     async def add(self) -> None:
         window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", READER_BYTES))
-        channel = open_channel(self._target, plain=(*CLIENT, *window))
+        channel = open_channel(self._target, plain=(*PUBLIC_CLIENT, *window))
         self._channels.append(channel)
         call = inference_pb2_grpc.InferenceStub(channel).Generate(
             pb.GenerateRequest(
