@@ -5,11 +5,26 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.flight_window import FlightWindow
+from baton.core.flight_window import DECREASE, FlightWindow
+
+
+def test_a_used_window_doubles_until_the_first_congestion() -> None:
+    window = FlightWindow(1000, 100, 10_000)
+    for limit in (2000, 4000, 8000, 10_000):
+        window.take(round(window.limit))
+        window.answered(window.tokens, 0.1)
+        window.give_back(window.tokens)
+        assert window.limit == limit
+    window.congested(0.0)
+    assert window.limit == 7000
+    window.take(7000)
+    window.answered(7000, 0.1)
+    assert window.limit == 7100
 
 
 def test_a_used_window_grows_by_a_step_per_windowful() -> None:
-    window = FlightWindow(1000, 100, 10_000)
+    window = FlightWindow(1000 / DECREASE, 100, 10_000)
+    window.congested(0.0)
     for _ in range(10):
         window.take(100)
     for _ in range(5):

@@ -7,13 +7,16 @@ that share workers without talking to each other then converge to equal shares, 
 token's time depends on the prompt's length, while its two signs of congestion do not: a worker that
 refuses, and a prompt that waited in a worker's queue for much longer than it then computed.
 
+Before the first such sign the window doubles with every windowful of answers (slow start, RFC 5681,
+section 3.1): by steps alone a router of long prompts would leave its workers idle for minutes.
+
 The window grows only while it is used (RFC 7661): an idle router learns nothing.
 """
 
 from __future__ import annotations
 
 FIRST_WINDOW = 32768
-"""Tokens; what it should be is soon learnt."""
+"""Tokens; what it should be is learnt within a few windowfuls."""
 
 LARGEST_WINDOW = 1 << 24
 WINDOW_STEP = 512
@@ -38,6 +41,7 @@ class FlightWindow:
         self.round_trip_s = 0.0
         self._step = step
         self._most = most
+        self._slow_start = True
         self._reduced_at = float("-inf")
 
     def has_room(self, tokens: int) -> bool:
@@ -56,7 +60,8 @@ class FlightWindow:
         known = self.round_trip_s or seconds
         self.round_trip_s = known + (seconds - known) / 8
         if 2 * self.tokens >= self.limit:
-            self.limit = min(self._most, self.limit + self._step * tokens / self.limit)
+            more = tokens if self._slow_start else self._step * tokens / self.limit
+            self.limit = min(self._most, self.limit + more)
 
     def queued(self, queue_s: float, compute_s: float, now: float) -> None:
         """How long an input waited at its worker, and how long it then took."""
@@ -65,6 +70,7 @@ class FlightWindow:
 
     def congested(self, now: float) -> None:
         """A worker refused, or should have."""
+        self._slow_start = False
         if now - self._reduced_at >= self.round_trip_s:
             self._reduced_at = now
             self.limit = max(self._step, DECREASE * self.limit)
