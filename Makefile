@@ -16,13 +16,11 @@ IMAGE_REGISTRY ?=
 IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGES ?= cpu engine-cpu
 
-# An interpreter that has llama_cpp, where one was named.
-llama = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
-# Where a benchmark leaves its figures and its plot.
-figures = --json docs/benchmarks/$(1).json --plot docs/benchmarks/$(1).svg
+# Measures figures of docs/benchmarks by name, all of them without one, and writes the tables.
+FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -111,60 +109,40 @@ proto-lint: ## buf lint (needs npm)
 model: install ## Train the bundled model again (long)
 	@PYTHONPATH=scripts $(BIN)/python -m model.train --out services/baton/models/baton-tiny
 
+figures: install ## Measure everything again that README and docs state (hours; see scripts/figures.py)
+	@$(FIGURES)
+
 bench: install ## Measure the relay against the same engine in one process
-	@$(BIN)/baton bench relay --json docs/benchmarks/relay.json
-	@$(BIN)/python scripts/tables.py
+	@$(FIGURES) relay
 
 bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LLAMA_PYTHON=an interpreter with llama_cpp)
-	@$(BIN)/baton bench engine --peers $(llama) --rounds 3 --seconds 400 $(call figures,engine)
-	@$(BIN)/baton bench engine --shape 500m --rounds 1 --seconds 400 --peers $(llama) $(call figures,engine-500m)
-	@$(BIN)/baton bench cost $(call figures,cost)
-	@$(BIN)/baton bench batching $(call figures,batching)
-	@$(BIN)/baton bench stalls $(call figures,stalls)
-	@$(BIN)/python scripts/tables.py
+	@$(FIGURES) engine engine-500m cost batching stalls
 
 bench-kv: install ## Measure the KV hand-over (about 4 minutes)
-	@$(BIN)/baton bench kv $(call figures,kv)
-	@$(BIN)/python scripts/tables.py
+	@$(FIGURES) kv
 
 bench-router: install ## Measure overload, fairness, slow readers, batches and the router's own cost (about half an hour)
-	@missed=0; for what in overload fairness readers router routing batch; do \
-		$(BIN)/baton bench $$what --json docs/benchmarks/$$what.json || missed=1; \
-	done; $(BIN)/python scripts/tables.py; exit $$missed
+	@$(FIGURES) overload fairness readers router routing batch
 
 bench-tokens: install ## Measure tokenizer and detokenizer against their library (about 2 minutes)
-	@$(BIN)/baton bench tokens $(call figures,tokens)
-	@$(BIN)/python scripts/tables.py
+	@$(FIGURES) tokens
 
 bench-grammar: install ## Measure structured output (about 3 minutes)
-	@$(BIN)/baton bench grammar $(call figures,grammar)
-	@$(BIN)/python scripts/tables.py
+	@$(FIGURES) grammar
 
 bench-loadtest: install ## Measure the load generator itself (about a minute)
-	@$(BIN)/baton bench loadtest --json docs/benchmarks/loadtest.json
-	@$(BIN)/python scripts/tables.py
+	@$(FIGURES) loadtest
 
 bench-simulator: install ## Measure the simulator (about 8 minutes; TRACE=Mooncake's conversation trace)
-	@$(BIN)/baton bench simulator --trace $(TRACE) --json docs/benchmarks/simulator.json
-	@$(BIN)/baton bench simulator --trace $(TRACE) --workers 1000 --copies 10 --seconds 600 \
-		--block-size 512 --json docs/benchmarks/simulator-1000.json
-	@$(BIN)/python scripts/tables.py
+	@$(FIGURES) simulator simulator-1000
 
 chaos: install ## Kill, stop, cut off and restart processes under load, and count (about half an hour)
-	@missed=0; for schedule in kills routers partitions rolling slow-links; do \
-		$(BIN)/baton chaos run --schedule $$schedule --json docs/benchmarks/chaos-$$schedule.json || missed=1; \
-	done; $(BIN)/baton chaos hang --json docs/benchmarks/chaos-hang.json || missed=1; \
-	$(BIN)/python scripts/tables.py; exit $$missed
+	@$(FIGURES) chaos-kills chaos-routers chaos-partitions chaos-rolling chaos-slow-links chaos-hang
 
 reliability: chaos bench-router ## Every figure of docs/reliability.md again
 
 chaos-kv: install ## Break hand-overs in every way and count (about half an hour)
-	@$(BIN)/baton chaos kv corruptions --json docs/benchmarks/chaos-kv-corruptions.json
-	@$(BIN)/baton chaos kv clean --json docs/benchmarks/chaos-kv-clean.json
-	@$(BIN)/baton chaos kv freeze-kill --json docs/benchmarks/chaos-kv-freeze-kill.json
-	@$(BIN)/baton chaos kv late-write --json docs/benchmarks/chaos-kv-late-write.json
-	@$(BIN)/baton chaos kv cancel-storm --json docs/benchmarks/chaos-kv-cancel-storm.json
-	@$(BIN)/baton chaos kv head-of-line --json docs/benchmarks/chaos-kv-head-of-line.json
+	@$(FIGURES) chaos-kv-corruptions chaos-kv-clean chaos-kv-freeze-kill chaos-kv-late-write chaos-kv-cancel-storm chaos-kv-head-of-line
 
 tables: install ## Write the tables of docs from docs/benchmarks
 	@$(BIN)/python scripts/tables.py

@@ -30,7 +30,8 @@ COMMANDS = {
 """Each with the module that has it."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """Of all commands."""
     parser = argparse.ArgumentParser(
         prog="baton", description="A disaggregated LLM server: every stage in its own pool."
     )
@@ -38,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS.values():
         import_module(f"baton.cli.{module}").add_parser(subparsers)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
     try:
         return int(import_module(f"baton.cli.{COMMANDS[args.command]}").run(args))
     except BatonError as error:

@@ -43,7 +43,9 @@ def open_blocking_channel(target: str, ca: bytes | None = None) -> grpc.Channel:
     """
     if ca is None:
         return grpc.insecure_channel(target, options=PUBLIC_CLIENT)
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca or None), options=PUBLIC_CLIENT)
+    return grpc.secure_channel(
+        target, grpc.ssl_channel_credentials(ca or None), options=PUBLIC_CLIENT
+    )
 
 
 def open_client_channel(target: str, ca: bytes | None = None) -> grpc.aio.Channel:

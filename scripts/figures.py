@@ -1,0 +1,133 @@
+"""Measures again what docs/benchmarks has, and writes the tables; knows no benchmark's inside.
+
+    python scripts/figures.py              # all of it
+    python scripts/figures.py relay cost   # some of it
+    python scripts/figures.py --list
+
+Each figure is one command of `baton`, whose --json (and --plot) goes to docs/benchmarks. What needs
+something of yours that no variable names is left out, and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "docs/benchmarks"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """plot: draws one, too. takes: variables that it needs, put in for {NAME}. may: flags that it
+    has when their variable is set."""
+
+    command: str
+    plot: bool = False
+    takes: tuple[str, ...] = ()
+    may: tuple[tuple[str, str], ...] = ()
+
+    def words(self, name: str, given: dict[str, str]) -> list[str]:
+        """Of the command, without `baton`."""
+        values = {key: given[key] for key in self.takes}
+        words = [word.format(**values) for word in shlex.split(self.command)]
+        for flag, variable in self.may:
+            if given.get(variable):
+                words += [flag, given[variable]]
+        words += ["--json", f"{FOLDER}/{name}.json"]
+        return [*words, "--plot", f"{FOLDER}/{name}.svg"] if self.plot else words
+
+
+_LLAMA = (("--llama-python", "LLAMA_PYTHON"),)
+
+FIGURES = {
+    "relay": Figure("bench relay --rounds 5"),
+    "engine": Figure("bench engine --peers --rounds 3 --seconds 400", plot=True, may=_LLAMA),
+    "engine-500m": Figure(
+        "bench engine --shape 500m --requests 32 --peers --rounds 1 --seconds 400",
+        plot=True,
+        may=_LLAMA,
+    ),
+    "cost": Figure("bench cost", plot=True),
+    "batching": Figure("bench batching", plot=True),
+    "stalls": Figure("bench stalls", plot=True),
+    "kv": Figure("bench kv", plot=True),
+    "cold": Figure("bench cold --rounds 2"),
+    "drain": Figure("bench drain --prompt-tokens 800 --output-tokens 250"),
+    "overload": Figure("bench overload"),
+    "fairness": Figure("bench fairness"),
+    "readers": Figure("bench readers"),
+    "router": Figure("bench router"),
+    "routing": Figure("bench routing"),
+    "batch": Figure("bench batch"),
+    "tokens": Figure("bench tokens", plot=True),
+    "grammar": Figure("bench grammar", plot=True),
+    "loadtest": Figure("bench loadtest"),
+    "simulator": Figure("bench simulator --trace {TRACE}", takes=("TRACE",)),
+    "simulator-1000": Figure(
+        "bench simulator --trace {TRACE} --workers 1000 --copies 10 --seconds 600 --block-size 512",
+        takes=("TRACE",),
+    ),
+    "chaos-kills": Figure("chaos run --schedule kills --seed 2 --streams 1000"),
+    "chaos-routers": Figure("chaos run --schedule routers"),
+    "chaos-partitions": Figure("chaos run --schedule partitions"),
+    "chaos-rolling": Figure("chaos run --schedule rolling"),
+    "chaos-slow-links": Figure("chaos run --schedule slow-links"),
+    "chaos-hang": Figure("chaos hang --seconds 1 5 60"),
+    "chaos-kv-corruptions": Figure("chaos kv corruptions"),
+    "chaos-kv-clean": Figure("chaos kv clean"),
+    "chaos-kv-freeze-kill": Figure("chaos kv freeze-kill"),
+    "chaos-kv-late-write": Figure("chaos kv late-write"),
+    "chaos-kv-cancel-storm": Figure("chaos kv cancel-storm"),
+    "chaos-kv-head-of-line": Figure("chaos kv head-of-line"),
+}
+
+
+def chosen(names: Sequence[str]) -> dict[str, Figure]:
+    """Those named, all without a name. Raises SystemExit for unknown ones."""
+    unknown = sorted(set(names) - FIGURES.keys())
+    if unknown:
+        sys.exit(f"no figure is called {', '.join(unknown)}; --list shows them")
+    return {name: FIGURES[name] for name in names} if names else FIGURES
+
+
+def run(figures: dict[str, Figure], given: dict[str, str]) -> list[str]:
+    """One after the other. Returns what went wrong, a sentence each."""
+    wrong = []
+    baton = [sys.executable, "-m", "baton.cli.main"]
+    for name, figure in figures.items():
+        if missing := [variable for variable in figure.takes if not given.get(variable)]:
+            wrong.append(f"{name} was left out: set {', '.join(missing)}")
+            continue
+        words = figure.words(name, given)
+        print(f"baton {shlex.join(words)}", file=sys.stderr, flush=True)
+        code = subprocess.run([*baton, *words], cwd=ROOT, check=False).returncode
+        if code:
+            wrong.append(f"{name} ended with {code}")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--list", action="store_true", help="show what there is, and measure none")
+    args = parser.parse_args()
+    figures = chosen(args.names)
+    if args.list:
+        for name, figure in figures.items():
+            print(f"{name:<22} baton {figure.command}")
+        return
+    wrong = run(figures, dict(os.environ))
+    tables = subprocess.run([sys.executable, "scripts/tables.py"], cwd=ROOT, check=False)
+    print("\n".join(wrong), file=sys.stderr)
+    sys.exit(1 if wrong or tables.returncode else 0)
+
+
+if __name__ == "__main__":
+    main()
