@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
 from baton.cli.ports import free_ports
 from baton.core.trace_context import TraceContext
 from baton.rpc.otel import otlp_tracer
+from baton.rpc.otel_logs import SAY_EVERY_S, OtelLogs
 from baton.rpc.process_options import ProcessOptions
 from baton.rpc.tracing import OFF, Kind
 from tests.receiver import receiver
@@ -12,6 +24,14 @@ from tests.receiver import receiver
 PATIENCE_S = 30.0
 INCARNATION = "0123456789abcdef" * 2
 THEIRS = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """A thread that sends, or tries to, would disturb the tests that follow."""
+    assert not _sending()
+    yield
+    assert not _sending()
 
 
 def test_a_receiver_gets_what_was_told() -> None:
@@ -46,12 +66,76 @@ def test_what_is_left_goes_out_at_the_end() -> None:
         assert len(there.spans) == 100
 
 
-def test_nobody_there_holds_nobody_up() -> None:
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An endpoint whose port nobody listens on."""
     (port,) = free_ports(1)
-    tracer = otlp_tracer(f"http://127.0.0.1:{port}", 1.0, "router", INCARNATION)
+    yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def mute() -> Iterator[str]:
+    """An endpoint that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("who", ["nobody", "mute"])
+def test_nobody_there_holds_nobody_up(who: str, request: pytest.FixtureRequest) -> None:
+    tracer = otlp_tracer(request.getfixturevalue(who), 1.0, "router", INCARNATION)
     for _ in range(20_000):
         tracer.begin("a").end()
     tracer.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "trouble"),
+    [
+        ("authorization=hush", "the OTLP endpoint takes no spans"),
+        ("hush", "a header for the OTLP endpoint is not name=value, and is left out"),
+        ("authorization=hush%0Ahush", "the OTLP endpoint takes no spans"),
+    ],
+)
+def test_a_process_says_it_once_and_without_keys(nobody: str, header: str, trouble: str) -> None:
+    program = (
+        "from baton.rpc import logs; from baton.rpc.otel import otlp_tracer\n"
+        "logs.setup('router', 'debug')\n"
+        f"tracer = otlp_tracer({nobody!r}, 1.0, 'router', 'i')\n"
+        "for _ in range(20_000): tracer.begin('a').end()\n"
+        "tracer.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+        env=os.environ | {"OTEL_EXPORTER_OTLP_HEADERS": header},
+    )
+    # gRPC's own lines about a bad header come beside them.
+    said = [line for line in done.stderr.splitlines() if " router " in line]
+    assert sum(trouble in line for line in said) == 1
+    assert len(said) <= 3 and all(" WARNING router " in line for line in said)
+    assert "hush" not in done.stderr
+
+
+def test_trouble_is_told_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    handler = OtelLogs(lambda: now)
+
+    def record(level: int = logging.ERROR) -> logging.LogRecord:
+        name = "opentelemetry.exporter.otlp"
+        args = (grpc.StatusCode.UNAVAILABLE, "hush")
+        return logging.LogRecord(name, level, "", 0, "%s %s", args, None)
+
+    handler.handle(record())
+    for _ in range(5):
+        handler.handle(record())
+    now = SAY_EVERY_S
+    handler.handle(record())
+    first, second = map(vars, caplog.records)
+    assert first["error"] == second["error"] == "unavailable"
+    assert "unsaid" not in first and second["unsaid"] == 5
 
 
 def test_no_more_than_its_share() -> None:
@@ -61,3 +145,9 @@ def test_no_more_than_its_share() -> None:
         tracer.begin("theirs", parent=THEIRS).end()
         tracer.close()
         assert [span.name for span in there.spans] == ["theirs"]
+
+
+def _sending() -> list[str]:
+    """The threads that send spans, or wait to."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("Otel", "otlp"))]

@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton.core.trace_context import UNTRACED, TraceContext
+from baton.rpc import otel_logs
 from baton.rpc import trace_names as names
 from baton.rpc.tracing import NO_SPAN, NOT_OURS, NOTHING, Kind, Span, Value, now
 
@@ -29,6 +30,9 @@ EXPORT_TIMEOUT_S = 5.0
 MAX_WAITING_SPANS = 8192
 """While nobody takes them. Older ones go for newer ones."""
 CLOSE_S = 2.0
+"""A process that ends tries so long to send what is left."""
+GIVE_UP_S = 1.0
+"""And waits so long for a try that was cut off to be over, which takes milliseconds."""
 
 _KINDS = {
     Kind.SERVER: trace.SpanKind.SERVER,
@@ -40,9 +44,9 @@ _HEADERS = TraceContextTextMapPropagator()
 
 def otlp_tracer(endpoint: str, sample_share: float, role: str, incarnation: str) -> OtelTracer:
     """Sends to an OTLP endpoint over gRPC, in the background."""
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
-    processor = BatchSpanProcessor(
-        exporter,
+    otel_logs.take_over()
+    processor = _Sending(
+        OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S),
         max_queue_size=MAX_WAITING_SPANS,
         schedule_delay_millis=EXPORT_EVERY_S * 1000,
     )
@@ -103,10 +107,22 @@ class OtelTracer:
         return self.begin(name, attributes, parent=parent, at=at)
 
     def close(self) -> None:
-        # With nobody there to take what is left, the provider would wait for half a minute.
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        self._provider.shutdown()
+
+
+class _Sending(BatchSpanProcessor):
+    """Its end leaves no thread behind, whether or not there is anybody to take what is left."""
+
+    def shutdown(self) -> None:
+        """Returns within CLOSE_S + GIVE_UP_S."""
+        closing = threading.Thread(target=super().shutdown, name="otlp-close", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
+        if closing.is_alive():
+            # Cuts off a try that is under way and the pause before the next one. What still waits
+            # is then refused batch by batch, at once.
+            self.span_exporter.shutdown()
+            closing.join(GIVE_UP_S)
 
 
 class OtelSpan:
