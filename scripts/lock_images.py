@@ -46,10 +46,10 @@ class Image:
 
 
 IMAGES = {
-    "cpu": Image(extras=("k8s", "vllm")),
-    "engine-cpu": Image(("engine",), "=={}+cpu", frozenset({"nixl-cu13"})),
+    "cpu": Image(extras=("k8s", "otel", "vllm")),
+    "engine-cpu": Image(("engine", "otel"), "=={}+cpu", frozenset({"nixl-cu13"})),
     # Exactly this version and no local one: torch's own wheel for CUDA 13.
-    "engine-gpu": Image(("engine",), "==={}", frozenset({"nixl-cu12"})),
+    "engine-gpu": Image(("engine", "otel"), "==={}", frozenset({"nixl-cu12"})),
 }
 PROCESS_1 = "dumb-init>=1.2.5"
 
