@@ -69,6 +69,7 @@ FIGURES = {
     "tokens": Figure("bench tokens", plot=True),
     "grammar": Figure("bench grammar", plot=True),
     "loadtest": Figure("bench loadtest"),
+    "tracing": Figure("bench tracing"),
     "simulator": Figure("bench simulator --trace {TRACE}", takes=("TRACE",)),
     "simulator-1000": Figure(
         "bench simulator --trace {TRACE} --workers 1000 --copies 10 --seconds 600 --block-size 512",

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from baton.cli.bench import flags
+from baton.cli.bench import flags, seeing_options
 from baton.worker.options import WorkerOptions
 
 _RING = {field.name: field.default for field in fields(WorkerOptions)}
@@ -35,8 +35,7 @@ def add(kinds: Any) -> None:
     _tokens(kinds)
     _grammar(kinds)
     _cold(kinds)
-    _loadtest(kinds)
-    _simulator(kinds)
+    seeing_options.add(kinds)
 
 
 def _relay(kinds: Any) -> None:
@@ -359,41 +358,3 @@ def _cold(kinds: Any) -> None:
     flags.model(cold, threads=2)
     cold.set_defaults(shape="500m")
     cold.add_argument("--rounds", type=int, default=3, metavar="N", help="interleaved")
-
-
-def _loadtest(kinds: Any) -> None:
-    loadtest = flags.kind(
-        kinds,
-        "loadtest",
-        "what `baton loadtest` says of a server against what that server recorded",
-        "About a minute.",
-        plot=False,
-    )
-    loadtest.add_argument(
-        "--rates", type=flags.numbers, default=(200, 2000), metavar="N,N", help="requests a second"
-    )
-    loadtest.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each rate")
-    loadtest.add_argument("--output-tokens", type=int, default=8, metavar="N")
-
-
-def _simulator(kinds: Any) -> None:
-    simulator = flags.kind(
-        kinds,
-        "simulator",
-        "what simulating a fleet takes",
-        "About 3 minutes. Speeds are made up: it is the simulator that is measured.",
-        plot=False,
-    )
-    simulator.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE", help="Mooncake's conversation trace"
-    )
-    simulator.add_argument("--workers", type=int, default=8, metavar="N", help="default 8")
-    simulator.add_argument(
-        "--copies", type=int, default=1, metavar="N", help="of the trace side by side (default 1)"
-    )
-    simulator.add_argument(
-        "--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all)"
-    )
-    simulator.add_argument(
-        "--block-size", type=int, default=64, metavar="N", help="positions (default 64)"
-    )
