@@ -78,6 +78,10 @@ def test_a_request_that_outlives_its_decode_worker_is_one_trace(
     assert [each.attributes["baton.attempt.number"] for each in (first, second)] == [0, 1]
     assert first.is_below(root) and second.is_below(root)
 
+    request_id = root.attributes["gen_ai.response.id"]
+    lines = [line for line in traced.logs().splitlines() if f"trace_id={trace_id}" in line]
+    assert lines and all(f"request_id={request_id}" in line for line in lines)
+
     by_id = {each.span.span_id: each for each in spans}
     above = {"tokenizer.encode": "tokenize", "prefill.run": "attempt", "decode.run": "attempt"}
     for each in spans:

@@ -25,6 +25,7 @@ from baton.kv.giver import Offer, Outcome
 from baton.kv.line import Liveness
 from tests.kv.rig import TOKENS, Pool, Rig, identity, rig, until
 
+ABOUT = {"request_id": "r1", "trace_id": "t1"}
 STAGES = ("opened", "reserving", "packing", "unpacking", "waiting for token 0")
 
 
@@ -218,19 +219,41 @@ async def test_a_fault_of_the_collecting_engine_ends_both_sides(
         assert isinstance((await offer.wait()).error, seen)
 
 
-async def test_a_fault_of_the_giving_engine_ends_both_sides() -> None:
+async def test_a_fault_of_the_giving_engine_ends_both_sides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with rig() as world:
 
         async def pack(first_position: int, count: int, out: memoryview) -> None:
             raise ZeroDivisionError
 
         offer = world.giver.offer(
-            bytes(16), world.collecting_as.incarnation, 20, pack, deadline_s=60
+            bytes(16), world.collecting_as.incarnation, 20, pack, deadline_s=60, about=ABOUT
         )
         world.compute(offer)
         with pytest.raises(HandoverFailed):
             await world.collect(offer, Pool())
         assert isinstance((await offer.wait()).error, Internal)
+    assert about_in(caplog) == [ABOUT]
+
+
+async def test_a_fault_of_ours_is_logged_with_its_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with rig() as world:
+        offer = world.offer(40)
+        world.compute(offer)
+        clumsy = Clumsy("unpack", ZeroDivisionError())
+        ticket = replace(world.ticket(offer), about=ABOUT)
+        with pytest.raises(Internal):
+            await world.collector.collect(ticket, clumsy.reserve, clumsy.unpack)
+    assert about_in(caplog) == [ABOUT]
+
+
+def about_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
+    """Whose the faults are that were logged."""
+    lines = [vars(line) for line in caplog.records if line.name == "baton.kv.ending"]
+    return [{name: line[name] for name in ABOUT} for line in lines]
 
 
 async def test_silence_of_the_giver_is_death() -> None:

@@ -219,6 +219,8 @@ class Accepted:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One of each of the prompt's tokens, when asked for. The first one's number says nothing, as
     nothing comes before it."""
+    trace_id: str = ""
+    """Of its trace, where it has one."""
 
 
 @dataclass(frozen=True, slots=True)

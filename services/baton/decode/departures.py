@@ -18,6 +18,7 @@ from baton.core.events import Held
 from baton.engine.thread import EngineThread
 from baton.kv.giver import Giver
 from baton.kv.peers import as_handover_failure
+from baton.kv.ticket import Names
 
 
 class Departures:
@@ -69,6 +70,7 @@ class Departures:
         handover_id: bytes,
         collector_incarnation: str,
         offered: Callable[[], None],
+        about: Names,
     ) -> None:
         """Offers the KV, says so, and returns when it was collected.
 
@@ -90,6 +92,7 @@ class Departures:
             num_positions=held.num_positions,
             pack=pack,
             deadline_s=self._handover_timeout_s,
+            about=about,
         )
         try:
             offer.announce()

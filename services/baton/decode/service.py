@@ -264,6 +264,7 @@ class DecodeService:
     ) -> None:
         """Owns a choice from the wish that it leaves until its hand-over has ended."""
         session, whole = running.session, AttemptKey(key.request_id, key.attempt)
+        about = named(key.request_id, running.trace.trace_id)
 
         def say(position: int | None) -> None:
             session.given_away(GivenAway(key, handover_id, position))
@@ -277,13 +278,12 @@ class DecodeService:
             position = held.newest.position + 1
             with running.trace.giving():
                 await self._departures.give(
-                    held, handover_id, collector_incarnation, lambda: say(position)
+                    held, handover_id, collector_incarnation, lambda: say(position), about
                 )
         except BatonError as error:
             self._free(whole, key.choice)
             self._failed(whole, (key.choice,), error)
         except Exception:
-            about = named(key.request_id, running.trace.trace_id)
             log.exception("a sequence could not be handed over", extra=about)
             self._free(whole, key.choice)
             self._failed(whole, (key.choice,), Internal("the decode worker could not hand over"))

@@ -9,10 +9,11 @@ from typing import Any
 
 import grpc
 
-from baton.core.attempt import AttemptKey, SequenceKey
+from baton.core.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unavailable
 from baton.core.handover_messages import HANDOVER_ID_BYTES
 from baton.core.model import WorkerIdentity
+from baton.core.trace_context import TraceContext
 from baton.decode.service import DecodeService
 from baton.decode.sessions import Failure, Frame, RouterSession, Stream
 from baton.engine.thread import EngineThread
@@ -25,6 +26,7 @@ from baton.rpc.convert import (
     identity_to_proto,
     prompt_logprobs_to_proto,
 )
+from baton.rpc.logs import named
 from baton.v1 import decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def _start(self, session: RouterSession, start: decode_pb2.StartSequence) -> None:
         try:
             attempt = attempt_from_proto(start.attempt)
-            ticket = _ticket(start, len(attempt.token_ids))
+            ticket = _ticket(start, attempt)
         except BatonError as error:
             key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
             session.failed(Failure(key, tuple(start.attempt.choices), error))
@@ -184,7 +186,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
 
 
-def _ticket(start: decode_pb2.StartSequence, num_positions: int) -> Ticket | None:
+def _ticket(start: decode_pb2.StartSequence, attempt: Attempt) -> Ticket | None:
     if not start.HasField("source"):
         return None
     if len(start.source.handover_id) != HANDOVER_ID_BYTES:
@@ -192,7 +194,8 @@ def _ticket(start: decode_pb2.StartSequence, num_positions: int) -> Ticket | Non
     return Ticket(
         handover_id=start.source.handover_id,
         giver=identity_from_proto(start.source.giver),
-        num_positions=num_positions,
+        num_positions=len(attempt.token_ids),
+        about=named(attempt.request_id, TraceContext(attempt.traceparent).trace_id),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -22,8 +21,6 @@ from baton.core.errors import BatonError, Internal, InvalidArgument, Overloaded
 from baton.core.grammar import Grammar
 from baton.grammar.check_process import NO_TOKENS, OUT_OF_MEMORY
 from baton.grammar.compiler import FIELD
-
-log = logging.getLogger(__name__)
 
 MAX_KEPT = 4096
 MAX_WAITING = 64
@@ -116,8 +113,8 @@ class Checker:
             return "cannot be followed with this model's tokenizer"
         if code in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGKILL):
             return "takes too much memory to compile"
-        log.error("a process that tries grammars ended with %d", code)
-        raise Internal("a grammar could not be checked")
+        fault = ChildProcessError(f"a process that tries grammars ended with {code}")
+        raise Internal("a grammar could not be checked") from fault
 
     async def _start(self) -> Process:
         process = await asyncio.create_subprocess_exec(

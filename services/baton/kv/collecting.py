@@ -115,7 +115,7 @@ class Collecting:
             raise
         except Exception as error:
             if not self.side.ended:
-                self.ending = why(error)
+                self.ending = why(error, self._ticket.about)
                 raise self.ending from error
         finally:
             await self._clean_up()

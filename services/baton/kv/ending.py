@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from baton.core.errors import BatonError, DeadlineExceeded, Internal
 from baton.core.handover import HandoverEvent, Limit, State
 from baton.kv.line import PeerLost
+from baton.kv.ticket import NO_NAMES, Names
 
 _log = logging.getLogger(__name__)
 _OVER = Limit("nobody", math.inf)
@@ -30,8 +31,8 @@ class Ending(Exception):
         return self.event in (HandoverEvent.PEER_FAILED, HandoverEvent.PEER_LOST)
 
 
-def why(exception: BaseException) -> Ending:
-    """The Ending for whatever stopped the work on a hand-over."""
+def why(exception: BaseException, about: Names = NO_NAMES) -> Ending:
+    """The Ending for whatever stopped the work on a hand-over. about: for log lines."""
     match exception:
         case Ending():
             return exception
@@ -40,7 +41,7 @@ def why(exception: BaseException) -> Ending:
         case BatonError():
             return Ending(HandoverEvent.CANCEL, exception)
         case _:
-            _log.error("a hand-over failed for a fault of our own", exc_info=exception)
+            _log.error("a hand-over failed for a fault of our own", exc_info=exception, extra=about)
             return Ending(HandoverEvent.CANCEL, Internal("the hand-over failed"))
 
 

@@ -42,6 +42,7 @@ from baton.kv.parcel import positions_per_parcel
 from baton.kv.staging import Staging
 from baton.kv.stats import HandoverStats
 from baton.kv.tasks import outlast
+from baton.kv.ticket import NO_NAMES, Names
 
 MAX_OFFERS = 4096
 MAX_AT_THE_DOOR = 256
@@ -117,6 +118,7 @@ class Giver:
         *,
         deadline_s: float,
         is_probe: bool = False,
+        about: Names = NO_NAMES,
     ) -> Offer:
         """Puts one input's KV on offer to one collector, for at most deadline_s seconds.
 
@@ -137,6 +139,7 @@ class Giver:
             self._bury,
             stats,
             is_probe=is_probe,
+            about=about,
         )
         self._num_probes += is_probe
         self._offers[handover_id] = offer

@@ -38,6 +38,7 @@ from baton.kv.parcel import HEADER_BYTES, Sealer
 from baton.kv.slots import Slot
 from baton.kv.stats import now
 from baton.kv.tasks import race, to_end
+from baton.kv.ticket import NO_NAMES
 
 if TYPE_CHECKING:
     from baton.kv.giver import Giver
@@ -74,7 +75,7 @@ class Giving:
             ending = why(PeerLost("the collector left"))
             raise
         except Exception as error:
-            ending = why(error)
+            ending = why(error, self._offer.about if self._offer else NO_NAMES)
             if not ending.peer_knows:
                 await self._tell(ending)
         finally:

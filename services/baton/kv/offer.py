@@ -12,6 +12,7 @@ from baton.core.errors import BatonError, Cancelled
 from baton.core.handover import GiverSide, GiverState, HandoverEvent
 from baton.kv.ending import Ending
 from baton.kv.stats import HandoverStats, now
+from baton.kv.ticket import NO_NAMES, Names
 
 Pack = Callable[[int, int, memoryview], Awaitable[None]]
 """pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
@@ -45,7 +46,7 @@ class Offer:
     The worker reports what it computes with `announce`, `advance` and `tokens`, may give up with
     `fail`, and keeps the KV in place until `wait` returns; after that nothing packs from it.
     on_granted: called once when the collector has reserved its blocks. stats: where it is counted.
-    is_probe: the collector asked for made-up KV; no worker stands behind it.
+    is_probe: the collector asked for made-up KV; no worker stands behind it. about: see `Names`.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Offer:
         stats: HandoverStats,
         *,
         is_probe: bool = False,
+        about: Names = NO_NAMES,
     ) -> None:
         self.handover_id, self.collector_incarnation = handover_id, collector_incarnation
-        self.pack, self.stats, self.is_probe = pack, stats, is_probe
+        self.pack, self.stats, self.is_probe, self.about = pack, stats, is_probe, about
         self.made_at = now()
         self.side = GiverSide(num_positions)
         self.on_granted: Callable[[], None] = lambda: None

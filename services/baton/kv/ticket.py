@@ -6,8 +6,9 @@ Values and call signatures only; knows nothing of how a hand-over goes.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 from baton.core.attempt import ChoiceTokens
 from baton.core.errors import BatonError
@@ -17,6 +18,10 @@ from baton.kv.faults import Faults
 from baton.kv.line import Liveness
 from baton.kv.slots import SlotRing
 from baton.kv.stats import HandoverStats
+
+Names = Mapping[str, str]
+"""What names the request that a hand-over is for in log lines."""
+NO_NAMES: Names = MappingProxyType({})
 
 Reserve = Callable[[], Awaitable[int | None]]
 """reserve(): holds blocks for the whole input and answers from which position KV is needed, or None
@@ -41,7 +46,7 @@ class Collected:
 class Ticket:
     """Names one hand-over to collect. num_positions: of the input. deadline_s: for all of it.
 
-    is_probe: nobody offers it; the giver makes its KV up (`baton.kv.probe`).
+    is_probe: nobody offers it; the giver makes its KV up (`baton.kv.probe`). about: see Names.
     """
 
     handover_id: bytes
@@ -49,6 +54,7 @@ class Ticket:
     num_positions: int
     deadline_s: float = 30.0
     is_probe: bool = False
+    about: Names = field(default_factory=lambda: NO_NAMES, hash=False)
 
 
 class ProbeOutcome(Enum):

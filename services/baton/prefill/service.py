@@ -40,6 +40,7 @@ from baton.kv.giver import Giver, Offer
 from baton.prefill.collectors import LiveCollectors
 from baton.rpc import metrics
 from baton.rpc import trace_names as names
+from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type, now
 
 PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
@@ -283,6 +284,7 @@ class PrefillService:
             num_positions=len(job.attempt.token_ids),
             pack=pack,
             deadline_s=min(job.attempt.remaining_s or DEFAULT_DEADLINE_S, self._handover_timeout_s),
+            about=named(key.request_id, job.span.context.trace_id),
         )
         offer.on_granted = lambda: self._post(lambda loop: loop.scheduler.grant(key))
         job.offer = offer

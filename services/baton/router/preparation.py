@@ -128,6 +128,7 @@ class Preparation:
             prompt if request.return_token_ids else (),
             await self._echoed(request, request_id, prompt, model, held, stages),
             await self._score(request, request_id, prompt, model, held, stages),
+            trace_id=stages.trace.context.trace_id,
         )
         stages.trace.accepted(accepted)
         if not stop.max_tokens:

@@ -128,9 +128,8 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
         raise asyncio.CancelledError from error
     request_id = ""
     if not isinstance(error, BatonError):
-        request_id = _request_id(context)
-        trace = context_of(context.invocation_metadata() or ())
-        about = named(request_id, trace.trace_id)
+        about = about_call(context)
+        request_id = about["request_id"]
         log.error("%s failed", method, exc_info=error, extra=about)
         error = Internal("internal error")
     if context.done():
@@ -145,6 +144,12 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
     except aio.InternalError:
         # The status waits behind a message that nobody read, and then the client left.
         raise asyncio.CancelledError from error
+
+
+def about_call(context: _Context) -> dict[str, str]:
+    """The request and the trace that a call is for, as `extra` for a log line."""
+    trace = context_of(context.invocation_metadata() or ())
+    return named(_request_id(context), trace.trace_id)
 
 
 def _request_id(context: _Context) -> str:

@@ -5,7 +5,6 @@ Gives the text that `transformers`' `apply_chat_template(tokenize=False)` gives 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,8 +16,6 @@ from baton.core.request import ChatPrompt
 from baton.core.template_kwargs import parse_template_kwargs
 from baton.tokenizer import chat_values
 from baton.tokenizer.sandbox import OverBudget, Sandbox
-
-log = logging.getLogger(__name__)
 
 CONTINUE_MARK = "BATON_CONTINUES_HERE "
 """Stands behind the final message while it is rendered. Its space tells whether it is trimmed."""
@@ -98,8 +95,7 @@ class ChatTemplate:
                 field="messages",
             ) from None
         except Exception as error:  # a template can raise anything, and its text is not ours
-            log.debug("the chat template failed", exc_info=error)
             raise InvalidArgument(
                 "are not accepted by the chat template; check their roles and their order",
                 field="messages",
-            ) from None
+            ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from baton.core.model import ModelDescription, WorkerIdentity
 from baton.grammar.checker import Checker
 from baton.rpc import trace_names as names
 from baton.rpc.convert import error_to_proto, grammar_from_proto, identity_to_proto
+from baton.rpc.interceptors import about_call
 from baton.rpc.tracing import OFF, Span, Tracer, context_of, ending
 from baton.tokenizer.encoder import Encoder
 from baton.tokenizer.lanes import BATCH_BYTES, LONG_BYTES, Lanes
@@ -31,6 +32,7 @@ RETRY_AFTER_S = 0.5
 _Context = grpc.aio.ServicerContext
 _Item = TypeVar("_Item", pb.EncodeInput, pb.DecodeInput)
 _Output = TypeVar("_Output", pb.EncodeOutput, pb.DecodeOutput)
+_Work = Callable[[Sequence[Sequence[_Item]]], Sequence[list[_Output | BatonError]]]
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
@@ -74,7 +76,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> pb.EncodeResponse:
         with self._traced(names.ENCODE, context):
             return pb.EncodeResponse(
-                outputs=await self._all(self._work.encode, request.inputs, pb.EncodeOutput)
+                outputs=await self._all(
+                    self._work.encode, request.inputs, pb.EncodeOutput, about_call(context)
+                )
             )
 
     async def Decode(
@@ -84,7 +88,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> pb.DecodeResponse:
         with self._traced(names.TO_TEXT, context):
             return pb.DecodeResponse(
-                outputs=await self._all(self._work.decode, request.inputs, pb.DecodeOutput)
+                outputs=await self._all(
+                    self._work.decode, request.inputs, pb.DecodeOutput, about_call(context)
+                )
             )
 
     async def Describe(
@@ -106,29 +112,33 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
 
     async def _all(
         self,
-        work: Callable[[Sequence[Sequence[_Item]]], Sequence[list[_Output]]],
+        work: _Work[_Item, _Output],
         inputs: Sequence[_Item],
         output: type[_Output],
+        about: Mapping[str, str],
     ) -> list[_Output]:
-        """An output for each input, in order."""
+        """An output for each input, in order. about: the call, for log lines."""
         if len(inputs) > MAX_INPUTS:
             raise InvalidArgument(f"must be at most {MAX_INPUTS}", field="inputs")
         outputs = await asyncio.gather(
-            *(self._some(work, group, size, output) for group, size in _groups(inputs))
+            *(self._some(work, group, size) for group, size in _groups(inputs))
         )
-        return [one for some in outputs for one in some]
+        return [
+            output(error=_told(one, about)) if isinstance(one, BatonError) else one
+            for some in outputs
+            for one in some
+        ]
 
     async def _some(
         self,
-        work: Callable[[Sequence[Sequence[_Item]]], Sequence[list[_Output]]],
+        work: _Work[_Item, _Output],
         items: list[_Item],
         size: int,
-        output: type[_Output],
-    ) -> list[_Output]:
+    ) -> list[_Output | BatonError]:
         """Of inputs that a thread takes together."""
         if self._waiting_bytes + size > self._max_waiting_bytes and self.num_inputs:
             error = Overloaded("the tokenizer has too much to do", retry_after_s=RETRY_AFTER_S)
-            return [output(error=error_to_proto(error))] * len(items)
+            return [error] * len(items)
         self._waiting_bytes += size
         self.num_inputs += len(items)
         self._idle.clear()
@@ -136,24 +146,31 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
             refusals = [await self._refusal(item) for item in items]
             sound = [item for item, error in zip(items, refusals, strict=True) if error is None]
             done = iter(await self._lanes.run(work, sound, size) if sound else ())
-            return [next(done) if error is None else output(error=error) for error in refusals]
+            return [next(done) if error is None else error for error in refusals]
         finally:
             self._waiting_bytes -= size
             self.num_inputs -= len(items)
             if not self.num_inputs:
                 self._idle.set()
 
-    async def _refusal(self, item: pb.EncodeInput | pb.DecodeInput) -> Error | None:
+    async def _refusal(self, item: pb.EncodeInput | pb.DecodeInput) -> BatonError | None:
         """What is wrong with an input's grammar, if it has one and anything is."""
         if not isinstance(item, pb.EncodeInput) or not item.HasField("grammar"):
             return None
         try:
             await self._checker.check(grammar_from_proto(item.grammar, "grammar"))
         except BatonError as error:
-            if not isinstance(error, InvalidArgument | Overloaded):
-                log.error("a grammar could not be tried", exc_info=error)
-            return error_to_proto(error)
+            return error
         return None
+
+
+def _told(error: BatonError, about: Mapping[str, str]) -> Error:
+    """What the caller gets. Faults of our own are logged, and why a template took no chat."""
+    if not isinstance(error, InvalidArgument | Overloaded):
+        log.error("an input could not be worked on", exc_info=error, extra=about)
+    elif error.__cause__ is not None:
+        log.debug("an input is refused", exc_info=error, extra=about)
+    return error_to_proto(error)
 
 
 def _groups(inputs: Sequence[_Item]) -> Iterator[tuple[list[_Item], int]]:

@@ -1,42 +1,45 @@
-"""Groups of inputs to groups of outputs, as messages, on a thread. Knows no RPC and no queue."""
+"""Groups of inputs to groups of outputs, as messages, on a thread. Knows no RPC and no queue, and
+not whose an input is."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request import Prompt, TextPrompt, TokenPrompt
 from baton.rpc.chat_messages import chat_from_proto
-from baton.rpc.convert import error_to_proto, token_ids_from_bytes, token_ids_to_bytes
+from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
 from baton.rpc.metrics import PROMPT_TOKENS, counter
 from baton.tokenizer.encoder import Asked, Encoded, Encoder
 from baton.v1 import tokenizer_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 MAX_SALT_BYTES = 1024
 
 
 class Work:
-    """What lanes are given to do. An input that fails has an error as its output."""
+    """What lanes are given to do. An input that fails has its error instead of an output."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
-    def encode(self, groups: Sequence[Sequence[pb.EncodeInput]]) -> list[list[pb.EncodeOutput]]:
+    def encode(
+        self, groups: Sequence[Sequence[pb.EncodeInput]]
+    ) -> list[list[pb.EncodeOutput | BatonError]]:
         asked = [_asked(item) for group in groups for item in group]
         answers = iter(self._encoder.encode([ask for ask in asked if isinstance(ask, Asked)]))
         results = iter(next(answers) if isinstance(ask, Asked) else ask for ask in asked)
         return [[self._encoded(item, next(results)) for item in group] for group in groups]
 
-    def decode(self, groups: Sequence[Sequence[pb.DecodeInput]]) -> list[list[pb.DecodeOutput]]:
+    def decode(
+        self, groups: Sequence[Sequence[pb.DecodeInput]]
+    ) -> list[list[pb.DecodeOutput | BatonError]]:
         return [[self._decoded(item) for item in group] for group in groups]
 
-    def _encoded(self, item: pb.EncodeInput, result: Encoded | BatonError) -> pb.EncodeOutput:
+    def _encoded(
+        self, item: pb.EncodeInput, result: Encoded | BatonError
+    ) -> pb.EncodeOutput | BatonError:
         if isinstance(result, BatonError):
-            _tell(result)
-            return pb.EncodeOutput(error=error_to_proto(result))
+            return result
         counter(PROMPT_TOKENS).inc(len(result.token_ids))
         return pb.EncodeOutput(
             token_ids=token_ids_to_bytes(result.token_ids),
@@ -45,19 +48,12 @@ class Work:
             token_strings=self._encoder.names(result.token_ids) if item.with_token_strings else (),
         )
 
-    def _decoded(self, item: pb.DecodeInput) -> pb.DecodeOutput:
+    def _decoded(self, item: pb.DecodeInput) -> pb.DecodeOutput | BatonError:
         try:
             ids = token_ids_from_bytes(item.token_ids, "tokens")
             return pb.DecodeOutput(text=self._encoder.decode(ids, item.skip_special_tokens))
         except BatonError as error:
-            _tell(error)
-            return pb.DecodeOutput(error=error_to_proto(error))
-
-
-def _tell(error: BatonError) -> None:
-    """Faults of our own only."""
-    if not isinstance(error, InvalidArgument):
-        log.error("an input could not be worked on", exc_info=error)
+            return error
 
 
 def _asked(item: pb.EncodeInput) -> Asked | BatonError:

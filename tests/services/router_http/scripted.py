@@ -110,6 +110,7 @@ class Scripted:
                 prompt_token_ids=ids if request.return_token_ids else (),
                 prompt_text=prompt_text(request) if request.echo else "",
                 prompt_logprobs=entries_of(ids, request.prompt_logprobs),
+                trace_id="a" * 32,
             )
             self.started.set()
             parts = [choice_deltas(request, choice) for choice in range(request.n)]

@@ -52,7 +52,7 @@ class Side:
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises InvalidArgument, and BatonError when a request is not answered in full, or not traced."""
+    """Raises InvalidArgument; BatonError when a request is not answered in full, or not traced."""
     check_cpu_clock()
     check_count(args.pairs)
     return Report(asyncio.run(_measure(args)))

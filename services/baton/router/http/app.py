@@ -25,6 +25,7 @@ from baton.router.http.models import model_routes
 from baton.router.http.parse import parse_chat, parse_completion
 from baton.router.http.respond import send_json
 from baton.router.http.tokenizing import tokenizing_apps
+from baton.rpc.logs import named
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,10 @@ class HttpApp:
         except (BatonError, HttpError, HTTPException) as error:
             await _refuse(error, send)
         except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            await _refuse(Internal("internal error"), send)
+            request_id = secrets.token_hex(16)
+            about = named(request_id)
+            log.exception("%s %s failed", scope["method"], scope["path"], extra=about)
+            await _refuse(Internal("internal error"), send, request_id)
 
 
 def _posts(path: str, app: ASGIApp) -> list[Route]:
@@ -83,7 +86,9 @@ def _posts(path: str, app: ASGIApp) -> list[Route]:
     return [Route(prefix + path, app, methods=["POST"]) for prefix in ("/v1", "")]
 
 
-async def _refuse(error: BatonError | HttpError | HTTPException, send: Send) -> None:
+async def _refuse(
+    error: BatonError | HttpError | HTTPException, send: Send, request_id: str = ""
+) -> None:
     status, body, headers = described(error)
-    request_id = secrets.token_hex(16).encode()
-    await send_json(send, status, body, [(b"x-request-id", request_id), *headers])
+    request_id = request_id or secrets.token_hex(16)
+    await send_json(send, status, body, [(b"x-request-id", request_id.encode()), *headers])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from baton.router.http.respond import Header, Json, send_json
 from baton.router.http.sse import EventWriter
 from baton.router.http.tasks import in_parallel, while_connected
 from baton.router.http.usage import Usage
+from baton.rpc.logs import named
 from baton.rpc.tracing import context_of
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,10 @@ class Generation:
             if call.stream:
                 writer = EventWriter(send)
                 await writer.start(headers)
-                await writer.end(await _stream(call, events, answer, usage, writer, wants_timings))
+                about = named(accepted[0].request_id, accepted[0].trace_id)
+                await writer.end(
+                    await _stream(call, events, answer, usage, writer, wants_timings, about)
+                )
             else:
                 whole = [Collector(call.n) for _ in events]
                 await in_parallel(
@@ -88,8 +92,10 @@ async def _stream(
     usage: Usage,
     writer: EventWriter,
     wants_timings: bool,
+    about: Mapping[str, str],
 ) -> Json | None:
-    """Writes all events but the end; returns the error to end with, if there is one."""
+    """Writes all events but the end; returns the error to end with, if there is one. about: its
+    first prompt's request, for log lines."""
     finished: dict[int, Finished] = {}
 
     async def pump(prompt: int, stream: EventStream) -> None:
@@ -126,7 +132,7 @@ async def _stream(
     except BatonError as error:
         return described(call.in_client_words(error))[1]
     except Exception:
-        log.exception("stream %s failed", answer.id)
+        log.exception("a stream failed", extra=about)
         return described(Internal("internal error"))[1]
     return None
 

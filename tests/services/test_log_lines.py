@@ -1,0 +1,81 @@
+"""What is logged about a request names it: every log call says whose it is, or is listed here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import baton
+
+PACKAGES = (
+    *("router", "tokenizer", "prefill", "decode", "detokenizer"),
+    *("worker", "rpc", "kv", "engine", "grammar", "core"),
+)
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+
+OF_NO_REQUEST = {
+    "decode/service.py": "a router's whole session",
+    "decode/servicer.py": "a router's whole session",
+    "detokenizer/__main__.py": "the process",
+    "engine/choice.py": "the model, while it loads",
+    "engine/linear.py": "the model, while it loads",
+    "engine/loader.py": "the model, while it loads",
+    "engine/ranks/rank.py": "a whole step",
+    "engine/ranks/ray_ranks.py": "the process",
+    "engine/ranks/runner.py": "a whole step",
+    "engine/runner.py": "the model, while it loads",
+    "engine/swap_stores.py": "blocks of many, below what knows sequences",
+    "kv/giver.py": "two workers that meet",
+    "kv/idle_probes.py": "two workers that meet",
+    "kv/injector.py": "what is broken on purpose",
+    "kv/peers.py": "two workers that meet",
+    "kv/staging.py": "two workers that meet",
+    "router/__main__.py": "the process",
+    "router/decode_session.py": "a worker's whole session",
+    "router/discovery_dns.py": "a pool",
+    "router/discovery_k8s.py": "a pool",
+    "router/keys.py": "the file of keys",
+    "router/misfits.py": "two workers that do not fit",
+    "router/pools.py": "a worker",
+    "router/shared_stream.py": "a worker's whole session",
+    "router/slice_watch.py": "a pool",
+    "router/worker_link.py": "a worker",
+    "rpc/lifecycle.py": "the process",
+    "rpc/metrics.py": "the process",
+    "rpc/server.py": "the process",
+    "rpc/startup.py": "the process",
+    "rpc/tls.py": "certificates",
+    "tokenizer/__main__.py": "the process",
+    "worker/fitness.py": "the worker",
+    "worker/grammars.py": "the worker",
+    "worker/process.py": "the worker",
+}
+"""Modules that have lines without a request, and what those are about."""
+
+
+def test_lines_say_whose_they_are() -> None:
+    nameless = dict(_nameless())
+    assert {where for where in nameless if where not in OF_NO_REQUEST} == set()
+    # Nothing stays listed that has no such line any more.
+    assert set(OF_NO_REQUEST) <= set(nameless)
+
+
+def _nameless() -> Iterator[tuple[str, int]]:
+    """Files with log calls that pass nothing as `extra`, and the last one's line."""
+    root = Path(next(iter(baton.__path__)))
+    for package in PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            for call in _log_calls(ast.parse(file.read_text())):
+                if all(word.arg != "extra" for word in call.keywords):
+                    yield str(file.relative_to(root)), call.lineno
+
+
+def _log_calls(tree: ast.AST) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("log" | "_log"), attr=level)):
+                if level in LEVELS:
+                    yield node
+            case _:
+                pass
