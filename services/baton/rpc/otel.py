@@ -136,12 +136,15 @@ class OtelSpan:
         self._span = span
         self._epoch_ns = epoch_ns
         self._ended = False
-        carrier: dict[str, str] = {}
-        _HEADERS.inject(carrier, trace.set_span_in_context(span))
-        self._context = TraceContext(**carrier)
+        self._context: TraceContext | None = None
 
     @property
     def context(self) -> TraceContext:
+        # Written out when it is asked for: most spans are nobody's parent elsewhere.
+        if self._context is None:
+            carrier: dict[str, str] = {}
+            _HEADERS.inject(carrier, trace.set_span_in_context(self._span))
+            self._context = TraceContext(**carrier)
         return self._context
 
     def child(
