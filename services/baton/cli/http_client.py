@@ -53,11 +53,18 @@ class HttpClient:
     async def post(self, path: str, body: bytes, timeout_s: float) -> Answer:
         """The whole answer, whatever its status. Raises Unreachable, ConnectionLost, or
         TimeoutError; then its connection is gone."""
+        head = f"POST {path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n"
+        return await self._ask(head.encode() + body, timeout_s)
+
+    async def get(self, path: str, timeout_s: float) -> Answer:
+        """As `post`."""
+        return await self._ask(f"GET {path} HTTP/1.1\r\n{self._head}\r\n".encode(), timeout_s)
+
+    async def _ask(self, request: bytes, timeout_s: float) -> Answer:
         connection = await self._connection()
         try:
-            head = f"POST {path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n"
             async with asyncio.timeout(timeout_s):
-                answer = await connection.ask(head.encode() + body)
+                answer = await connection.ask(request)
         except BaseException:
             connection.abort()
             raise

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "doctor",
     "keys": "keys",
     "plan": "plan",
+    "explain": "explaining.command",
     "fetch": "fetch",
     "simulate": "simulating.command",
     "batch": "batch.command",

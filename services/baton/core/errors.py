@@ -61,6 +61,8 @@ class BatonError(Exception):
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+        self.request_id = ""
+        """Of the request that it ended, where that has one."""
 
 
 class InvalidArgument(BatonError):

@@ -33,6 +33,13 @@ from baton.core.worker_cost import WorkerSnapshot as WorkerSnapshot
 SHORT_INPUT = 32
 """What counts as short enough to prefill on decode while speeds are unknown: uncached tokens."""
 
+ALONE = "every choice ends at token 0"
+SHORT = "short enough to prefill on decode"
+NO_PREFILL = "no prefill worker fits: prefill on decode"
+CHEAPER = "prefilling on decode takes less time"
+APART = "prefill and decode apart"
+"""Reasons of decisions that say where an attempt runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingPolicy:
@@ -95,7 +102,7 @@ def decide(
     if not demand.needs_decode:
         alone = _prefill(demand, prefills, policy, now)
         if alone.best is not None:
-            return _on_prefill(alone, None, "every choice ends at token 0")
+            return _on_prefill(alone, None, ALONE)
     found = filtered(demand, decodes)
     moment = _moment(decodes, found.fitting, policy, now)
     costs = [(decode_costs(demand, worker, moment), worker) for worker in found.fitting]
@@ -105,7 +112,7 @@ def decide(
         return Decision(None, None, "no decode worker can take it", here.told())
     short = here.best.cost.uncached_tokens <= policy.short
     if short and not policy.by_speed:
-        return _on_decode(here, None, "short enough to prefill on decode")
+        return _on_decode(here, None, SHORT)
     collecting = ranked(demand, [Scored(cost[1], worker) for cost, worker in costs])
     there = _Choice(collecting, found.others)
     assert there.best is not None
@@ -114,13 +121,13 @@ def decide(
         if not short and any(candidate.fate in PASSING for candidate in apart.others):
             seen = (*here.told(picked=False), *apart.told())
             return Decision(None, None, "every prefill worker that fits is busy", seen)
-        return _on_decode(here, apart, "no prefill worker fits: prefill on decode")
+        return _on_decode(here, apart, NO_PREFILL)
     times = _compared(demand, here.best, there.best, apart.best) if policy.by_speed else None
     if times is None and short:
-        return _on_decode(here, apart, "short enough to prefill on decode")
+        return _on_decode(here, apart, SHORT)
     if times is not None and times[0] <= times[1]:
-        return _on_decode(here, apart, "prefilling on decode takes less time", times)
-    return _on_prefill(apart, there, "prefill and decode apart", times)
+        return _on_decode(here, apart, CHEAPER, times)
+    return _on_prefill(apart, there, APART, times)
 
 
 def collector_for(

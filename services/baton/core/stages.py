@@ -104,6 +104,16 @@ class StageClock:
     def began(self) -> float:
         return self._began
 
+    @property
+    def stage(self) -> Stage:
+        """The one it is in."""
+        return self._stage
+
+    @property
+    def has_told(self) -> bool:
+        """Whether the client got any text."""
+        return self._first_text_at is not None
+
     def enter(self, stage: Stage, now: float) -> None:
         """From now on it is in this stage; once OVER, for good."""
         if self._stage not in (stage, Stage.OVER):
@@ -128,14 +138,18 @@ class StageClock:
         if self._first_text_at is None:
             self._first_text_at = now
 
-    def times(self) -> StageTimes:
-        """Of a request that is over."""
-        spent, there = self._spent, self._spent[Stage.PREFILL]
+    def times(self, now: float | None = None) -> StageTimes:
+        """Of a request that is over; of one that still runs, until now."""
+        spent, until = self._spent, self._since
+        if now is not None and self._stage is not Stage.OVER:
+            spent, until = dict(spent), max(now, until)
+            spent[self._stage] += until - self._since
+        there = spent[Stage.PREFILL]
         # Workers measure on clocks of their own: no more than the time that passed here.
         prefill_s = min(self._prefill_s, there)
         queue_s = min(self._queue_s, there - prefill_s)
         # Whoever reads late had text to read when it was over.
-        first = min(self._since, self._first_text_at or self._since)
+        first = min(until, self._first_text_at or until)
         return StageTimes(
             tokenize_s=spent[Stage.TOKENIZE],
             turn_s=spent[Stage.TURN],
@@ -146,7 +160,7 @@ class StageClock:
             decode_s=spent[Stage.DECODE],
             detokenize_s=spent[Stage.DETOKENIZE],
             first_token_s=first - self._began,
-            total_s=self._since - self._began,
+            total_s=until - self._began,
             prefill_cached_tokens=self.prefill_cached_tokens,
             decode_cached_tokens=self.decode_cached_tokens,
             kv_bytes=self.kv_bytes,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
 from baton.core.prefix_index import MAX_ENTRIES
+from baton.core.routing import RoutingPolicy
 from baton.router.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from baton.router.exposure import check
 from baton.router.targets import parse
@@ -148,6 +149,17 @@ class RouterConfig(ProcessOptions):
     )
     reflection: bool = option(True, "serve gRPC reflection")
     playground: bool = option(True, "serve a page to chat on at /, to whoever reaches HTTP")
+    request_history: int = option(
+        1024,
+        "requests that are over and can still be explained, unless timings are not told; 0: none",
+        minimum=0,
+    )
+    request_history_bytes: int = option(
+        32 << 20, "what they may take together", unit="bytes", minimum=1 << 20
+    )
+    keep_replays: bool = option(
+        False, "remember each one's prompt as token ids too, so that it can be replayed"
+    )
     timings: bool = option(
         True, "tell clients how long each stage of their requests took, and which workers served"
     )
@@ -178,12 +190,24 @@ class RouterConfig(ProcessOptions):
         ProcessOptions.__post_init__(self)
         if self.vllm_tokenizer and not self.vllm_engine:
             raise InvalidArgument("needs vllm_engine", field="vllm_tokenizer")
+        if self.keep_replays and not self.num_remembered:
+            raise InvalidArgument("needs request_history and timings", field="keep_replays")
         needs_all(self, ("public_tls_cert", "public_tls_key"))
         if self.public_tls_ca and not self.public_tls_cert:
             raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")
         for field in ("tokenizers", "prefills", "decodes", "detokenizers", "routers"):
             parse(getattr(self, field), field)
         check(self.faces, keys=bool(self.keys), allow_anonymous=self.allow_anonymous)
+
+    @property
+    def routing(self) -> RoutingPolicy:
+        return RoutingPolicy(self.local_prefill_tokens, self.slow_start_s)
+
+    @property
+    def num_remembered(self) -> int:
+        """Requests that are over and can still be explained. What is explained tells more than
+        timings do."""
+        return self.request_history if self.timings else 0
 
     @property
     def faces(self) -> dict[str, str]:

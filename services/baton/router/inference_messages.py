@@ -63,12 +63,14 @@ def in_client_words(error: BatonError) -> BatonError:
     """The same failure, with the field named as these messages name it, and a hint when to try
     again where that may help."""
     hinted = with_hint(error)
-    return from_reason(
+    worded = from_reason(
         hinted.reason,
         hinted.message,
         field=_FIELDS.get(hinted.field, hinted.field),
         retry_after_s=hinted.retry_after_s,
     )
+    worded.request_id = error.request_id
+    return worded
 
 
 def generate_from_proto(message: pb.GenerateRequest, deadline_s: float | None) -> Request:

@@ -171,12 +171,13 @@ class AttemptRunner:
         well = self._run.state is AttemptState.ENDED
         lost = failure or self._lost or self._owner.journey.failure
         self._span.end("" if well else error_type(lost) or "internal")
+        self._owner.stages.attempt_over(self._run, well=well)
 
     def _start(self, place: Place, attempt: Attempt) -> None:
         """Both legs at once. The id binds them and is never used again."""
         self._began = asyncio.get_running_loop().time()
         prefill, decode = place.prefill, place.decode
-        self._owner.stages.started(place, moved=self._taking is not None)
+        self._owner.stages.started(self._run, place)
         handover_id, giver = b"", prefill.identity if prefill else None
         if self._taking is not None:
             handover_id, giver = self._taking.handover_id, self._taking.giver
@@ -216,7 +217,7 @@ class AttemptRunner:
             worker.gained()
             if self._place is not None:
                 self._place.answered(answer.queue_s, answer.prefill_s)
-            self._owner.stages.prefill_answered(answer)
+            self._owner.stages.prefill_answered(self._run, answer)
             self._owner.kv_complete(self._run, answer.cached_tokens)
             if answer.prompt_logprobs is not None:
                 self._owner.scored(answer.prompt_logprobs)
@@ -245,7 +246,7 @@ class AttemptRunner:
             self._place.prefilled()
         remotely = self._place is not None and self._place.prefill is not None
         here = self._taking is None and not remotely
-        self._owner.stages.kv_complete(kv, computed=here)
+        self._owner.stages.kv_complete(self._run, kv, computed=here)
         if self._taking is not None:
             self._taking.moved()
         else:
@@ -359,6 +360,7 @@ class AttemptRunner:
         if place is None:
             return
         self._lost = error
+        self._owner.stages.lost(self._run, leg, error)
         at = leg.name.lower()
         self._log(
             logging.INFO,

@@ -17,6 +17,7 @@ from baton.core.model import ModelDescription
 from baton.core.pace import Pace
 from baton.core.refusal import Refusal
 from baton.core.request import Request
+from baton.core.request_record import RequestRecord
 from baton.core.tenants import Tenant
 from baton.core.validation import validate
 from baton.router.config import RouterConfig
@@ -26,7 +27,8 @@ from baton.router.gate import Gate, Pass
 from baton.router.guards import Guards
 from baton.router.later import Later
 from baton.router.metrics import RouterMetrics
-from baton.router.preparation import Preparation
+from baton.router.preparation import Preparation, new_id
+from baton.router.records import Records, UsageSink
 from baton.router.relay import Relay
 from baton.router.request_trace import trace_of
 from baton.router.stage_timer import StageTimer
@@ -48,12 +50,14 @@ class Pipeline:
         metrics: RouterMetrics,
         live_replicas: Callable[[], int] = lambda: 1,
         tracer: Tracer = OFF,
+        usage: UsageSink | None = None,
     ) -> None:
         self._fleet = fleet
         self._tracer = tracer
         self._config = config
         self._metrics = metrics
         self.gate = Gate(fleet, config, metrics, live_replicas)
+        self.records = Records(config, usage)
         self.pace = Pace(config.coalesce_above_cores)
         self._later = Later()
         self._guards = Guards.of(config)
@@ -117,22 +121,24 @@ class Pipeline:
         except BaseException as refusal:
             stages.over(refusal)
             raise
+        request_id = new_id()
+        self.records.begin(request, request_id, stages)
         try:
             async with asyncio.timeout_at(deadline) as preparing:
                 self._preparing.add(preparing)
                 try:
-                    made = await self._preparation.prepare(request, held, stages)
+                    made = await self._preparation.prepare(request, request_id, held, stages)
                 finally:
                     self._preparing.discard(preparing)
         except TimeoutError:
             error = _left() if self._cut else DeadlineExceeded("The request ran out of time.")
-            self._end(held, stages, error)
+            self._end(request_id, held, stages, error)
             raise error from None
         except BaseException as failure:
-            self._end(held, stages, failure)
+            self._end(request_id, held, stages, failure)
             raise
         if made.relay is None:
-            self._end(held, stages, None)
+            self._end(request_id, held, stages, None)
             return Told(made.accepted, request.n)
         relay = made.relay
 
@@ -144,7 +150,7 @@ class Pipeline:
             self._relays.discard(relay)
             self._metrics.request_s.observe(loop.time() - arrival)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            self._end(held, stages, error, relay)
+            self._end(request_id, held, stages, error, relay)
 
         task = self._keep(relay.run())
         self._relays.add(relay)
@@ -164,6 +170,10 @@ class Pipeline:
             await stream.aclose()
             raise
         return stream
+
+    def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
+        """What is remembered of a tenant's request that was let in. Raises NotFound."""
+        return self.records.find(request_id, tenant)
 
     async def tokenize(self, request: Request) -> tuple[Encoded, ModelDescription]:
         """A request's prompt as tokens and their names, of the model named with them. Raises
@@ -231,6 +241,7 @@ class Pipeline:
 
     def _end(
         self,
+        request_id: str,
         held: Pass,
         stages: StageTimer,
         error: BaseException | None,
@@ -238,7 +249,12 @@ class Pipeline:
     ) -> None:
         logs = relay.journey.logs if relay is not None else ()
         held.release(sum(map(len, logs)), finished=error is None)
+        if isinstance(error, BatonError):
+            error.request_id = request_id
+        if relay is not None and stages.record is not None:
+            stages.record.runs_on(relay.model)
         stages.over(error, logs, relay.cached_tokens if relay is not None else 0)
+        self.records.end(stages)
         self._num_requests -= 1
         if self._num_requests == 0:
             self._idle.set()

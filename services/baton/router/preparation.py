@@ -17,8 +17,8 @@ from baton.core.errors import InvalidArgument, ModelNotFound, Unavailable
 from baton.core.journey import Journey
 from baton.core.model import ModelDescription
 from baton.core.pace import Pace
+from baton.core.replay import Replay, packed
 from baton.core.request import Accepted, Request, TextPrompt, TokenLogprobs, TokenPrompt
-from baton.core.routing import RoutingPolicy
 from baton.core.stages import Stage
 from baton.router.answers import AnswerRules
 from baton.router.choice_text import PROMPT_TAIL, TextOptions
@@ -75,7 +75,7 @@ class Preparation:
         self._later = later
         self._background = background
         self._limits = RelayLimits(
-            routing=RoutingPolicy(config.local_prefill_tokens, config.slow_start_s),
+            routing=config.routing,
             max_attempts=config.max_attempts,
             wait_timeout_s=config.wait_timeout_s,
             max_unconfirmed=config.max_unconfirmed,
@@ -90,9 +90,10 @@ class Preparation:
         wanted = self._config.model
         return [model for model in self._fleet.models() if wanted in ("", model.name)]
 
-    async def prepare(self, request: Request, held: Pass, stages: StageTimer) -> Prepared:
+    async def prepare(
+        self, request: Request, request_id: str, held: Pass, stages: StageTimer
+    ) -> Prepared:
         """Raises BatonError."""
-        request_id = _new_id()
         self._guards.budget.started()
         model = await self._model(request.model, request_id)
         encoded = await self._tokenizers.encode(
@@ -131,13 +132,21 @@ class Preparation:
             trace_id=stages.trace.context.trace_id,
         )
         stages.trace.accepted(accepted)
+        sampling = replace(request.sampling, seed=seed)
+        if stages.record is not None:
+            record = stages.record
+            record.accepted(accepted.model, len(prompt), stop)
+            if self._config.keep_replays:
+                record.replay = Replay(
+                    model, packed(prompt), request.n, sampling, stop, request.grammar
+                )
         if not stop.max_tokens:
             return Prepared(None, accepted)
         journey = Journey(
             request_id,
             prompt,
             n=request.n,
-            sampling=replace(request.sampling, seed=seed),
+            sampling=sampling,
             stop=stop,
             max_barren=self._config.max_attempts,
             priority=request.priority,
@@ -162,7 +171,7 @@ class Preparation:
     async def tokenize(self, request: Request, deadline: float) -> tuple[Encoded, ModelDescription]:
         """A request's prompt as tokens and their names, of the model named with them. Raises
         BatonError."""
-        request_id = _new_id()
+        request_id = new_id()
         model = await self._model(request.model, request_id)
         encoded = await self._tokenizers.encode(
             request.prompt, b"", model, request_id, deadline, with_token_strings=True
@@ -171,7 +180,7 @@ class Preparation:
 
     async def detokenize(self, request: Request, deadline: float) -> str:
         """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
-        request_id = _new_id()
+        request_id = new_id()
         model = await self._model(request.model, request_id)
         assert isinstance(request.prompt, TokenPrompt)
         return await self._tokenizers.decode(
@@ -312,5 +321,5 @@ class Preparation:
             await self._fleet.changed.wait(left)
 
 
-def _new_id() -> str:
+def new_id() -> str:
     return secrets.token_hex(12)

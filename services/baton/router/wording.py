@@ -17,4 +17,6 @@ def in_client_words(error: BatonError, names: Mapping[str, str]) -> BatonError:
         message = name + message.removeprefix(error.field)
     elif name and message.startswith(_PREDICATES):  # from a process that tells the field apart
         message = f"{name} {message}"
-    return type(error)(message, field=name, retry_after_s=error.retry_after_s)
+    worded = type(error)(message, field=name, retry_after_s=error.retry_after_s)
+    worded.request_id = error.request_id
+    return worded

@@ -126,8 +126,9 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
     # A write that waited when the client left: gRPC reports it so, and not as a cancellation.
     if isinstance(error, aio.InternalError):
         raise asyncio.CancelledError from error
-    request_id = ""
-    if not isinstance(error, BatonError):
+    if isinstance(error, BatonError):
+        request_id = error.request_id
+    else:
         about = about_call(context)
         request_id = about["request_id"]
         log.error("%s failed", method, exc_info=error, extra=about)

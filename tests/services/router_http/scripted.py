@@ -14,7 +14,7 @@ from typing import cast
 
 import openai
 
-from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound
+from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound, NotFound
 from baton.core.model import ModelDescription
 from baton.core.request import (
     Accepted,
@@ -29,6 +29,7 @@ from baton.core.request import (
     TokenLogprobs,
     TokenPrompt,
 )
+from baton.core.request_record import RequestRecord
 from baton.core.stages import StageTimes
 from baton.core.tenants import Tenant
 from baton.core.validation import validate
@@ -62,11 +63,21 @@ class Scripted:
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Tenants and priorities that turn_away was asked about."""
     stages: StageTimes | None = None
+    record: RequestRecord | None = None
+    """The only one that explain knows."""
     seen: list[Request] = field(default_factory=list)
     open_streams: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
+        if self.record is None or (request_id, tenant.name) != (
+            self.record.request_id,
+            self.record.tenant,
+        ):
+            raise NotFound("no such request", field="request_id")
+        return self.record
 
     def models(self) -> list[ModelDescription]:
         return [MODEL]

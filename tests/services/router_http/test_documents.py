@@ -12,6 +12,7 @@ import pytest
 
 from baton.core.errors import Overloaded
 from baton.router.http import answer_schema as answers
+from tests.core.test_request_history import record
 from tests.services.router_http.scripted import MODEL, Scripted
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}]}
@@ -78,14 +79,16 @@ async def test_errors(http: httpx.AsyncClient, frontend: Scripted) -> None:
 
 
 async def test_every_path_is_served_and_every_reference_leads_somewhere(
-    http: httpx.AsyncClient,
+    http: httpx.AsyncClient, frontend: Scripted
 ) -> None:
+    frontend.record = record("known")
     text = (await http.get("/openapi.json")).text
     document = json.loads(text)
     assert document["openapi"].startswith("3.1")
     for path, verbs in document["paths"].items():
         for verb in verbs.keys() & {"get", "post"}:
-            response = await http.request(verb, path.replace("{model}", MODEL.name), json={})
+            path = path.replace("{model}", MODEL.name).replace("{id}", frontend.record.request_id)
+            response = await http.request(verb, path, json={})
             assert response.status_code in (200, 400), path
     for reference in re.findall(r'"#/([^"]+)"', text):
         found = document
@@ -97,7 +100,7 @@ async def test_every_path_is_served_and_every_reference_leads_somewhere(
         for op in v.values()
         if "operationId" in op
     ]
-    assert len(set(names)) == len(names) == 10
+    assert len(set(names)) == len(names) == 11
 
 
 async def test_the_page_needs_nothing_from_elsewhere(http: httpx.AsyncClient) -> None:

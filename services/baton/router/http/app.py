@@ -23,6 +23,7 @@ from baton.router.http.generation import Generation
 from baton.router.http.health import health_routes
 from baton.router.http.models import model_routes
 from baton.router.http.parse import parse_chat, parse_completion
+from baton.router.http.requests import request_routes
 from baton.router.http.respond import send_json
 from baton.router.http.tokenizing import tokenizing_apps
 from baton.rpc.logs import named
@@ -53,6 +54,7 @@ class HttpApp:
                     for route in _posts(path, app)
                 ),
                 *model_routes(frontend),
+                *request_routes(frontend),
                 *document_routes(),
                 *health_routes(frontend, registry),
                 *pages,
@@ -90,5 +92,7 @@ async def _refuse(
     error: BatonError | HttpError | HTTPException, send: Send, request_id: str = ""
 ) -> None:
     status, body, headers = described(error)
-    request_id = request_id or secrets.token_hex(16)
+    # That of a request which was let in, by which it can be explained.
+    known = error.request_id if isinstance(error, BatonError) else ""
+    request_id = known or request_id or secrets.token_hex(16)
     await send_json(send, status, body, [(b"x-request-id", request_id.encode()), *headers])

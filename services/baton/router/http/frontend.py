@@ -7,6 +7,7 @@ from typing import Protocol
 
 from baton.core.model import ModelDescription
 from baton.core.request import Event, Request
+from baton.core.request_record import RequestRecord
 from baton.core.tenants import Tenant
 from baton.router.tokenizer_client import Encoded
 
@@ -42,6 +43,9 @@ class Frontend(Protocol):
 
     async def detokenize(self, request: Request) -> str:
         """The text of a request's TokenPrompt."""
+
+    def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
+        """What is remembered of a tenant's request that was let in. Raises NotFound."""
 
     def models(self) -> list[ModelDescription]: ...
 

@@ -11,6 +11,7 @@ import msgspec
 
 from baton.core.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
 from baton.router.http import answer_schema as answers
+from baton.router.http.explain_schema import Explained
 from baton.router.http.respond import Json
 from baton.router.http.schema import REFUSED, ChatBody, CompletionBody
 from baton.router.http.tokenizing import DetokenizeBody, TokenizeBody
@@ -18,7 +19,7 @@ from baton.router.http.tokenizing import DetokenizeBody, TokenizeBody
 _ERRORS = {
     400: "A parameter has a value that it cannot have; `param` names it.",
     401: "The key is missing or wrong.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such request of the caller's.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -83,7 +84,13 @@ def openapi_document() -> Json:
     """The whole document, version 3.1."""
     bodies = [entry[2] for entry in _POSTS.values()]
     told = [kind for entry in _POSTS.values() for kind in entry[3:] if kind is not None]
-    others = [answers.ModelList, answers.ModelAnswer, answers.Version, answers.ErrorAnswer]
+    others = [
+        answers.ModelList,
+        answers.ModelAnswer,
+        answers.Version,
+        answers.ErrorAnswer,
+        Explained,
+    ]
     kinds = list(dict.fromkeys([*bodies, *told, *others]))
     _, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
@@ -146,6 +153,13 @@ def _gets() -> Json:
         "schema": {"type": "string", "minLength": 1},
         "description": "Its name, which may have slashes.",
     }
+    request_id = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+        "description": "Of an answer, or of its header `x-baton-request-id` or `x-request-id`.",
+    }
     text = {"text/plain": {"schema": {"type": "string"}}}
     ready = {"200": {"description": "A request sent now can be answered."}}
     ready["503"] = {"description": "It cannot."}
@@ -153,6 +167,12 @@ def _gets() -> Json:
         "/v1/models": _get("listModels", "The models served", _json(answers.ModelList)),
         "/v1/models/{model}": _get("showModel", "One model", _json(answers.ModelAnswer))
         | {"parameters": [model]},
+        "/requests/{id}": _get(
+            "explainRequest",
+            "What this router remembers of one request: the caller's own, running or over",
+            _json(Explained),
+        )
+        | {"parameters": [request_id]},
         "/version": _get("showVersion", "Baton's version", _json(answers.Version)),
         "/metrics": _get("showMetrics", "Metrics in Prometheus' format", text),
         "/health": {"get": _ready("showHealth", ready)},

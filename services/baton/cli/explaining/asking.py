@@ -1,0 +1,79 @@
+"""Asks routers what they remember of a request, one after the other; knows nothing of how it is
+shown."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import replace
+from urllib.parse import quote
+
+from baton.cli.access import Access
+from baton.cli.http_client import Answer, ConnectionLost, HttpClient, Unreachable
+from baton.core.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
+from baton.rpc.address import join, split
+
+ASK_S = 10.0
+
+
+def ask(routers: list[Access], path: str) -> bytes:
+    """What the first router that knows says.
+
+    Raises NotFound when all were asked and none knows, Unavailable when some could not be asked,
+    Unauthenticated.
+    """
+    return asyncio.run(_ask(routers, path))
+
+
+def path_of(request_id: str, query: str = "") -> str:
+    """Raises InvalidArgument for what is no id."""
+    if not request_id or len(request_id) > 256 or not request_id.isprintable():
+        raise InvalidArgument("must be a request's id", field="ID")
+    return f"/requests/{quote(request_id, safe='')}{query}"
+
+
+def everyone(access: Access) -> list[Access]:
+    """All addresses of a name, as a headless service has one for each replica. With TLS the name
+    itself: it is what the certificate is for. Raises InvalidArgument."""
+    host, port = split(access.address, "http")
+    if access.ca is not None:
+        return [access]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return [access]
+    if host == "localhost":
+        return [access]
+    addresses = dict.fromkeys(join(str(target[0]), port) for *_, target in found)
+    return [replace(access, address=address) for address in addresses]
+
+
+async def _ask(routers: list[Access], path: str) -> bytes:
+    silent = []
+    for router in routers:
+        answer = await _try(router, path)
+        if answer is None:
+            silent.append(router.address)
+        elif answer.status == 200:
+            return answer.body
+        elif answer.status == 401:
+            raise Unauthenticated("the router wants an API key of the request's tenant")
+        elif answer.status != 404:
+            raise Unavailable(f"{router.address} answered with status {answer.status}")
+    if silent:
+        raise Unavailable(f"nobody answers on {', '.join(silent)}")
+    asked = "the router remembers" if len(routers) == 1 else f"{len(routers)} routers remember"
+    raise NotFound(
+        f"{asked} no such request of yours: it is another router's, or too long ago, or not kept"
+    )
+
+
+async def _try(router: Access, path: str) -> Answer | None:
+    """None when nobody answers."""
+    client = HttpClient(router)
+    try:
+        return await client.get(path, ASK_S)
+    except (Unreachable, ConnectionLost, TimeoutError):
+        return None
+    finally:
+        await client.close()

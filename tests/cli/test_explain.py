@@ -1,0 +1,150 @@
+"""`baton explain` against routers that know a request, do not, or are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from io import StringIO
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+
+from baton.cli.access import Access
+from baton.cli.explaining.picture import show
+from baton.cli.http_client import HttpClient
+from baton.cli.main import main
+from baton.core.attempt_states import Leg
+from baton.core.candidates import Candidate, Fate
+from baton.core.errors import Unavailable
+from baton.core.model import WorkerIdentity
+from baton.core.request import FinishReason
+from baton.core.request_record import ChoiceEnd, RequestRecord
+from baton.core.stages import Stage
+from baton.core.worker_cost import Cost
+from baton.router.http.app import HttpApp
+from baton.router.http.explain_schema import Explained
+from baton.router.http.explained import explained
+from baton.router.http.server import HttpServer, serve_http
+from tests.core.test_request_history import attempt, over, record
+from tests.services.router_http.scripted import ANYONE, Scripted
+
+PREFILL = WorkerIdentity("prefill", "p" * 32, "10.0.0.1:5")
+DECODE = WorkerIdentity("decode", "d" * 32, "10.0.0.2:5")
+COST = Cost(0.5, 0.1, 0.4, 0.0, 0.0, 0.0, 1.0, 90)
+
+
+def disturbed() -> RequestRecord:
+    """Prefilled apart, lost by its decode worker, finished by another."""
+    told = record("abc")
+    told.model, told.prompt_tokens = "m", 90
+    first = attempt(0)
+    first.prefill, first.decode = PREFILL, DECODE
+    first.prefill_queue_s, first.prefill_s, first.prefill_cached_tokens = 0.01, 0.2, 64
+    first.kv_bytes, first.kv_s, first.kv_wait_s = 3 << 20, 0.3, 0.1
+    first.candidates = (
+        Candidate(DECODE, Fate.PICKED, COST),
+        Candidate(PREFILL, Fate.NOT_SERVING, None, "starting"),
+    )
+    first.lost(Leg.DECODE, Unavailable("It is gone.\x1b[2J"), 1.0)
+    first.ended(1.1, well=False)
+    told.add(first)
+    told.add(attempt(1))
+    assert told.clock is not None
+    told.clock.enter(Stage.PREFILL, 1.2)
+    told.clock.enter(Stage.DECODE, 1.5)
+    over(told)
+    told.choices = (ChoiceEnd(7, FinishReason.STOP),)
+    return told
+
+
+def drawn(told: RequestRecord, encoding: str = "utf-8") -> str:
+    words = msgspec.json.encode(explained(told, 9.0))
+    out = StringIO()
+    console = Console(file=out, highlight=False, soft_wrap=True, width=120)
+    show(msgspec.json.decode(words, type=Explained), console)
+    return out.getvalue()
+
+
+def test_the_picture_says_what_happened() -> None:
+    said = drawn(disturbed())
+    for part in (
+        "abc  text of m: finished after 2000.0 ms",
+        "prompt 90 tokens, 2 of them cached; output 7 (stop)",
+        "decode             1500.0 ms",
+        "attempt 0 failed",
+        "pppppppp 10.0.0.1:5  queued 10.0 ms, computed 200.0 ms, 64 tokens cached",
+        "3.00 MiB, complete 300.0 ms after the start",
+        "picked  cost 500.0 ms = queue 100.0 ms, compute 400.0 ms",
+        "not serving (starting)",
+        "lost decode at 1000.0 ms: unavailable: It is gone.",
+        "attempt 1 running",
+    ):
+        assert part in said, (part, said)
+    assert "\x1b" not in said
+
+
+def test_a_request_without_workers_yet() -> None:
+    said = drawn(record("r"))
+    assert "running (tokenize)" in said and "why" not in said
+
+
+@pytest.fixture
+async def knowing() -> Any:
+    frontend = Scripted(record=disturbed())
+    servers = [
+        await serve_http(HttpApp(found, CollectorRegistry(), ANYONE), "127.0.0.1:0")
+        for found in (Scripted(), frontend)
+    ]
+    yield servers
+    for server in servers:
+        await server.close()
+
+
+async def explain(*words: str) -> int:
+    return await asyncio.to_thread(main, ["explain", *words])
+
+
+async def test_each_router_is_asked_until_one_knows(
+    knowing: list[HttpServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ",".join(server.address for server in knowing)
+    assert await explain("cmpl-abc", "--http", where, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["id"] == "abc"
+    assert await explain("abc", "--http", where) == 0
+    assert "attempt 0 failed" in capsys.readouterr().out
+
+
+async def test_nobody_knows(knowing: list[HttpServer], capsys: pytest.CaptureFixture[str]) -> None:
+    where = ",".join(server.address for server in knowing)
+    assert await explain("never", "--http", where) == 1
+    assert "2 routers remember no such request" in capsys.readouterr().err
+    assert await explain("a/../b", "--http", where) == 1
+    assert "no such request" in capsys.readouterr().err
+
+
+async def test_who_does_not_answer_might_know(
+    knowing: list[HttpServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = knowing.pop()
+    await gone.close()
+    assert await explain("abc", "--http", f"{gone.address},{knowing[0].address}") == 1
+    assert f"nobody answers on {gone.address}" in capsys.readouterr().err
+
+
+async def test_getting_and_posting_share_connections(knowing: list[HttpServer]) -> None:
+    client = HttpClient(Access(knowing[0].address))
+    for _ in range(3):
+        assert (await client.get("/v1/models", 10.0)).status == 200
+        assert (await client.post("/v1/completions", b'{"prompt": "a"}', 10.0)).status == 200
+    assert knowing[0].num_connections == 1
+    await client.close()
+
+
+def test_what_is_no_id_and_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "a\nb", "--http", "127.0.0.1:1"]) == 1
+    assert "(ID)" in capsys.readouterr().err
+    assert main(["explain", "a", "--http", "nonsense"]) == 1
+    assert "(http)" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""GET /requests/{id} of a router with workers on real sockets, held against what was done to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.api_keys import Limits
+from baton.core.load import WorkerState
+from baton.core.tenants import Tenant
+from baton.router.config import RouterConfig
+from baton.router.http.app import HttpApp
+from baton.router.http.door import HttpDoor
+from baton.router.http.explain_schema import Explained
+from baton.router.http.server import serve_http
+from baton.router.keys import Door, OpenDoor
+from tests.services.router.conftest import World, until
+from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish
+from tests.services.router.test_keys import Kept
+
+SPLIT = RouterConfig(local_prefill_tokens=0, prefills=("prefill:1",))
+STEP_S = 0.005
+
+
+@asynccontextmanager
+async def http_of(world: World, door: Door | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    http_door = HttpDoor(door or OpenDoor(), open_metrics=False)
+    app = HttpApp(world.pipeline, CollectorRegistry(), http_door)
+    server = await serve_http(app, "127.0.0.1:0")
+    base = f"http://{server.address}"
+    try:
+        async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as client:
+            yield client
+    finally:
+        await server.close()
+
+
+async def explained(http: httpx.AsyncClient, request_id: str) -> Explained:
+    response = await http.get(f"/requests/{request_id}")
+    assert response.status_code == 200, response.text
+    assert PROMPT not in response.text
+    return msgspec.json.decode(response.content, type=Explained)
+
+
+async def test_one_that_ran_apart(world: World) -> None:
+    await world.start(SPLIT, decodes=2)
+    answer = await world.ask(REQUEST)
+    check(answer)
+    async with http_of(world) as http:
+        told = await explained(http, answer.accepted.request_id)
+    assert (told.state, told.stage, told.error) == ("finished", None, None)
+    assert told.prompt_tokens == len(PROMPT) and told.asked == "text"
+    assert told.choices is not None
+    assert [(c.output_tokens, c.finish_reason) for c in told.choices] == [(120, "length")]
+    assert told.split.configured and told.split.used
+    assert sum(told.stages.values()) == pytest.approx(told.total_s, abs=1e-4)
+    (attempt,) = told.attempts
+    assert attempt.state == "ended" and not attempt.losses
+    assert attempt.prefill is not None and attempt.decode is not None
+    assert attempt.prefill.address == world.prefills[0].identity.address
+    assert attempt.kv_bytes == told.kv_bytes > 0
+    assert attempt.kv_s is not None and attempt.kv_s > 0
+    assert (attempt.prefill_cached_tokens, attempt.decode_cached_tokens) == (1, 2)
+    fates = {(c.worker.role, c.fate) for c in attempt.candidates}
+    assert fates == {("decode", "picked"), ("decode", "outscored"), ("prefill", "picked")}
+    assert all(c.cost and c.cost["total"] >= 0 for c in attempt.candidates)
+
+
+async def test_a_prefill_pool_that_is_never_used_says_why(world: World) -> None:
+    await world.start(SPLIT, prefills=0)
+    answer = await world.ask(REQUEST)
+    async with http_of(world) as http:
+        told = await explained(http, answer.accepted.request_id)
+    assert told.split.configured and not told.split.used
+    assert told.split.why is not None and "has met no worker of it" in told.split.why
+
+
+async def test_a_prefill_pool_that_is_not_ready_says_why(world: World) -> None:
+    world.prefills.append(world.new_prefill())
+    world.prefills[0].state = WorkerState.STARTING
+    await world.start(SPLIT, prefills=0)
+    answer = await world.ask(REQUEST)
+    async with http_of(world) as http:
+        told = await explained(http, answer.accepted.request_id)
+    assert not told.split.used
+    assert told.split.why is not None and "1 worker: not serving, starting" in told.split.why
+
+
+async def test_a_death_is_told_with_the_attempt_that_went_on(world: World) -> None:
+    await world.start(SPLIT, decodes=2)
+    stream, answer = await begin(world, REQUEST, 5)
+    victim = busy(world)
+    async with http_of(world) as http:
+        running = await explained(http, answer.accepted.request_id)
+        assert (running.state, running.stage) == ("running", "decode")
+        assert running.choices is None and running.first_token_s is not None
+        await victim.kill()
+        check(await finish(stream, answer))
+        told = await explained(http, answer.accepted.request_id)
+    first, second = told.attempts
+    assert first.state == "failed" and first.losses[0].leg == "decode"
+    assert first.decode is not None and first.decode.address == victim.identity.address
+    assert second.state == "ended" and second.position >= 5
+    assert {c.fate for c in second.candidates} >= {"picked"}
+    assert told.num_attempts == 2
+
+
+async def test_a_move_is_told(world: World) -> None:
+    world.decodes += [world.new_decode(), world.new_decode()]
+    for decode in world.decodes:
+        decode.step_s = STEP_S
+    await world.start(SPLIT, decodes=0)
+    stream, answer = await begin(world, REQUEST, 5)
+    busy(world).state = WorkerState.DRAINING
+    check(await finish(stream, answer))
+    async with http_of(world) as http:
+        told = await explained(http, answer.accepted.request_id)
+    assert told.moves == 1
+    assert [attempt.moved for attempt in told.attempts] == [False, True]
+    assert [attempt.state for attempt in told.attempts] == ["ended", "ended"]
+    assert told.split.used
+
+
+async def test_a_failed_one_is_found_by_the_id_of_its_refusal(world: World) -> None:
+    await world.start(SPLIT)
+    async with http_of(world) as http:
+        body = {"model": "other", "prompt": "x"}
+        refused = await http.post("/v1/completions", json=body)
+        assert refused.status_code == 404
+        told = await explained(http, refused.headers["x-request-id"])
+    assert told.state == "failed" and told.error is not None
+    assert told.error.code == "model_not_found"
+    assert told.attempts == [] and told.split.why is None
+
+
+async def test_the_id_of_an_answer_will_do(world: World) -> None:
+    await world.start(SPLIT)
+    async with http_of(world) as http:
+        body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
+        answer = (await http.post("/v1/completions", json=body)).json()
+        await until(world.nothing_left)
+        told = await explained(http, answer["id"])
+        assert answer["id"].endswith(told.id) and not told.replayable
+
+
+async def test_a_client_that_left(world: World) -> None:
+    await world.start(SPLIT)
+    stream, answer = await begin(world, REQUEST, 5)
+    await stream.aclose()
+    await until(world.nothing_left)
+    async with http_of(world) as http:
+        told = await explained(http, answer.accepted.request_id)
+    assert told.state == "failed" and told.error is not None
+    assert told.error.code == "cancelled"
+
+
+async def test_only_its_own_tenant_may_ask(world: World, tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "keys.json")
+    one, other = kept.new("one", Limits()), kept.new("other", Limits())
+    door = kept.door()
+    await world.start(SPLIT)
+    answer = await world.ask(REQUEST.of(Tenant("one")))
+    path = f"/requests/{answer.accepted.request_id}"
+    async with http_of(world, door) as http:
+        assert (await http.get(path)).status_code == 401
+        theirs = await http.get(path, headers={"authorization": f"Bearer {other}"})
+        never = await http.get("/requests/abc", headers={"authorization": f"Bearer {other}"})
+        assert theirs.status_code == never.status_code == 404
+        assert theirs.json() == never.json()
+        assert theirs.json()["error"]["code"] == "not_found"
+        mine = await http.get(path, headers={"authorization": f"Bearer {one}"})
+        assert mine.status_code == 200
+
+
+@pytest.mark.parametrize("off", [replace(SPLIT, request_history=0), replace(SPLIT, timings=False)])
+async def test_nothing_is_remembered_where_it_is_off(world: World, off: RouterConfig) -> None:
+    await world.start(off)
+    answer = await world.ask(REQUEST)
+    async with http_of(world) as http:
+        response = await http.get(f"/requests/{answer.accepted.request_id}")
+    assert response.status_code == 404
+    assert len(world.pipeline.records.history) == 0
+
+
+async def test_many_at_once_stay_in_the_bound(world: World) -> None:
+    await world.start(replace(SPLIT, request_history=3))
+    short = replace(REQUEST, max_tokens=2)
+    await asyncio.gather(*(world.ask(short) for _ in range(9)))
+    await until(world.nothing_left)
+    assert len(world.pipeline.records.history) == 3
