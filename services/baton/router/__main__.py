@@ -26,6 +26,7 @@ from baton.router.pipeline import Pipeline
 from baton.router.replicas import Replicas
 from baton.router.servicer import InferenceServicer
 from baton.router.sources import discovery_of
+from baton.router.usage_log import UsageLog
 from baton.router.vllm.optional import engine_service
 from baton.rpc import config as configuration
 from baton.rpc import garbage, lifecycle, logs
@@ -64,7 +65,8 @@ async def serve(config: RouterConfig) -> int:
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
     metrics = RouterMetrics()
     tracer = config.tracer("router", identity.incarnation)
-    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer)
+    usage = UsageLog(config.usage_log, identity.incarnation) if config.usage_log else None
+    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage)
     services = [InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service()]
     if config.vllm_engine:
         services.append(engine_service(pipeline, fleet, config))
@@ -135,6 +137,8 @@ async def serve(config: RouterConfig) -> int:
             await pipeline.close()
             await http.close(HTTP_GRACE_S)
             await server.stop(0)
+            if usage is not None:
+                await asyncio.to_thread(usage.close)
     finally:
         for stop in unwatch:
             stop()

@@ -160,6 +160,12 @@ class RouterConfig(ProcessOptions):
     keep_replays: bool = option(
         False, "remember each one's prompt as token ids too, so that it can be replayed"
     )
+    usage_log: str = option(
+        "",
+        "where a JSON line goes for each request that is over, for billing; -: standard output; "
+        "empty: nowhere",
+        unit="file",
+    )
     timings: bool = option(
         True, "tell clients how long each stage of their requests took, and which workers served"
     )

@@ -66,6 +66,12 @@ INDEX_UNITS = Spec(
 STANDBYS = Spec(
     "baton_standbys", "Ready workers that stand by, and whether they get work.", ("role", "state")
 )
+USAGE_LINES = Spec(
+    "baton_usage_lines_total", "Usage records of requests, by what became of them.", ("outcome",)
+)
+USAGE_FAILURES = Spec(
+    "baton_usage_write_failures_total", "Tries to write usage records that failed."
+)
 CACHE_GAPS = Spec(
     "baton_cache_event_gaps_total", "How often cache events of a worker were missing.", ("role",)
 )

@@ -18,6 +18,7 @@ from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
 from baton.router.mover import Mover
 from baton.router.pipeline import Pipeline
+from baton.router.records import UsageSink
 from baton.router.told import Told
 from baton.rpc.channels import Channels
 from baton.rpc.tracing import OFF, Tracer
@@ -100,6 +101,7 @@ class World:
     moving: asyncio.Task[None] | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     tracer: Tracer = OFF
+    usage: UsageSink | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -145,7 +147,9 @@ class World:
             Discovery(self.listed), self.channels, WorkerIdentity("router", "r" * 32, "")
         )
         metrics = RouterMetrics(self.registry)
-        self.router = Pipeline(self.fleet, self.config, metrics, tracer=self.tracer)
+        self.router = Pipeline(
+            self.fleet, self.config, metrics, tracer=self.tracer, usage=self.usage
+        )
         self.fleet.start()
         self.moving = asyncio.create_task(Mover(self.fleet, metrics).run())
         await until(lambda: self.met() == {role: len(found) for role, found in groups.items()})
