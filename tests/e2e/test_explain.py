@@ -1,21 +1,26 @@
-"""`baton explain` of requests that ran on a real set of five processes."""
+"""`baton explain` and `baton replay` of requests that ran on real sets of five processes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.relay import Relay, options
+from tests.e2e.relay import Answer, Relay, options
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
+SAMPLED = options(max_tokens=200, temperature=1.0, seed=11)
 
 
 @pytest.fixture(scope="module")
 def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    running = Relay(tmp_path_factory.mktemp("explained"), "--decode", "2")
+    """Two decode workers; its router keeps what is needed to replay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATON_KEEP_REPLAYS", "true")
+        running = Relay(tmp_path_factory.mktemp("explained"), "--decode", "2")
     yield running
     running.close()
 
@@ -37,3 +42,42 @@ def test_a_long_prompt_ran_apart(relay: Relay) -> None:
     picture = relay.baton("explain", answer.accepted.request_id)
     assert "Prefill and decode ran apart" in picture.stdout
     assert "hand-over" in picture.stdout and TEXT[:9] not in picture.stdout
+
+
+def test_a_migrated_request_is_replayed_by_other_processes(
+    relay: Relay, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Served apart and migrated here; replayed where one worker does all."""
+    answer, killed = Answer(), False
+    for response in relay.stream(TEXT, SAMPLED):
+        answer.take(response.event)
+        if not killed and len(answer.token_ids.get(0, ())) >= 20:
+            busy = [p for p in relay.processes("decode") if relay.metric(p, "baton_sequences")]
+            relay.kill(busy[0])
+            killed = True
+    assert killed and len(answer.token_ids[0]) == 200
+    assert answer.accepted is not None
+    request_id = answer.accepted.request_id
+    told = explained(relay, request_id)
+    first, second = told["attempts"]
+    assert first["state"] == "failed" and first["prefill"] is not None
+    assert second["state"] == "ended" and second["position"] >= 20
+    file = tmp_path / "replay.json"
+    kept = relay.baton("explain", request_id, "--replay", str(file))
+    assert kept.returncode == 0, kept.stderr
+    assert json.loads(file.read_text())["exact"]
+    fresh = Relay(tmp_path_factory.mktemp("fresh"), "--prefill", "0")
+    try:
+        again = fresh.baton("replay", str(file))
+        assert (again.returncode, again.stdout) == (0, "choice 0: 200 tokens, the same\n")
+        changed = json.loads(file.read_text())
+        changed["sampling"]["seed"] += 1
+        file.write_text(json.dumps(changed))
+        other = fresh.baton("replay", str(file))
+        assert other.returncode == 1 and "OTHER tokens" in other.stdout
+        changed["model"]["digest"] = "0" * 64
+        file.write_text(json.dumps(changed))
+        foreign = fresh.baton("replay", str(file))
+        assert foreign.returncode == 1 and "other weights" in foreign.stderr
+    finally:
+        fresh.close()

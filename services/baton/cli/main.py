@@ -21,6 +21,7 @@ COMMANDS = {
     "keys": "keys",
     "plan": "plan",
     "explain": "explaining.command",
+    "replay": "explaining.replay_command",
     "fetch": "fetch",
     "simulate": "simulating.command",
     "batch": "batch.command",

@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
     seed: int
     top_logprobs: int
     stop: str | Sequence[str]
@@ -167,6 +168,7 @@ _PUT: Mapping[str, _Put] = {
         for name in ("json_object", "json_schema", "regex", "lark", "gbnf")
     },
     "logit_bias": _logit_bias,
+    "allowed_token_ids": lambda options, value: options.sampling.allowed_token_ids.extend(value),
     "stop": _stop,
     "stop_token_ids": lambda options, value: options.stop.stop_token_ids.extend(value),
     "choice": lambda options, value: options.structured_output.choice.texts.extend(value),

@@ -24,6 +24,14 @@ def packed(token_ids: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
+def unpacked(ids: bytes) -> array[int]:
+    """What `packed` made, as numbers."""
+    found = array("i", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
 def digest(token_ids: Sequence[int]) -> str:
     """Names tokens without telling them: hex, of sha256 over their packed form."""
     return sha256(packed(token_ids)).hexdigest()

@@ -4,8 +4,11 @@ shown."""
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 from urllib.parse import quote
 
 from baton.cli.access import Access
@@ -58,8 +61,8 @@ async def _ask(routers: list[Access], path: str) -> bytes:
             return answer.body
         elif answer.status == 401:
             raise Unauthenticated("the router wants an API key of the request's tenant")
-        elif answer.status != 404:
-            raise Unavailable(f"{router.address} answered with status {answer.status}")
+        elif answer.status != 404 or _of_replay(answer.body):
+            raise Unavailable(f"{router.address}: {_message(answer)}")
     if silent:
         raise Unavailable(f"nobody answers on {', '.join(silent)}")
     asked = "the router remembers" if len(routers) == 1 else f"{len(routers)} routers remember"
@@ -77,3 +80,20 @@ async def _try(router: Access, path: str) -> Answer | None:
         return None
     finally:
         await client.close()
+
+
+def _of_replay(body: bytes) -> bool:
+    """Whether the request is known, and only its replay is not."""
+    return _error(body).get("param") == "replay"
+
+
+def _message(answer: Answer) -> str:
+    return str(_error(answer.body).get("message", f"status {answer.status}"))
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    with suppress(ValueError, TypeError, KeyError):
+        error = json.loads(body)["error"]
+        if isinstance(error, dict):
+            return error
+    return {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 from baton.cli import access
-from baton.core.errors import Unavailable
+from baton.core.errors import InvalidArgument, Unavailable
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 
@@ -24,6 +26,14 @@ def add_parser(subparsers: Any) -> None:
     )
     add_router_arguments(parser)
     parser.add_argument("--json", action="store_true", help="what the router says, as it is")
+    parser.add_argument(
+        "--replay", metavar="FILE", type=Path,
+        help="write what 'baton replay' needs to make its tokens again, where routers keep that",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text", action="store_true",
+        help="with --replay: also the grammar that the request named",
+    )  # fmt: skip
 
 
 def add_router_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
     from baton.cli.explaining.picture import show
     from baton.router.http.explain_schema import Explained
 
+    if args.replay is not None:
+        query = "?replay=text" if args.text else "?replay=ids"
+        _write(args.replay, ask(routers_of(args), path_of(args.id, query)))
+        return 0
     said = ask(routers_of(args), path_of(args.id))
     if args.json:
         print(said.decode())
@@ -68,3 +82,13 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     show(explained)
     return 0
+
+
+def _write(path: Path, document: bytes) -> None:
+    """For its owner alone: it holds a prompt. Raises InvalidArgument."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(document + b"\n")
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror}", field="replay") from None

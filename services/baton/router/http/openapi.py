@@ -12,6 +12,7 @@ import msgspec
 from baton.core.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
 from baton.router.http import answer_schema as answers
 from baton.router.http.explain_schema import Explained
+from baton.router.http.replay_schema import ReplayFile
 from baton.router.http.respond import Json
 from baton.router.http.schema import REFUSED, ChatBody, CompletionBody
 from baton.router.http.tokenizing import DetokenizeBody, TokenizeBody
@@ -90,6 +91,7 @@ def openapi_document() -> Json:
         answers.Version,
         answers.ErrorAnswer,
         Explained,
+        ReplayFile,
     ]
     kinds = list(dict.fromkeys([*bodies, *told, *others]))
     _, components = msgspec.json.schema_components(
@@ -160,6 +162,14 @@ def _gets() -> Json:
         "schema": {"type": "string", "minLength": 1},
         "description": "Of an answer, or of its header `x-baton-request-id` or `x-request-id`.",
     }
+    replay = {
+        "name": "replay",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "string", "enum": ["ids", "text"]},
+        "description": "What makes its tokens again, where that is kept: ids alone, or with the "
+        "grammar that the request named.",
+    }
     text = {"text/plain": {"schema": {"type": "string"}}}
     ready = {"200": {"description": "A request sent now can be answered."}}
     ready["503"] = {"description": "It cannot."}
@@ -170,9 +180,9 @@ def _gets() -> Json:
         "/requests/{id}": _get(
             "explainRequest",
             "What this router remembers of one request: the caller's own, running or over",
-            _json(Explained),
+            {"application/json": {"schema": {"oneOf": [_ref(Explained), _ref(ReplayFile)]}}},
         )
-        | {"parameters": [request_id]},
+        | {"parameters": [request_id, replay]},
         "/version": _get("showVersion", "Baton's version", _json(answers.Version)),
         "/metrics": _get("showMetrics", "Metrics in Prometheus' format", text),
         "/health": {"get": _ready("showHealth", ready)},
