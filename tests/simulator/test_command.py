@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.cli.main import main
-from baton.cli.simulating import calibration, traces
-from baton.cli.simulating.traces import Recorded
+from baton.cli.simulating import calibration
 from baton.cli.simulating.traffic import Scale, requests
+from baton.cli.traces import Recorded
 from baton.core.errors import InvalidArgument
 from baton.core.speed import WorkerSpeed
 
@@ -73,53 +73,19 @@ def test_it_simulates(
         assert sum(count for _, count in line["gaps"]) == 19
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2: is no JSON"),
-        ("[]", "line 2: is no JSON object"),
-        ('{"timestamp": -1}', "line 2: timestamp"),
-        ('{"timestamp": 1, "input_length": 5, "output_length": 1}', "line 2: hash_ids"),
-        ('{"timestamp": 1, "input_length": "5", "hash_ids": []}', "line 2: input_length"),
-        ('{"timestamp": 1, "input_length": 5, "hash_ids": []}', "line 2: output_length"),
-    ],
-)
-def test_broken_lines_are_named(
-    line: str, said: str, speed: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+def test_a_broken_line_is_named(
+    speed: Path, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = trace.read_text().splitlines()
-    trace.write_text("\n".join([lines[0], line, *lines[2:]]))
+    trace.write_text("\n".join([lines[0], "{", *lines[2:]]))
     assert main(["simulate", "--trace", str(trace), "--speed", str(speed)]) == 1
     error = capsys.readouterr().err
-    assert said in error and trace.name in error and "(trace)" in error
-
-
-def test_azure(tmp_path: Path) -> None:
-    file = tmp_path / "azure.csv"
-    head = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-    file.write_text(head + "2023-11-16 18:15:48.2400000,4,3\n2023-11-16 18:15:46.6805900,9,1\n")
-    later, earlier = reversed(traces.read(file))
-    assert (earlier.prompt_tokens, later.prompt_tokens) == (9, 4)
-    assert later.at_s - earlier.at_s == pytest.approx(1.55941)
-    for row, said in (
-        ("18:15,1,1", "line 2: TIMESTAMP"),
-        ("2023-11-16 18:15:46.6805900,1", "line 2: GeneratedTokens: is missing"),
-        ("2023-11-16 18:15:46.6805900,-1,1", "line 2: ContextTokens"),
-    ):
-        file.write_text(head + row + "\n")
-        with pytest.raises(InvalidArgument, match=said):
-            traces.read(file)
-    file.write_text("")
-    with pytest.raises(InvalidArgument, match="no request"):
-        traces.read(file)
-    with pytest.raises(InvalidArgument) as error:
-        traces.read(tmp_path / "none.csv")
-    assert error.value.field == "trace"
+    assert "line 2: is no JSON" in error and trace.name in error and "(trace)" in error
 
 
 def test_scaling() -> None:
     trace = [Recorded(10.0 + n, 1024, 100, (n, 50 + n)) for n in range(10)]
-    plain = requests(trace, Scale())
+    plain = requests(trace[::-1], Scale())
     assert [r.arrival for r in plain] == list(range(10)) and plain[3].names == (3, 53)
     fast = requests(trace, Scale(rate=2.0, lengths=0.125, seconds=3.0))
     assert [r.arrival for r in fast] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]

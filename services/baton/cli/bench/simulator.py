@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from baton.cli import traces
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Report
 from baton.cli.results import Result, at_most, compared
-from baton.cli.simulating import traces
-from baton.cli.simulating.traces import BLOCK, Recorded
 from baton.cli.simulating.traffic import Scale, requests
+from baton.cli.traces import BLOCK, Recorded
 from baton.core.errors import InvalidArgument
 from baton.core.speed import WorkerSpeed
 from baton.sim.requests import Request
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> Report:
         raise InvalidArgument("must be at least 2", field="workers")
     if BLOCK % args.block_size:
         raise InvalidArgument(f"must divide {BLOCK}", field="block_size")
-    trace = traces.read(args.trace)
+    trace = traces.read(args.trace).requests
     results = _skipping(trace, min(COMPARED_S, args.seconds or COMPARED_S))
     traffic = requests(trace, Scale(copies=args.copies, seconds=args.seconds))
     say(f"{args.workers} workers, {len(traffic)} requests")

@@ -71,9 +71,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises InvalidArgument."""
-    from baton.cli import results
+    from baton.cli import results, traces
     from baton.cli.results import Result
-    from baton.cli.simulating import calibration, traces
+    from baton.cli.simulating import calibration
     from baton.cli.simulating.figures import figures
     from baton.cli.simulating.traffic import Scale, requests
     from baton.core.routing import RoutingPolicy
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             RoutingPolicy(args.local_prefill_tokens), args.routers, max_queue_s=args.max_queue_s
         ),
     )
-    traffic = requests(traces.read(args.trace), scale)
+    traffic = requests(traces.read(args.trace).requests, scale)
     began = time.process_time()
     shown = _progress(len(traffic)) if sys.stderr.isatty() else lambda now, done: None
     outcome = Simulation(facts).run(traffic, progress=shown)

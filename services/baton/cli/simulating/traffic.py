@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.cli.simulating.traces import BLOCK, Recorded
+from baton.cli.traces import BLOCK, Recorded
 from baton.core.errors import InvalidArgument
 from baton.core.prefix import UNIT_TOKENS
 from baton.sim.requests import Request
@@ -46,7 +46,8 @@ class Scale:
 
 
 def requests(trace: Sequence[Recorded], scale: Scale) -> list[Request]:
-    """In order of arrival, from 0 on. trace: in order of time."""
+    """In order of arrival, from 0 on. trace: at least one, in any order."""
+    trace = sorted(trace, key=lambda one: one.at_s)
     began = trace[0].at_s
     if scale.seconds:
         trace = [one for one in trace if one.at_s - began < scale.seconds * scale.rate]
