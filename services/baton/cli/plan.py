@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli.layout import resolve_model
-from baton.cli.planning import options
+from baton.cli.planning import options, split_options
 from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.memory import size
@@ -63,11 +63,13 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     memory.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options.add_parser(kinds)
+    split_options.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.plan == "fleet":
-        return int(import_module("baton.cli.planning.command").run(args))
+    modules = {"fleet": "command", "split": "split_command"}
+    if args.plan in modules:
+        return int(import_module(f"baton.cli.planning.{modules[args.plan]}").run(args))
     return _memory(args)
 
 

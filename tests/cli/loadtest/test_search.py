@@ -20,11 +20,15 @@ def search(bounds: Range, most: float, limit: Verdict = Verdict.BADLY) -> Found:
 
 
 @settings(max_examples=50)
-@given(st.floats(0.1, 1e4), st.floats(1.1, 1e4), st.floats(0.01, 1), st.floats(0.5, 2e4))
+@given(
+    st.floats(0.1, 1e4), st.floats(1.1, 1e4), st.floats(0.01, 1), st.floats(0.5, 2e4),
+    st.floats(0, 1),
+)  # fmt: skip
 def test_it_is_found_within_its_resolution(
-    lowest: float, factor: float, resolution: float, most: float
+    lowest: float, factor: float, resolution: float, most: float, begin: float
 ) -> None:
-    bounds = Range(lowest, lowest * factor, resolution)
+    most_tried = lowest * factor
+    bounds = Range(lowest, most_tried, resolution, lowest + begin * (most_tried - lowest))
     found = search(bounds, most)
     assert all(lowest <= rate <= bounds.highest for rate, _ in found.tried)
     assert len(found.tried) < 60

@@ -21,11 +21,13 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Range:
     """Rates a second. resolution: the search ends when the lowest rate that was served badly is at
-    most so much above the highest that was served well, as a share of it."""
+    most so much above the highest that was served well, as a share of it. first: where it begins;
+    0: at the lowest."""
 
     lowest: float
     highest: float
     resolution: float = 0.05
+    first: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
@@ -48,13 +50,13 @@ class Found:
     tried: tuple[tuple[float, Verdict], ...]
 
     def said(self) -> str:
-        first, last = self.tried[0][0], self.tried[-1][1]
+        lowest, last = self.tried[-1]
         if last is Verdict.STOPPED:
             return "Stopped before the search ended."
         if self.rate is None and self.limit is Verdict.UNKNOWN:
-            return f"Not even the lowest rate, {first:g} a second, could be asked for in time."
+            return f"Not even the lowest rate, {lowest:g} a second, could be asked for in time."
         if self.rate is None:
-            return f"Even the lowest rate, {first:g} a second, is not within objectives."
+            return f"Even the lowest rate, {lowest:g} a second, is not within objectives."
         if self.above is None:
             return f"At least {self.rate:.4g} a second, the highest rate that was to be tried."
         if self.limit is Verdict.UNKNOWN:
@@ -66,13 +68,14 @@ class Found:
 
 
 async def highest(bounds: Range, probe: Callable[[float], Awaitable[Verdict]]) -> Found:
-    """Doubles the rate until it is too much, then halves the distance. Takes it that what is served
-    well at one rate is so at lower ones; a rate that cannot be asked for counts as too much."""
+    """Doubles the rate until it is too much, or halves it until it is not, then halves the
+    distance. Takes it that what is served well at one rate is so at lower ones; a rate that cannot
+    be asked for counts as too much."""
     tried: list[tuple[float, Verdict]] = []
     good: float | None = None
     bad: float | None = None
     limit: Verdict | None = None
-    rate = bounds.lowest
+    rate = bounds.first or bounds.lowest
     while True:
         verdict = await probe(rate)
         tried.append((rate, verdict))
@@ -82,9 +85,13 @@ async def highest(bounds: Range, probe: Callable[[float], Awaitable[Verdict]]) -
             good = rate
         else:
             bad, limit = rate, verdict
-        if good is None or good >= bounds.highest:
+        if good is None:
+            if rate <= bounds.lowest:
+                break
+            rate = max(rate / 2, bounds.lowest)
+        elif good >= bounds.highest:
             break
-        if bad is None:
+        elif bad is None:
             rate = min(2 * good, bounds.highest)
         elif bad <= good * (1 + bounds.resolution):
             break

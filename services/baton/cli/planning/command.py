@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from baton.cli import results
 from baton.cli.layout import resolve_model
-from baton.cli.planning import options
+from baton.cli.planning import calibrate, options
 from baton.cli.planning.asked import Margins, Traffic
 from baton.cli.planning.curves import (
     DecodeCurve,
@@ -27,14 +26,12 @@ from baton.cli.planning.facts import ModelFacts
 from baton.cli.planning.figures import figures, show
 from baton.cli.planning.fleet import plan_fleet
 from baton.cli.planning.gpus import Gpu
-from baton.cli.planning.measured import Told, ask, speed_of
+from baton.cli.planning.measured import Told, speed_of
 from baton.core.errors import ContextLengthExceeded, InvalidArgument
 from baton.core.model import KvLayout
 from baton.core.speed import WorkerSpeed
 from baton.engine.config import EngineConfig
 from baton.engine.threads import configure
-from baton.rpc.address import split
-from baton.rpc.tls_options import TlsOptions
 
 _MORE_THAN_ANY = 1 << 50
 """Bytes: stands for the memory of workers that say themselves how much KV they hold."""
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _basis(args: argparse.Namespace) -> Basis:
     gpu, efficiency = options.gpu_of(args), options.efficiency_of(args)
-    told = _ask(args)
+    told = calibrate.asked(args)
     prefill_speed, decode_speed = speed_of(told, "prefill"), speed_of(told, "decode")
     if gpu is None and (prefill_speed is None or decode_speed is None):
         raise InvalidArgument(
@@ -112,13 +109,6 @@ def _basis(args: argparse.Namespace) -> Basis:
         or facts.wire_position,
         _basis_text(args, gpu, prefill.source, decode.source),
     )
-
-
-def _ask(args: argparse.Namespace) -> Sequence[Told]:
-    for address in args.calibrate:
-        split(address, "calibrate")
-    tls = TlsOptions(args.tls_cert, args.tls_key, args.tls_ca)
-    return asyncio.run(ask(args.calibrate, tls.certificates())) if args.calibrate else ()
 
 
 def _model(

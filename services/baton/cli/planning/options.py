@@ -95,17 +95,21 @@ def add_parser(kinds: Any) -> None:
         "%(default)s)",
     )  # fmt: skip
     measured = parser.add_argument_group("in place of rooflines")
-    add = measured.add_argument
-    add(
+    add_calibrate(measured)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+
+
+def add_calibrate(group: Any) -> None:
+    """group: of a parser's arguments."""
+    group.add_argument(
         "--calibrate", nargs="+", default=[], metavar="HOST:PORT",
         help="running prefill and decode workers, whose own measurements count",
     )  # fmt: skip
     for name in ("tls-cert", "tls-key", "tls-ca"):
-        add(
+        group.add_argument(
             f"--{name}", default=os.environ.get(f"BATON_{name.upper().replace('-', '_')}", ""),
             metavar="FILE", help="to ask workers that use TLS; the certificate is a doctor's",
         )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
 
 
 def traffic_of(args: argparse.Namespace) -> Traffic:

@@ -1,0 +1,56 @@
+"""`--calibrate`: asks the workers that it names, and makes what they say into facts to simulate."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+
+from baton.cli.planning.measured import Told, ask, speed_of
+from baton.cli.simulating.calibration import Calibration
+from baton.core.errors import InvalidArgument
+from baton.core.speed import WorkerSpeed
+from baton.rpc.address import split
+from baton.rpc.tls_options import TlsOptions
+from baton.sim.settings import WorkerFacts
+
+
+def asked(args: argparse.Namespace) -> Sequence[Told]:
+    """Raises BatonError, which names the address."""
+    for address in args.calibrate:
+        split(address, "calibrate")
+    tls = TlsOptions(args.tls_cert, args.tls_key, args.tls_ca)
+    return asyncio.run(ask(args.calibrate, tls.certificates())) if args.calibrate else ()
+
+
+def calibration_of(told: Sequence[Told]) -> Calibration:
+    """What workers said of themselves; of a role, all are taken to be like the first one, with the
+    mean of their speeds. Curves that decode workers did not measure, because they never prefilled,
+    are prefill workers'. Raises InvalidArgument where a role is missing."""
+    speeds = {role: speed_of(told, role) for role in ("prefill", "decode")}
+    for role, speed in speeds.items():
+        if speed is None:
+            raise InvalidArgument(f"names no {role} worker: it takes both", field="calibrate")
+    prefill, decode = speeds["prefill"], speeds["decode"]
+    assert prefill is not None and decode is not None
+    first = {one.role: one for one in reversed(told)}
+    model = first["decode"].description.model
+    layout = first["decode"].description.layout
+    if model is None or layout is None:
+        raise InvalidArgument(f"{first['decode'].address} names no model", field="calibrate")
+    return Calibration(
+        _facts(first["prefill"], prefill),
+        _facts(first["decode"], decode.or_else(prefill)),
+        layout.bytes_per_position,
+        model.max_model_len,
+    )
+
+
+def _facts(told: Told, speed: WorkerSpeed) -> WorkerFacts:
+    has = told.description
+    said: dict[str, int] = {}
+    if speed.prefill_step_tokens:
+        said["step_tokens"] = max(speed.prefill_step_tokens, has.block_size)
+    if has.max_sequences:
+        said["max_running"] = has.max_sequences
+    return WorkerFacts(speed, has.num_blocks, has.block_size, **said)
