@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/baton"
 DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
-MODULES = ("baton.rpc.metrics", "baton.rpc.aliases", "baton.router.metrics")
+MODULES = ("baton.rpc.metrics", "baton.rpc.aliases", "baton.router.metrics", "baton.router.gen_ai")
 
 SAID_NOT_TO_BE = {"vllm:lora_requests_info"}
 
 _PARTS = ("_bucket", "_count", "_sum")
-_METRIC = re.compile(r"\b(?:baton_|vllm:|process_)[a-z_:]+")
+_METRIC = re.compile(r"\b(?:baton_|vllm:|gen_ai_server_|process_)[a-z_:]+")
 _OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
 
@@ -35,7 +35,8 @@ def exported() -> dict[str, Spec]:
     found = {}
     for module in map(importlib.import_module, MODULES):
         for constant, value in vars(module).items():
-            used = rf"(?:counter|histogram|gauge|timings)\(\s*(?:\w+\.)?{constant}\b|\({constant},"
+            told = r"(?:counter|histogram|gauge|totals|timings)"
+            used = rf"{told}\(\s*(?:\w+\.)?{constant}\b|\({constant},"
             if isinstance(value, Spec) and re.search(used, sources):
                 found[value.name] = value
     return found
@@ -86,7 +87,9 @@ def test_a_metric_that_is_defined_is_filled() -> None:
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
 def test_docs_name_metrics_and_labels_that_exist(path: Path) -> None:
     known, text = exported(), path.read_text()
-    for name, labels in re.findall(r"`((?:baton_|vllm:)[a-z_:]+)(?:\{([^}`]*)\})?", text):
+    for name, labels in re.findall(
+        r"`((?:baton_|vllm:|gen_ai_server_)[a-z_:]+)(?:\{([^}`]*)\})?", text
+    ):
         if name.endswith("_") or name in SAID_NOT_TO_BE:
             continue  # an underscore: the beginning of several
         assert not unknown(name, known), name

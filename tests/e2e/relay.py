@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,11 @@ def options(
 class Relay:
     """One `baton up --detach` with a state folder of its own."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, environment: Mapping[str, str] = {}) -> None:
         self.environment = {**os.environ, "XDG_STATE_HOME": str(folder), "NO_COLOR": "1"}
         # By the workers' own measurements it would depend on the machine who prefills.
         self.environment["BATON_LOCAL_PREFILL_TOKENS"] = str(APART)
+        self.environment |= environment
         self.log = folder / "baton" / "up.log"
         self.http_port, self.grpc_port = free_ports(2)
         ports = ("--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port))

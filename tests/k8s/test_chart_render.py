@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 import gen_values_schema as generator
 from baton.rpc import config as configuration
@@ -190,6 +192,22 @@ def test_everything_has_a_kind_of_each() -> None:
         ),
         *("InferencePool", "PriorityClass"),
     }
+
+
+def test_alerts_and_dashboards_are_the_files_as_they_are() -> None:
+    """Both hold braces that helm must not take for its own."""
+    (rule,) = of_kind(rendered(EVERYTHING), "PrometheusRule").values()
+    assert rule["spec"] == yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    files = {f"baton-{path.name}": path for path in CHART.glob("dashboards/*.json")}
+    shown = {
+        name: text
+        for each in of_kind(rendered(EVERYTHING), "ConfigMap").values()
+        for name, text in each.get("data", {}).items()
+        if name.endswith(".json")
+    }
+    assert len(files) >= 4 and shown.keys() == files.keys()
+    for name, text in shown.items():
+        assert json.loads(text) == json.loads(files[name].read_text())
 
 
 def test_nothing_optional_is_on_by_default_but_disruption_budgets() -> None:

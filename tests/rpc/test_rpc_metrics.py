@@ -150,5 +150,7 @@ def test_names_follow_the_rules() -> None:
         assert re.fullmatch(r"baton_[a-z_]+", spec.name)
         assert spec.help.endswith(".")
         happens_once = spec in (metrics.READY, metrics.STARTUP)
-        assert (bool(spec.buckets) or happens_once) == spec.name.endswith("_seconds")
+        counts = spec in (metrics.STEP_TOKENS, metrics.STEP_SEQUENCES)
+        timed = (bool(spec.buckets) and not counts) or happens_once
+        assert timed == spec.name.endswith("_seconds")
         assert list(spec.buckets) == sorted(spec.buckets)

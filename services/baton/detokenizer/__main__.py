@@ -30,6 +30,7 @@ async def serve(options: DetokenizerConfig) -> int:
     incarnation = lifecycle.new_incarnation()
     logs.setup(ROLE, options.log_level, options.log_json, incarnation=incarnation)
     log.info("%s", config.describe(options))
+    metrics.tell_role(ROLE)
     probes = options.probes()
     await probes.open()
     probes.startup.enter("tokenizer")

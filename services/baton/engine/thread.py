@@ -55,7 +55,8 @@ class EngineThread(Generic[SchedulerT]):
 
     deliver gets the events of a step, on the event loop that `start` was awaited on. `failed` is
     done, with the exception, when the thread died of one: the process has to exit then, because
-    memory is in an unknown state. on_step gets each step's time in seconds, on the engine thread.
+    memory is in an unknown state. on_step gets each step and its time in seconds, on the engine
+    thread.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class EngineThread(Generic[SchedulerT]):
         *,
         max_queued_calls: int = MAX_QUEUED_CALLS,
         stop_timeout_s: float = STOP_TIMEOUT_S,
-        on_step: Callable[[float], object] = lambda seconds: None,
+        on_step: Callable[[StepPlan, float], object] = lambda plan, seconds: None,
     ):
         self._make_loop = make_loop
         self._deliver = deliver
@@ -222,7 +223,7 @@ class EngineThread(Generic[SchedulerT]):
         plan, result = loop.collect()
         ended = time.monotonic()
         seconds = self._watch.collected(ended)
-        self._on_step(seconds)
+        self._on_step(plan, seconds)
         loop.scheduler.observe(plan, seconds)
         events = loop.apply(result, ended)
         self.load = loop.scheduler.load

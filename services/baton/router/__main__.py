@@ -26,12 +26,13 @@ from baton.router.pipeline import Pipeline
 from baton.router.replicas import Replicas
 from baton.router.servicer import InferenceServicer
 from baton.router.sources import discovery_of
+from baton.router.tenant_blind import TenantBlind
 from baton.router.usage_log import UsageLog
 from baton.router.vllm.optional import engine_service
 from baton.rpc import config as configuration
 from baton.rpc import garbage, lifecycle, logs
 from baton.rpc.channels import Channels
-from baton.rpc.metrics import REGISTRY
+from baton.rpc.metrics import REGISTRY, tell_role
 from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
 from baton.rpc.probes import Probes
 from baton.rpc.server import ProcessServer
@@ -47,6 +48,7 @@ async def serve(config: RouterConfig) -> int:
     identity = WorkerIdentity("router", lifecycle.new_incarnation(), config.grpc_listen)
     logs.setup("router", config.log_level, config.log_json, incarnation=identity.incarnation)
     log.info("configuration: %s", configuration.describe(config))
+    tell_role("router")
     probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
     await probes.open()
     probes.startup.enter("discovery")
@@ -63,7 +65,7 @@ async def serve(config: RouterConfig) -> int:
     certificates = config.public_certificates()
     channels = Channels(config.certificates())
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(gen_ai=config.gen_ai_metrics)
     tracer = config.tracer("router", identity.incarnation)
     usage = UsageLog(config.usage_log, identity.incarnation) if config.usage_log else None
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage)
@@ -108,7 +110,8 @@ async def serve(config: RouterConfig) -> int:
         http_door = HttpDoor(
             door, open_metrics=config.metrics_open, pages=[page.path for page in pages]
         )
-        app = HttpApp(pipeline, REGISTRY, http_door, pages)
+        shown = TenantBlind(REGISTRY) if config.keys else REGISTRY
+        app = HttpApp(pipeline, shown, http_door, pages)
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
             grpc_address = await server.start()

@@ -170,6 +170,9 @@ class RouterConfig(ProcessOptions):
         True, "tell clients how long each stage of their requests took, and which workers served"
     )
     vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
+    gen_ai_metrics: bool = option(
+        True, "show requests' times on /metrics under OpenTelemetry's GenAI names too"
+    )
     vllm_engine: bool = option(
         False, "serve vllm.grpc.engine.VllmEngine on grpc_listen too, for gateways (baton[vllm])"
     )

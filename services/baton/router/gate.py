@@ -97,7 +97,7 @@ class Gate:
     def glance(self, tenant: Tenant, priority: int) -> None:
         """Raises Refusal when not even the least request of a tenant would be let in."""
         now = self.turnstile.now()
-        with self._counted():
+        with self._counted(tenant):
             self._admission.glance(tenant, priority, self._outlook(tenant, now), now)
 
     def open(self, request: Request, deadline: float) -> Pass:
@@ -114,7 +114,7 @@ class Gate:
             longest_output=request.n * (request.max_tokens or 1),
         )
         outlook = self._outlook(request.tenant, now)
-        with self._counted():
+        with self._counted(request.tenant):
             grant = self._admission.open(ask, outlook, deadline - now, now)
         return Pass(self, request, grant, deadline, asyncio.Event())
 
@@ -123,19 +123,19 @@ class Gate:
         now = self.turnstile.now()
         longest = held.request.n * stop.max_tokens
         outlook = self._outlook(held.request.tenant, now)
-        with self._counted():
+        with self._counted(held.request.tenant):
             held.grant.settle(prompt, longest, outlook, held.deadline - now, now)
 
     async def close(self) -> None:
         await self.turnstile.close()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, tenant: Tenant) -> Iterator[None]:
         """A refusal is counted by its limit."""
         try:
             yield
         except Refusal as refusal:
-            self._metrics.refused(refusal.limit)
+            self._metrics.refused(refusal.limit, tenant)
             raise
 
     def _outlook(self, tenant: Tenant, now: float) -> Outlook:

@@ -1,16 +1,25 @@
-"""What a router counts; knows nothing of how it is scraped."""
+"""What a router counts; knows nothing of how it is scraped.
+
+Of tenants there is a label for each that called, as the file of API keys names it, and one for all
+others: callers choose no label.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import BatonError
 from baton.core.refusal import Limit
-from baton.core.timings import Timings
+from baton.core.request import Request
+from baton.core.stages import StageTimes
+from baton.core.tenants import Tenant
+from baton.core.timings import BOUNDS_S, Timings
+from baton.core.token_log import TokenLog
 from baton.router.fleet import Fleet
+from baton.router.gen_ai import GenAiMetrics
 from baton.router.replicas import Replicas
 from baton.rpc.metrics import (
     INTER_TOKEN,
@@ -28,6 +37,7 @@ from baton.rpc.metrics import (
     gauge,
     histogram,
     timings,
+    totals,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +50,36 @@ MIGRATIONS = Spec(
 RETRIES = Spec("baton_retries_total", "Attempts run again before any output token was accepted.")
 KV_BYTES = Spec("baton_kv_bytes_total", "KV bytes that decode workers collected from others.")
 REFUSALS = Spec("baton_refusals_total", "Requests that were not let in, by why.", ("reason",))
+REQUEST_STAGE = Spec(
+    "baton_request_stage_seconds",
+    "Time that requests spent in a stage they passed; the stages of one add up to all its time.",
+    ("stage",),
+    buckets=BOUNDS_S,
+)
+TENANT_REQUESTS = Spec(
+    "baton_tenant_requests_total", "Requests of a tenant that ended.", ("tenant", "outcome")
+)
+TENANT_REFUSALS = Spec(
+    "baton_tenant_refusals_total",
+    "Requests of a tenant that were not let in, by why.",
+    ("tenant", "reason"),
+)
+TENANT_TOKENS = Spec(
+    "baton_tenant_tokens_total",
+    "Tokens of a tenant: of prompts that were let in, and of output.",
+    ("tenant", "kind"),
+)
+TENANT_FIRST_TOKEN = Spec(
+    "baton_tenant_time_to_first_token_seconds",
+    "From arrival to the first token, by tenant.",
+    ("tenant",),
+    buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
+
+MAX_TENANTS = 256
+OTHER_TENANTS = "(other)"
+"""No name that a tenant can have: whoever calls where no key is asked for, and those beyond."""
+
 QUEUED = Spec("baton_queued_requests", "Requests that were let in and wait for their turn.")
 QUEUED_TOKENS = Spec("baton_queued_tokens", "What requests that wait are expected to come to.")
 FLIGHT_WINDOW = Spec(
@@ -80,17 +120,25 @@ CACHE_GAPS = Spec(
 class RouterMetrics:
     """One per router process."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY, *, gen_ai: bool = False) -> None:
+        """gen_ai: measures requests under OpenTelemetry's names too."""
         self._registry = registry
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
         self._refusals = counter(REFUSALS, registry)
-        self.prompt_tokens = counter(PROMPT_TOKENS, registry)
-        self.first_token_s = histogram(TIME_TO_FIRST_TOKEN, registry)
+        self._prompt_tokens = counter(PROMPT_TOKENS, registry)
+        self._first_token = histogram(TIME_TO_FIRST_TOKEN, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
         self.between_tokens = Timings()
         timings(INTER_TOKEN, lambda: {(): self.between_tokens}, registry)
         self._requests = counter(REQUESTS, registry)
+        self._gen_ai = GenAiMetrics(registry) if gen_ai else None
+        self._stages = histogram(REQUEST_STAGE, registry)
+        self._tenants: set[str] = set()
+        self._tenant_requests = counter(TENANT_REQUESTS, registry)
+        self._tenant_refusals = counter(TENANT_REFUSALS, registry)
+        self._tenant_tokens = counter(TENANT_TOKENS, registry)
+        self._tenant_first_token = histogram(TENANT_FIRST_TOKEN, registry)
         self._remote = counter(REMOTE_PREFILL, registry)
         self._local = counter(LOCAL_PREFILL, registry)
         self._migrations = counter(MIGRATIONS, registry)
@@ -128,15 +176,26 @@ class RouterMetrics:
 
         return [
             gauge(INDEX_UNITS, units, self._registry),
-            gauge(CACHE_GAPS, gaps, self._registry),
+            totals(CACHE_GAPS, gaps, self._registry),
             gauge(REQUESTS_OPEN, lambda: {(): float(num_requests())}, self._registry),
             gauge(WORKERS, workers, self._registry),
             gauge(STANDBYS, standbys, self._registry),
             gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
         ]
 
-    def refused(self, limit: Limit) -> None:
+    def refused(self, limit: Limit, tenant: Tenant) -> None:
         self._refusals.labels(limit.value).inc()
+        self._tenant_refusals.labels(self._label(tenant), limit.value).inc()
+
+    def accepted(self, tenant: Tenant, prompt_tokens: int) -> None:
+        """A request's prompt is encoded and let in."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
+
+    def first_token(self, tenant: Tenant, seconds: float) -> None:
+        """A client gets its first text, so long after its request arrived."""
+        self._first_token.observe(seconds)
+        self._tenant_first_token.labels(self._label(tenant)).observe(seconds)
 
     def watch_gate(self, gate: Gate) -> list[Callable[[], None]]:
         """As `watch`."""
@@ -161,12 +220,42 @@ class RouterMetrics:
         """A request starts another attempt at this output position."""
         (self._migrations if position else self._retries).inc()
 
-    def ended(self, error: BaseException | None) -> None:
+    def ended(self, error: BaseException | None, tenant: Tenant) -> None:
         """A request ended: well, by a failure of ours, or because its client left."""
-        if error is None:
-            outcome = "finished"
-        elif isinstance(error, BatonError):
-            outcome = error.reason.name.lower()
-        else:
-            outcome = "cancelled"
+        outcome = outcome_of(error)
         self._requests.labels(outcome).inc()
+        self._tenant_requests.labels(self._label(tenant), outcome).inc()
+
+    def spent(self, tenant: Tenant, times: StageTimes, output_tokens: int) -> None:
+        """What a request that was let in came to."""
+        self._tenant_tokens.labels(self._label(tenant), "output").inc(output_tokens)
+        for stage, seconds in times.spent().items():
+            if seconds > 0.0:
+                self._stages.labels(stage).observe(seconds)
+
+    def over(
+        self,
+        request: Request,
+        model: str,
+        error: BaseException | None,
+        times: StageTimes,
+        logs: Sequence[TokenLog] = (),
+    ) -> None:
+        """A request is over, whether it was let in or not: see `GenAiMetrics.ended`."""
+        if self._gen_ai is not None:
+            self._gen_ai.ended(request, model, error, times, logs)
+
+    def _label(self, tenant: Tenant) -> str:
+        name = tenant.name
+        if name not in self._tenants:
+            if not name or len(self._tenants) >= MAX_TENANTS:
+                return OTHER_TENANTS
+            self._tenants.add(name)
+        return name
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """How a request ended, as metrics name it."""
+    if error is None:
+        return "finished"
+    return error.reason.name.lower() if isinstance(error, BatonError) else "cancelled"

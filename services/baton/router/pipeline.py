@@ -103,7 +103,7 @@ class Pipeline:
         """Raises BatonError when nothing that a tenant could ask for now would be taken, so that
         its request need not even be read. priority: as urgent as the request may be."""
         self._check_open()
-        with self._counted():
+        with self._counted(tenant):
             self.gate.glance(tenant, priority)
 
     async def open(self, request: Request) -> EventStream | Told:
@@ -120,6 +120,7 @@ class Pipeline:
             held = self._admit(request, deadline)
         except BaseException as refusal:
             stages.over(refusal)
+            self._metrics.over(request, "", refusal, stages.times())
             raise
         request_id = new_id()
         self.records.begin(request, request_id, stages)
@@ -138,13 +139,13 @@ class Pipeline:
             self._end(request_id, held, stages, failure)
             raise
         if made.relay is None:
-            self._end(request_id, held, stages, None)
+            self._end(request_id, held, stages, None, model=made.accepted.model)
             return Told(made.accepted, request.n)
         relay = made.relay
 
         def observe_first_token() -> None:
             stages.text_told()
-            self._metrics.first_token_s.observe(loop.time() - arrival)
+            self._metrics.first_token(request.tenant, loop.time() - arrival)
 
         def ended(task: asyncio.Task[None]) -> None:
             self._relays.discard(relay)
@@ -166,7 +167,7 @@ class Pipeline:
                 task.result()
         except BaseException as failure:
             if isinstance(failure, Refusal):
-                self._metrics.refused(failure.limit)
+                self._metrics.refused(failure.limit, request.tenant)
             await stream.aclose()
             raise
         return stream
@@ -223,17 +224,17 @@ class Pipeline:
             raise _left()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, tenant: Tenant) -> Iterator[None]:
         """A request that is refused here ends here."""
         try:
             yield
         except BatonError as error:
-            self._metrics.ended(error)
+            self._metrics.ended(error, tenant)
             raise
 
     def _admit(self, request: Request, deadline: float) -> Pass:
         self._check_open()
-        with self._counted():
+        with self._counted(request.tenant):
             held = self.gate.open(request, deadline)
         self._num_requests += 1
         self._idle.clear()
@@ -246,9 +247,11 @@ class Pipeline:
         stages: StageTimer,
         error: BaseException | None,
         relay: Relay | None = None,
+        model: str = "",
     ) -> None:
         logs = relay.journey.logs if relay is not None else ()
-        held.release(sum(map(len, logs)), finished=error is None)
+        num_tokens, tenant = sum(map(len, logs)), held.request.tenant
+        held.release(num_tokens, finished=error is None)
         if isinstance(error, BatonError):
             error.request_id = request_id
         if relay is not None and stages.record is not None:
@@ -258,7 +261,10 @@ class Pipeline:
         self._num_requests -= 1
         if self._num_requests == 0:
             self._idle.set()
-        self._metrics.ended(error)
+        times, ran = stages.times(), model if relay is None else relay.model.name
+        self._metrics.spent(tenant, times, num_tokens)
+        self._metrics.over(held.request, ran, error, times, logs)
+        self._metrics.ended(error, tenant)
 
     def _keep(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

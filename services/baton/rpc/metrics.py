@@ -1,8 +1,8 @@
 """The metrics of every process, by name, and where their values go; knows none of the values.
 
-One registry a process. Counters and histograms are added to where things happen; gauges are read
-from a callable when somebody scrapes, so that they are never out of date and cost nothing in
-between.
+One registry a process. Counters and histograms are added to where things happen; gauges, and counts
+that somebody keeps anyway, are read from a callable when somebody scrapes, so that they are never
+out of date and cost nothing in between.
 """
 
 from __future__ import annotations
@@ -12,16 +12,31 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from baton.core.timings import BOUNDS_S, Timings
 from baton.rpc.scrape import MetricsServer, serve
 
 log = logging.getLogger(__name__)
+
+# Else every counter and histogram has a gauge beside it that tells when it began.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
@@ -35,7 +50,10 @@ TimingsReader = Callable[[], Mapping[tuple[str, ...], Timings]]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric. Names of counters end in _total, those of times in _seconds."""
+    """One metric. Names of counters alone end in _total, those of times in _seconds.
+
+    labels: each has few values, that no client chooses.
+    """
 
     name: str
     help: str
@@ -44,6 +62,7 @@ class Spec:
 
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_SIZES = tuple(float(1 << power) for power in range(15))
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
 
 BLOCKS = Spec("baton_blocks", "Blocks of the pool.", ("state",))
@@ -67,6 +86,7 @@ LEAKS = Spec(
     "Things held while no attempt and no probe is here; what stays is owned by nobody.",
     ("kind",),
 )
+PROCESS = Spec("baton_process_info", "Always 1. What this process is.", ("role", "version"))
 LOAD_PROGRESS = Spec("baton_load_progress", "Share of the weights that is loaded; 1 once ready.")
 READY = Spec("baton_ready_seconds", "From the process's start until it first took work.")
 STARTUP = Spec("baton_startup_seconds", "Time of one part of the process's start.", ("part",))
@@ -88,6 +108,7 @@ REMOTE_PREFILL = Spec(
 )
 LOCAL_PREFILL = Spec("baton_local_prefill_total", "Attempts whose KV their decode worker computed.")
 PROMPT_TOKENS = Spec("baton_prompt_tokens_total", "Prompt tokens of accepted requests.")
+ENCODED_TOKENS = Spec("baton_encoded_tokens_total", "Tokens that a tokenizer made of prompts.")
 CACHED_TOKENS = Spec("baton_cached_tokens_total", "Input tokens found in a prefix cache.")
 CACHE_LOOKUPS = Spec(
     "baton_tokenizer_cache_lookups_total",
@@ -126,6 +147,10 @@ STAGE_TIME = Spec(
     "baton_stage_seconds", "Time of one stage of a request.", ("stage",), buckets=_LATENCY
 )
 STEP_TIME = Spec("baton_step_seconds", "Time of one step.", buckets=_STEP)
+STEP_TOKENS = Spec("baton_step_tokens", "Positions that one step computed.", buckets=_SIZES)
+STEP_SEQUENCES = Spec(
+    "baton_step_sequences", "Sequences that one step computed for.", buckets=_SIZES[:11]
+)
 HANDOVER_STAGE = Spec(
     "baton_handover_stage_seconds",
     "Time of one stage of a hand-over, or of one of its parcels.",
@@ -158,6 +183,20 @@ def gauge(
     return lambda: readers.remove(read)
 
 
+def totals(
+    spec: Spec, read: GaugeReader, registry: CollectorRegistry = REGISTRY
+) -> Callable[[], None]:
+    """Like `gauge`, for counts that somebody keeps and that never go down."""
+    readers = _gauges(registry).totals[spec]
+    readers.append(read)
+    return lambda: readers.remove(read)
+
+
+def tell_role(role: str) -> None:
+    """Says on /metrics what this process is."""
+    gauge(PROCESS, lambda: {(role, version("baton")): 1})
+
+
 def timings(
     spec: Spec, read: TimingsReader, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
@@ -182,6 +221,7 @@ class _Gauges(Collector):
 
     def __init__(self) -> None:
         self.readers: defaultdict[Spec, list[GaugeReader]] = defaultdict(list)
+        self.totals: defaultdict[Spec, list[GaugeReader]] = defaultdict(list)
         self.timings: defaultdict[Spec, list[TimingsReader]] = defaultdict(list)
 
     def collect(self) -> Iterable[Metric]:
@@ -190,6 +230,11 @@ class _Gauges(Collector):
             for labels, value in _sum(spec, readers).items():
                 family.add_metric(labels, value)
             yield family
+        for spec, readers in list(self.totals.items()):
+            counted = CounterMetricFamily(spec.name, spec.help, labels=spec.labels)
+            for labels, value in _sum(spec, readers).items():
+                counted.add_metric(labels, value)
+            yield counted
         for spec, kept in list(self.timings.items()):
             histogram = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
             for read in list(kept):
@@ -217,7 +262,7 @@ def _sum(spec: Spec, readers: Iterable[GaugeReader]) -> dict[tuple[str, ...], fl
         try:
             values = read()
         except Exception:
-            log.exception("gauge %s cannot be read", spec.name)
+            log.exception("%s cannot be read", spec.name)
             continue
         for labels, value in values.items():
             total[labels] += value

@@ -9,7 +9,7 @@ from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request import Prompt, TextPrompt, TokenPrompt
 from baton.rpc.chat_messages import chat_from_proto
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
-from baton.rpc.metrics import PROMPT_TOKENS, counter
+from baton.rpc.metrics import ENCODED_TOKENS, counter
 from baton.tokenizer.encoder import Asked, Encoded, Encoder
 from baton.v1 import tokenizer_pb2 as pb
 
@@ -40,7 +40,7 @@ class Work:
     ) -> pb.EncodeOutput | BatonError:
         if isinstance(result, BatonError):
             return result
-        counter(PROMPT_TOKENS).inc(len(result.token_ids))
+        counter(ENCODED_TOKENS).inc(len(result.token_ids))
         return pb.EncodeOutput(
             token_ids=token_ids_to_bytes(result.token_ids),
             prefix_hashes=result.prefix_hashes,

@@ -53,7 +53,7 @@ from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
 from baton.worker.poison import PoisonedLoop
 from baton.worker.ranks import end_with_ranks, share_ring
-from baton.worker.report import Report, describe
+from baton.worker.report import Report, count_step, describe
 
 log = logging.getLogger(__name__)
 
@@ -147,10 +147,8 @@ async def run_worker(
         certificates = options.certificates()
         channels = Channels(certificates)
         ends.push_async_callback(channels.close)
-        step_time = metrics.histogram(metrics.STEP_TIME)
-        engine: EngineThread[Scheduler] = EngineThread(
-            make_loop, deliver, on_step=step_time.observe
-        )
+        metrics.tell_role(role)
+        engine: EngineThread[Scheduler] = EngineThread(make_loop, deliver, on_step=count_step)
         probes.startup.enter("engine")
         await engine.start()
         garbage.settle()

@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import WorkerIdentity
+from baton.core.plan import StepPlan
 from baton.core.ports import ModelRunner
 from baton.core.scheduling import Scheduler
 from baton.core.timings import Timings
@@ -18,6 +19,10 @@ from baton.rpc import aliases, metrics
 from baton.worker.engine import is_exact
 
 Gauge = dict[tuple[str, ...], float]
+
+_STEP_TIME = metrics.histogram(metrics.STEP_TIME)
+_STEP_TOKENS = metrics.histogram(metrics.STEP_TOKENS)
+_STEP_SEQUENCES = metrics.histogram(metrics.STEP_SEQUENCES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +71,13 @@ class Report:
         metrics.gauge(metrics.SEQUENCES, self._sequences)
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
         metrics.gauge(metrics.LEAKS, self._leaks)
-        metrics.gauge(metrics.PREEMPTIONS, self._preemptions)
+        metrics.totals(metrics.PREEMPTIONS, self._preemptions)
         export_handovers(self.side, self.stats)
         metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.num_attempts()})
-        metrics.gauge(metrics.PARCELS_REFUSED, self._refused)
-        metrics.gauge(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
-        metrics.gauge(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
-        metrics.gauge(metrics.PROBES, self._probes)
+        metrics.totals(metrics.PARCELS_REFUSED, self._refused)
+        metrics.totals(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
+        metrics.totals(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
+        metrics.totals(metrics.PROBES, self._probes)
 
     def export_aliases(self, model: str, block_size: int) -> None:
         """Puts its load on /metrics under vLLM's names too."""
@@ -135,6 +140,13 @@ class Report:
         return {(kind,): 0 if busy else number for kind, number in held.items()}
 
 
+def count_step(plan: StepPlan, seconds: float) -> None:
+    """A step has run."""
+    _STEP_TIME.observe(seconds)
+    _STEP_TOKENS.observe(plan.num_tokens)
+    _STEP_SEQUENCES.observe(len(plan.chunks))
+
+
 def export_handovers(side: str, stats: HandoverStats) -> None:
     """Puts the totals of one side's hand-overs on /metrics."""
 
@@ -144,9 +156,9 @@ def export_handovers(side: str, stats: HandoverStats) -> None:
     def stages() -> dict[tuple[str, ...], Timings]:
         return {(side, stage): times for stage, times in dict(stats.stages).items()}
 
-    metrics.gauge(metrics.HANDOVERS, outcomes)
-    metrics.gauge(metrics.HANDOVER_BYTES, lambda: {(side,): stats.payload_bytes})
-    metrics.gauge(metrics.PARCELS, lambda: {(side,): stats.parcels})
+    metrics.totals(metrics.HANDOVERS, outcomes)
+    metrics.totals(metrics.HANDOVER_BYTES, lambda: {(side,): stats.payload_bytes})
+    metrics.totals(metrics.PARCELS, lambda: {(side,): stats.parcels})
     metrics.timings(metrics.HANDOVER_STAGE, stages)
 
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
 
 from baton.core.errors import ModelNotFound
+from baton.core.refusal import Limit, Refusal
 from baton.core.request import Request, TextPrompt
+from baton.core.stages import StageTimes
+from baton.core.tenants import Tenant
 from baton.router.config import RouterConfig
+from baton.router.metrics import MAX_TENANTS, OTHER_TENANTS, RouterMetrics
+from baton.router.tenant_blind import TenantBlind
 from tests.services.router.conftest import World, until
 
 PROMPT = "one prompt, told once"
@@ -34,3 +41,95 @@ async def test_what_really_happened_is_counted(world: World) -> None:
         for outcome in ("finished", "model_not_found", "cancelled")
     }
     assert outcomes == {"finished": 2, "model_not_found": 1, "cancelled": 1}
+
+
+async def test_tenants_are_counted_by_name(world: World) -> None:
+    await world.start(RouterConfig(local_prefill_tokens=4))
+    acme = replace(REQUEST, tenant=Tenant("acme"))
+    await world.ask(acme)
+    await world.ask(REQUEST)
+    with pytest.raises(ModelNotFound):
+        await world.ask(replace(acme, model="other"))
+    narrow = replace(acme, tenant=Tenant("narrow", requests_per_minute=1))
+    await world.ask(narrow)
+    with pytest.raises(Refusal):
+        await world.ask(narrow)
+    await until(world.nothing_left)
+    tokens = "baton_tenant_tokens_total"
+    for name in ("acme", OTHER_TENANTS):
+        assert world.counted(tokens, tenant=name, kind="prompt") == len(PROMPT.encode())
+        assert world.counted(tokens, tenant=name, kind="output") == 40
+        first = world.counted("baton_tenant_time_to_first_token_seconds_count", tenant=name)
+        assert first == 1
+    ended = "baton_tenant_requests_total"
+    assert world.counted(ended, tenant="acme", outcome="finished") == 1
+    assert world.counted(ended, tenant="acme", outcome="model_not_found") == 1
+    assert world.counted(ended, tenant="narrow", outcome="overloaded") == 1
+    why = Limit.REQUEST_RATE.value
+    assert world.counted("baton_tenant_refusals_total", tenant="narrow", reason=why) == 1
+
+
+def test_there_are_only_so_many_tenants() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    for number in range(MAX_TENANTS + 5):
+        metrics.accepted(Tenant(f"t{number}"), 1)
+    metrics.accepted(Tenant("t0"), 1)
+    name = "baton_tenant_tokens_total"
+    last = {"tenant": f"t{MAX_TENANTS - 1}", "kind": "prompt"}
+    beyond = {"tenant": f"t{MAX_TENANTS}", "kind": "prompt"}
+    others = {"tenant": OTHER_TENANTS, "kind": "prompt"}
+    assert registry.get_sample_value(name, {"tenant": "t0", "kind": "prompt"}) == 2
+    assert registry.get_sample_value(name, last) == 1
+    assert registry.get_sample_value(name, beyond) is None
+    assert registry.get_sample_value(name, others) == 5
+
+
+def test_tenants_do_not_see_each_other() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    metrics.accepted(Tenant("acme"), 7)
+    metrics.ended(None, Tenant("acme"))
+    whole = generate_latest(registry).decode()
+    shown = generate_latest(TenantBlind(registry)).decode()
+    assert 'tenant="acme"' in whole and "acme" not in shown
+    assert "baton_prompt_tokens_total 7.0" in shown
+
+
+async def test_stages_add_up_to_the_requests(world: World) -> None:
+    await world.start(RouterConfig(local_prefill_tokens=4))
+    for _ in range(3):
+        await world.ask(REQUEST)
+    await until(world.nothing_left)
+    sums = [
+        world.counted("baton_request_stage_seconds_sum", stage=stage)
+        for stage in StageTimes().spent()
+    ]
+    assert world.counted("baton_request_stage_seconds_count", stage="decode") == 3
+    assert 0 < sum(sums) < 60
+
+
+async def test_opentelemetrys_names(world: World) -> None:
+    """A name that a client made up is no label's value."""
+    await world.start(RouterConfig(local_prefill_tokens=4))
+    await world.ask(REQUEST)
+    await world.ask(replace(REQUEST, max_tokens=1))
+    with pytest.raises(ModelNotFound):
+        await world.ask(replace(REQUEST, model="made up by a client"))
+    await until(world.nothing_left)
+    ran = {
+        "gen_ai_operation_name": "text_completion",
+        "gen_ai_provider_name": "baton",
+        "gen_ai_request_model": "made-up",
+        "gen_ai_response_model": "made-up",
+    }
+    prefix = "gen_ai_server"
+    assert world.counted(f"{prefix}_request_duration_seconds_count", error_type="", **ran) == 2
+    assert world.counted(f"{prefix}_time_to_first_token_seconds_count", **ran) == 2
+    assert world.counted(f"{prefix}_time_per_output_token_seconds_count", **ran) == 1
+    lost = {**ran, "gen_ai_request_model": "", "gen_ai_response_model": ""}
+    failed = world.counted(
+        f"{prefix}_request_duration_seconds_count", error_type="model_not_found", **lost
+    )
+    assert failed == 1
+    assert "made up by a client" not in generate_latest(world.registry).decode()

@@ -28,6 +28,7 @@ from baton.core.events import Event
 from baton.core.events import Tokens as TokensEvent
 from baton.core.loop import EngineLoop
 from baton.core.model import WorkerIdentity
+from baton.core.plan import StepPlan
 from baton.decode.begin import Beginner
 from baton.decode.departures import Departures
 from baton.decode.service import DecodeService
@@ -211,7 +212,7 @@ class _Decode:
         )
         return self._stamps, self._tokens
 
-    def _note_step(self, seconds: float) -> None:
+    def _note_step(self, _plan: StepPlan, seconds: float) -> None:
         """On the engine thread, after a step."""
         stamps = self._stamps
         if stamps is not None and stamps.landed_at and not stamps.stepped_at:

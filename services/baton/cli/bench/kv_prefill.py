@@ -20,6 +20,7 @@ from baton.cli.bench.kv_ends import free_address, identity, serve
 from baton.cli.bench.serving import EVERYTHING, attempt, open_runner
 from baton.core.block_pool import BlockPool
 from baton.core.loop import EngineLoop
+from baton.core.plan import StepPlan
 from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
@@ -98,7 +99,7 @@ class _Prefill:
         ends.push_async_callback(server.stop, 0.2)
         return asdict(me)
 
-    def _note_step(self, seconds: float) -> None:
+    def _note_step(self, _plan: StepPlan, _seconds: float) -> None:
         self._last_step_at = time.monotonic()
 
 

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -37,7 +37,7 @@ class HttpApp:
     def __init__(
         self,
         frontend: Frontend,
-        registry: CollectorRegistry,
+        registry: Collector,
         door: HttpDoor,
         pages: Sequence[BaseRoute] = (),
     ):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,7 +14,7 @@ from baton.router.http.frontend import Frontend
 from baton.router.http.respond import encode
 
 
-def health_routes(frontend: Frontend, registry: CollectorRegistry) -> list[Route]:
+def health_routes(frontend: Frontend, registry: Collector) -> list[Route]:
     async def health(_: Request) -> Response:
         """200 when a request sent now can be answered, else 503; no body."""
         return Response(status_code=200 if frontend.ready() else 503)

@@ -38,7 +38,7 @@ HANDOVER_BYTES = 512
 KNOCKS_AT_A_TIME = 4
 
 WORK = {
-    "tokenizer": "baton_prompt_tokens_total",
+    "tokenizer": "baton_encoded_tokens_total",
     "prefill": "baton_prefill_tokens_total",
     "decode": "baton_decode_tokens_total",
     "detokenizer": "baton_text_bytes_total",
