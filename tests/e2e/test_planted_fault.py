@@ -1,0 +1,106 @@
+"""A prefill pool that serves and silently never gets used is seen: the alert fires on real metrics.
+
+Two real Batons are asked the same and scraped after every request. One's router has been told to
+prefill everything on decode; the other one is as it should be. Each scrape counts as a minute for
+promtool, which runs the rules that are shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.cli.layout import APART
+from baton.cli.scrape import scrape
+from tests.deploy.test_alerts import FILE
+from tests.e2e.relay import Relay
+
+PROMTOOL = shutil.which("promtool")
+MINUTES = 45
+"""The rule looks 15 min back, and wants to be right for 15 min."""
+RULES = FILE.read_text()
+
+Series = dict[str, list[str]]
+
+
+@pytest.fixture(params=["everything on decode", "as it should be"])
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[bool, Relay]]:
+    """Whether the fault is planted, and the Baton."""
+    planted = request.param == "everything on decode"
+    running = Relay(
+        tmp_path_factory.mktemp("relay"),
+        *("--runner", "fake", "--transport", "loopback"),
+        environment={"BATON_LOCAL_PREFILL_TOKENS": str(1 << 20 if planted else APART)},
+    )
+    yield planted, running
+    running.close()
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian's package prometheus)")
+def test_the_alert_fires_and_no_other_one(case: tuple[bool, Relay], tmp_path: Path) -> None:
+    planted, running = case
+    series: Series = {}
+    for minute in range(MINUTES):
+        ask(running, f"{minute} " + "word " * 700)
+        for process in running.processes():
+            see(series, minute, process["role"], scrape(process["metrics"]))
+    # Every client got its answer, and every worker says that it serves: nothing else tells.
+    (served,) = (v for k, v in series.items() if "baton_requests_total" in k and "finished" in k)
+    assert served[-1] == f"{MINUTES}"
+    (pool,) = (v for k, v in series.items() if re.search(r'role="prefill",state="serving"', k))
+    assert set(pool) == {"1"}
+    fired = [{"labels": '{alertname="BatonPrefillUnused"}', "value": 1}]
+    tried = {
+        "interval": "1m",
+        "input_series": [
+            {"series": name, "values": " ".join(values)} for name, values in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": f"{MINUTES - 1}m",
+                "exp_samples": fired if planted else [],
+            }
+        ],
+    }
+    path = tmp_path / "fault.test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "tests": [tried]}, width=10**6))
+    assert PROMTOOL is not None
+    done = subprocess.run(
+        [PROMTOOL, "test", "rules", str(path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ask(running: Relay, prompt: str) -> None:
+    body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{running.http}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+
+
+def see(series: Series, minute: int, role: str, found: dict[str, float]) -> None:
+    """Adds a scrape, with the labels that Prometheus' operator gives its pod. Only what the rules
+    ask for."""
+    for sample, value in found.items():
+        name, _, labels = sample.partition("{")
+        if name not in RULES:
+            continue
+        labels = ",".join(filter(None, ('namespace="a"', f'pod="x-{role}-0"', labels[:-1])))
+        values = series.setdefault(f"{name}{{{labels}}}", [])
+        values += ["_"] * (minute - len(values))  # it was not there yet
+        values.append(f"{value:.9f}".rstrip("0").rstrip("."))
