@@ -16,6 +16,7 @@ from baton.core.errors import BatonError
 COMMANDS = {
     "up": "up",
     "down": "down",
+    "top": "top.command",
     "chat": "chat",
     "doctor": "doctor",
     "keys": "keys",

@@ -9,14 +9,24 @@ from collections import Counter
 from collections.abc import Mapping
 
 TIMEOUT_S = 10.0
+MAX_BYTES = 64 << 20
 
 
 def scrape(
-    url: str, *, trust: ssl.SSLContext | None = None, timeout_s: float = TIMEOUT_S
+    url: str,
+    *,
+    trust: ssl.SSLContext | None = None,
+    key: str = "",
+    timeout_s: float = TIMEOUT_S,
 ) -> dict[str, float]:
-    """All samples by name and labels, as they are written there. Blocks. Raises OSError."""
-    with urllib.request.urlopen(url, timeout=timeout_s, context=trust) as answer:
-        lines = answer.read().decode().splitlines()
+    """All samples by name and labels, as they are written there. Blocks. Raises OSError, and
+    ValueError for what is no metrics.
+
+    key: an API key, or "".
+    """
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(asked, timeout=timeout_s, context=trust) as answer:
+        lines = answer.read(MAX_BYTES).decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
     return {sample: float(value) for sample, value in pairs}
 

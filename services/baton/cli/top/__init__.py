@@ -1,0 +1,1 @@
+"""`baton top`: what a running Baton does now, in a terminal."""
