@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from baton.cli.bench.beside import answer
 from baton.cli.ports import HOST
 from baton.rpc.loop import Loop
+from baton.rpc.transport import bind
 
 
 class Receiver(TraceServiceServicer):
@@ -48,7 +49,7 @@ async def _main() -> None:
     receiver = Receiver()
     server = grpc.aio.server()
     add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
-    endpoint = f"http://{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
+    endpoint = f"http://{HOST}:{bind(server, f'{HOST}:0')}"
     await server.start()
 
     async def handle(command: dict[str, Any]) -> dict[str, Any]:
