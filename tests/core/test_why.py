@@ -44,8 +44,8 @@ def with_speed(one: WorkerSnapshot, position_s: float = 1e-3) -> WorkerSnapshot:
 
 def test_a_configured_pool_that_nobody_is_in() -> None:
     assert said([]) == (
-        "Prefilled on decode: a prefill pool is configured, but this router has met no worker "
-        "of it."
+        "Prefilled on decode: a prefill pool is configured, but this router knows no live "
+        "worker of it."
     )
     assert said([], split=False) == "Prefilled on decode: this router has no prefill pool."
 

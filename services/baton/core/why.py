@@ -65,7 +65,7 @@ def _nobody(candidates: Iterable[Candidate], *, split: bool) -> str:
     seen = [c for c in candidates if c.identity.role == "prefill"]
     if not seen:
         if split:
-            return "a prefill pool is configured, but this router has met no worker of it."
+            return "a prefill pool is configured, but this router knows no live worker of it."
         return "this router has no prefill pool."
     fates = Counter((c.fate, c.detail[:MAX_DETAIL]) for c in seen)
     told = "; ".join(_fate(*key, count) for key, count in fates.most_common(4))

@@ -80,7 +80,7 @@ async def test_a_prefill_pool_that_is_never_used_says_why(world: World) -> None:
     async with http_of(world) as http:
         told = await explained(http, answer.accepted.request_id)
     assert told.split.configured and not told.split.used
-    assert told.split.why is not None and "has met no worker of it" in told.split.why
+    assert told.split.why is not None and "knows no live worker of it" in told.split.why
 
 
 async def test_a_prefill_pool_that_is_not_ready_says_why(world: World) -> None:

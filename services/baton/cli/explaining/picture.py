@@ -87,7 +87,8 @@ def _attempt(out: Console, told: Explained, attempt: ExplainedAttempt, full: str
     colour = "red" if attempt.state == "failed" else ""
     _say(out, f"\n  {title:<18}{_s(ended - attempt.began_s):>10}  {bar}", colour)
     _say(out, f"    input {attempt.input_tokens} tokens, {attempt.position} of them output before")
-    _say(out, f"    {attempt.why}")
+    if attempt.why != told.split.why:
+        _say(out, f"    {attempt.why}")
     for line in (_prefill(attempt), _handover(attempt), _decode(attempt)):
         if line:
             _say(out, f"    {line}")
