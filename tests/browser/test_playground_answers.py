@@ -15,6 +15,7 @@ from baton.core.request import ChatPrompt
 from baton.router.keys import KeyedDoor, OpenDoor
 from tests.browser.conftest import serving
 from tests.browser.page import Page
+from tests.cli.test_explain import disturbed
 from tests.services.router_http.scripted import Scripted, whole_answer
 from tests.services.router_http.test_timings import TIMES
 
@@ -121,3 +122,22 @@ def test_a_key_is_asked_for_where_one_is_needed(
         page.ready()
         (complaint,) = page.complaints()
         assert "401" in complaint
+
+
+def test_why_it_ran_there_is_asked_for_when_it_is_opened(
+    page: Page, url: str, frontend: Scripted
+) -> None:
+    told = disturbed()
+    told.request_id = "00000001"
+    frontend.record = told
+    page.open(url)
+    page.ready()
+    page.ask("hello")
+    page.answered(1)
+    assert not page.all(".explained > *")
+    page.find(".why summary").click()
+    page.until("document.querySelectorAll('.explained h4').length === 2")
+    said = page.text(".explained")
+    for part in ("Attempt 0: failed", "decode dddddddd", "picked", "not serving (starting)"):
+        assert part in said, said
+    assert "Lost at decode after 1.00 s" in said

@@ -38,6 +38,12 @@ export async function models(key) {
   return (await response.json()).data.map((model) => model.id);
 }
 
+// What became of one answer. id: of its chunks.
+export async function explained(id, key) {
+  const response = await ask(`requests/${encodeURIComponent(id)}`, { headers: headers(key) });
+  return response.json();
+}
+
 // The chunks of one streamed answer. It ends well only after one with `usage`, and with `baton` where
 // the router tells it.
 export async function* chat(body, key, signal) {

@@ -1,6 +1,6 @@
 // The page: a conversation, one answer at a time.
 
-import { chat, models } from "./api.js";
+import { chat, explained, models } from "./api.js";
 import * as settings from "./settings.js";
 import { Turn } from "./turn.js";
 
@@ -65,7 +65,7 @@ async function send(text) {
       stay();
     }
     const stay = follow();
-    turn.finish(last.usage, last.baton);
+    turn.finish(last.usage, last.baton, () => explained(last.id, settings.key()));
     stay();
     say(`Answer: ${turn.text}`);
   } catch (error) {

@@ -1,6 +1,7 @@
 // One turn of the conversation on the page: what was asked, the answer, and what stands beside it.
 
 import { make, seconds } from "./dom.js";
+import { explanation } from "./explain.js";
 import { timings } from "./timings.js";
 
 export class Turn {
@@ -49,9 +50,11 @@ export class Turn {
     this.beside.firstChild.textContent = parts.join(" · ");
   }
 
-  finish(usage, baton) {
+  // explain: gives what the router remembers of it.
+  finish(usage, baton, explain) {
     this.end();
     this.beside.replaceChildren(...timings(usage, baton));
+    if (baton) this.beside.append(explanation(explain));
   }
 
   stopped() {
