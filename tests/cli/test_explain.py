@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from baton.cli.access import Access
+from baton.cli.explaining.asking import everyone
 from baton.cli.explaining.picture import show
 from baton.cli.http_client import HttpClient
 from baton.cli.main import main
@@ -148,3 +149,10 @@ def test_what_is_no_id_and_no_address(capsys: pytest.CaptureFixture[str]) -> Non
     assert "(ID)" in capsys.readouterr().err
     assert main(["explain", "a", "--http", "nonsense"]) == 1
     assert "(http)" in capsys.readouterr().err
+
+
+def test_every_address_of_a_name_is_asked_but_a_certificate_is_for_the_name() -> None:
+    assert [one.address for one in everyone(Access("127.0.0.1:8000"))] == ["127.0.0.1:8000"]
+    assert [one.address for one in everyone(Access("[::1]:8000"))] == ["[::1]:8000"]
+    assert [one.address for one in everyone(Access("localhost:1", b""))] == ["localhost:1"]
+    assert [one.address for one in everyone(Access("no.such.invalid:1"))] == ["no.such.invalid:1"]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from baton.core.answer_deltas import AnswerDeltas
+from baton.core.errors import BatonError
 from baton.core.request import Accepted, Event
 from baton.router.relay import Relay
 
@@ -46,7 +47,7 @@ class EventStream(AsyncIterator[Event]):
                 break
             if over:
                 self._ended = True
-                self._task.result()
+                self._raise_failure()
                 reasoning_tokens = sum(part.reasoning_tokens for part in self._parts)
                 return self._relay.finished(reasoning_tokens)
             await self._relay.news.wait()
@@ -72,6 +73,14 @@ class EventStream(AsyncIterator[Event]):
         self._events.clear()
         self._task.cancel()
         await asyncio.wait([self._task])
+
+    def _raise_failure(self) -> None:
+        """Of a task that is over."""
+        try:
+            self._task.result()
+        except BatonError as error:
+            error.request_id = self._relay.journey.request_id
+            raise
 
     def _collect(self) -> bool:
         """Takes what every choice has that was not told yet."""

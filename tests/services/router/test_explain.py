@@ -141,6 +141,24 @@ async def test_a_failed_one_is_found_by_the_id_of_its_refusal(world: World) -> N
     assert told.attempts == [] and told.split.why is None
 
 
+async def test_one_that_lost_its_last_worker_is_found_too(world: World) -> None:
+    world.decodes.append(world.new_decode())
+    world.decodes[0].step_s = STEP_S
+    await world.start(replace(SPLIT, wait_timeout_s=0.1), decodes=0)
+    async with http_of(world) as http:
+        body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until(lambda: bool(world.decodes[0].holds()))
+        await world.decodes[0].kill()
+        refused = await asking
+        assert refused.status_code == 503
+        told = await explained(http, refused.headers["x-request-id"])
+    assert told.state == "failed" and told.error is not None
+    assert told.error.code == "unavailable"
+    assert told.attempts[0].state == "failed"
+    assert told.attempts[0].losses[0].leg == "decode"
+
+
 async def test_the_id_of_an_answer_will_do(world: World) -> None:
     await world.start(SPLIT)
     async with http_of(world) as http:
