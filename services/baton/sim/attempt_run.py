@@ -101,6 +101,7 @@ class AttemptRun:
         self._tell(self._owner.answered, queue_s, compute_s)
         if self._collector is None:
             self.ended()
+            self._unpin()
 
     def started(self, cached: int) -> None:
         if self._giver is None:

@@ -63,10 +63,11 @@ class DecodeWorker:
         self._hop_s = delays.hop_s
         self._skip = skip
         self._runs: dict[AttemptKey, Run] = {}
+        self._state = WorkerState.SERVING
         self._plan: StepPlan | None = None
         self._quiet: _Quiet | None = None
         phase = (number * 0.618034) % 1.0
-        self._reporter = Reporter(queue, delays, changes, self._load, phase, tell)
+        self._reporter = Reporter(queue, delays, changes, self.load, phase, tell)
 
     def add(self, attempt: Attempt, run: Run) -> None:
         """Its prompt is computed here. Raises what the scheduler does."""
@@ -76,6 +77,11 @@ class DecodeWorker:
             self._runs[attempt.key] = run
         finally:
             self._changed()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step runs."""
+        return self._plan is not None or self._quiet is not None
 
     def reserve(self, attempt: Attempt, run: Run) -> int | None:
         """Blocks for KV that will come, see the scheduler."""
@@ -99,7 +105,18 @@ class DecodeWorker:
                 self._runs[event.key].started(event.cached_tokens)
         self._changed()
 
-    def _load(self) -> tuple[WorkerLoad, bool]:
+    @property
+    def is_empty(self) -> bool:
+        """Whether no attempt needs it any more."""
+        return not self._runs
+
+    def leave(self) -> None:
+        """It finishes what it has, and tells routers that it takes nothing new."""
+        self._state = WorkerState.DRAINING
+        self._reporter.news()
+
+    def load(self) -> tuple[WorkerLoad, bool]:
+        """What it would tell now, and whether it has work."""
         load = self.scheduler.load
         free, quiet = load.free_blocks, self._quiet
         if quiet is not None:
@@ -107,7 +124,7 @@ class DecodeWorker:
             if steps < quiet.steps:
                 free -= self.scheduler.blocks_grown(quiet.rows, steps + 1)
         told = WorkerLoad(
-            WorkerState.SERVING,
+            self._state,
             load.waiting_sequences,
             load.waiting_tokens,
             load.running_sequences,

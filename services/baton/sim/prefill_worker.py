@@ -57,10 +57,11 @@ class PrefillWorker:
         self.scheduler.live_collectors = collectors
         self._queue = queue
         self._runs: dict[AttemptKey, Run] = {}
+        self._state = WorkerState.SERVING
         self._running = False
         self._wake: float | None = None
         phase = (number * 0.618034) % 1.0
-        self._reporter = Reporter(queue, delays, changes, self._load, phase, tell)
+        self._reporter = Reporter(queue, delays, changes, self.load, phase, tell)
 
     def add(self, attempt: Attempt, run: Run, *, keep: bool, collector: str) -> None:
         """Raises what the scheduler does."""
@@ -68,6 +69,11 @@ class PrefillWorker:
         self._runs[attempt.key] = run
         self._reporter.news()
         self._go_on()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step runs."""
+        return self._running
 
     def grant(self, key: AttemptKey) -> None:
         self.scheduler.grant(key)
@@ -80,10 +86,21 @@ class PrefillWorker:
         self._reporter.news()
         self._go_on()
 
-    def _load(self) -> tuple[WorkerLoad, bool]:
+    @property
+    def is_empty(self) -> bool:
+        """Whether no attempt needs it any more."""
+        return not self._runs
+
+    def leave(self) -> None:
+        """It finishes what it has, and tells routers that it takes nothing new."""
+        self._state = WorkerState.DRAINING
+        self._reporter.news()
+
+    def load(self) -> tuple[WorkerLoad, bool]:
+        """What it would tell now, and whether it has work."""
         load = self.scheduler.load
         told = WorkerLoad(
-            WorkerState.SERVING,
+            self._state,
             load.waiting_sequences,
             load.waiting_tokens,
             load.running_sequences,

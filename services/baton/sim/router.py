@@ -141,6 +141,8 @@ class Router:
             max_entries=limits.routers * limits.max_queued,
         )
         self._drain = DrainRate()
+        self.waiting_tokens = 0
+        """Of prompts, and of what was made in attempts before."""
         self._turning: float | None = None
         self._turned_at = self._swept_at = float("-inf")
 
@@ -152,7 +154,7 @@ class Router:
         if not self._waiting.has_room("", cost):
             self.refuse(entry, "The queue is full.")
             return
-        self._waiting.add(entry)
+        self._add(entry)
         self.turn()
         entry.item.waited = entry.item.record.placed is None
 
@@ -186,7 +188,7 @@ class Router:
             self.refuse(entry, "No worker ever had room for it.")
             return
         cost = input_tokens(waiter) if waiter.record.tokens else 0
-        self._waiting.add(Entry(waiter, "", 1.0, 0, cost, entry.arrived, resumed=True))
+        self._add(Entry(waiter, "", 1.0, 0, cost, entry.arrived, resumed=True))
         self.turn()
 
     def refuse(self, entry: Entry[Waiter], why: str) -> None:
@@ -268,7 +270,16 @@ class Router:
             entry.item.record.refused = "It would have to wait for too long."
             self._ended(entry.item)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _add(self, entry: Entry[Waiter]) -> None:
+        self._waiting.add(entry)
+        self.waiting_tokens += input_tokens(entry.item)
+
     def _take_out(self, entry: Entry[Waiter], *, served: bool) -> None:
+        self.waiting_tokens -= input_tokens(entry.item)
         self._waiting.remove(entry, served=served)
         if served and not entry.resumed and entry.item.waited:
             self._drain.left(entry.tokens, self.queue.now)

@@ -26,11 +26,21 @@ class Seen:
         self._pool = pool
         self._index_number = pool.index.join()
         self.load: WorkerLoad | None = None
+        self.is_gone = False
         self.placed_sequences = 0
         self._placed_tokens = 0
         self._fresh = [0, 0, 0]
 
+    def gone(self) -> None:
+        """It is no more: nobody gets a place there, and nobody finds a prefix."""
+        self.load = None
+        self.is_gone = True
+        self._pool.index.leave(self._index_number)
+        self.changed()
+
     def report(self, load: WorkerLoad, batches: list[CacheBatch]) -> None:
+        if self.is_gone:
+            return
         self.load = load
         self._fresh = [0, 0, 0]
         for batch in batches:
@@ -102,9 +112,19 @@ class SeenPool:
         self.full = full
         self.index = PrefixIndex()
         self.stale: set[int] = set()
-        self.workers = [Seen(self, number) for number in range(count)]
-        self._snapshots: list[WorkerSnapshot | None] = [None] * count
-        self._by_name = {worker.identity.incarnation: worker for worker in self.workers}
+        self.workers: list[Seen] = []
+        self._snapshots: list[WorkerSnapshot | None] = []
+        self._by_name: dict[str, Seen] = {}
+        for _ in range(count):
+            self.join()
+
+    def join(self) -> int:
+        """Another worker's number."""
+        seen = Seen(self, len(self.workers))
+        self.workers.append(seen)
+        self._snapshots.append(None)
+        self._by_name[seen.identity.incarnation] = seen
+        return seen.number
 
     def get(self, identity: WorkerIdentity | None) -> Seen | None:
         return None if identity is None else self._by_name[identity.incarnation]

@@ -7,7 +7,7 @@ messages, hand-overs take is told by `FleetFacts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.core.cache_log import CacheBatch
@@ -19,7 +19,7 @@ from baton.sim.intake import attempt_of
 from baton.sim.link import Link
 from baton.sim.prefill_worker import PrefillWorker
 from baton.sim.prompts import Prompt
-from baton.sim.queue import EventQueue
+from baton.sim.queue import IDLE, EventQueue
 from baton.sim.reports import Tell
 from baton.sim.requests import Record, Request
 from baton.sim.router import PATIENCE, Router, Stay, Waiter
@@ -29,6 +29,9 @@ from baton.sim.use import Use
 
 STUCK_S = 60.0
 """Between two looks whether anything moves, besides what requests may wait."""
+
+LEFT_S = 0.25
+"""Between two looks whether a leaving worker has nothing left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,45 +58,72 @@ class Simulation:
         self._facts = facts
         self._records: list[Record] = []
         self._over = 0
+        self._all_came = False
+        self.arrived_s = 0.0
+        """Of a prefill worker's time that all prompts so far take, with nothing cached."""
         self._progress: Callable[[float, int], None] = lambda now, done: None
         full: set[str] = set()
-        seen_prefills = SeenPool("prefill", facts.prefill, facts, facts.prefills, full)
-        seen_decodes = SeenPool("decode", facts.decode, facts, facts.decodes, full)
+        self._prefills = SeenPool("prefill", facts.prefill, facts, 0, full)
+        self._decodes = SeenPool("decode", facts.decode, facts, 0, full)
         self.router = Router(
-            facts, queue, seen_prefills, seen_decodes, start=self._start, ended=self._ended
+            facts, queue, self._prefills, self._decodes, start=self._start, ended=self._ended
         )
-        rate = facts.decode.speed.link_bytes_per_s
-        model, delays = facts.model, facts.delays
-        self.givers = [
-            Giver(
-                PrefillWorker(
-                    number,
-                    facts.prefill,
-                    model,
-                    delays,
-                    queue,
-                    facts.decodes,
-                    self._hearing(seen_prefills, number),
-                ),
-                Link(rate),
+        self.givers: list[Giver] = []
+        self.collectors: list[Collector] = []
+        for _ in range(facts.decodes):
+            self.join("decode")
+        for _ in range(facts.prefills):
+            self.join("prefill")
+
+    def join(self, role: str) -> int:
+        """One more worker, which serves from now on. Its number."""
+        facts, queue = self._facts, self.queue
+        link = Link(facts.decode.speed.link_bytes_per_s)
+        if role == "prefill":
+            number = self._prefills.join()
+            tell = self._hearing(self._prefills, number)
+            giver = PrefillWorker(
+                number, facts.prefill, facts.model, facts.delays, queue, self._sharing, tell
             )
-            for number in range(facts.prefills)
-        ]
-        self.collectors = [
-            Collector(
-                DecodeWorker(
-                    number,
-                    facts.decode,
-                    model,
-                    delays,
-                    queue,
-                    self._hearing(seen_decodes, number),
-                    skip=facts.skip,
-                ),
-                Link(rate),
+            self.givers.append(Giver(giver, link))
+        else:
+            number = self._decodes.join()
+            tell = self._hearing(self._decodes, number)
+            collector = DecodeWorker(
+                number, facts.decode, facts.model, facts.delays, queue, tell, skip=facts.skip
             )
-            for number in range(facts.decodes)
-        ]
+            self.collectors.append(Collector(collector, link))
+            self._share()
+        return number
+
+    def leave(self, role: str, number: int, left: Callable[[], None]) -> None:
+        """A worker takes nothing new and finishes what it has; `left` is called when it is gone."""
+        self._ends(role)[number].worker.leave()
+        self._look_whether_left(role, number, left)
+
+    def _ends(self, role: str) -> Sequence[Giver | Collector]:
+        return self.givers if role == "prefill" else self.collectors
+
+    def _look_whether_left(self, role: str, number: int, left: Callable[[], None]) -> None:
+        pool = self._prefills if role == "prefill" else self._decodes
+        seen = pool.workers[number]
+        # What routers have sent and it does not have yet counts, too.
+        if self._ends(role)[number].worker.is_empty and not seen.placed_sequences:
+            seen.gone()
+            self._share()
+            left()
+        else:
+            later = self.queue.now + LEFT_S
+            self.queue.at(later, self._look_whether_left, role, number, left, order=IDLE)
+
+    @property
+    def _sharing(self) -> int:
+        """Decode workers that share a prefill worker's pool."""
+        return max(1, sum(not seen.is_gone for seen in self._decodes.workers))
+
+    def _share(self) -> None:
+        for giver in self.givers:
+            giver.worker.scheduler.live_collectors = self._sharing
 
     def run(
         self,
@@ -123,6 +153,11 @@ class Simulation:
             sum(sum(worker.scheduler.preemptions.values()) for worker in workers),
         )
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every request has come, and has its fate."""
+        return self._all_came and self._over == len(self._records)
+
     def check(self) -> None:
         """Raises InvariantBroken when a worker's books disagree. For tests."""
         for giver in self.givers:
@@ -148,7 +183,9 @@ class Simulation:
 
     def _arrive_next(self, requests: Iterator[Request]) -> None:
         request = next(requests, None)
-        if request is not None:
+        if request is None:
+            self._all_came = True
+        else:
             if request.arrival < self.queue.now:
                 raise InvalidArgument("must not be before the one before it", field="arrival")
             for name in ("input_tokens", "output_tokens"):
@@ -166,6 +203,7 @@ class Simulation:
     def _arrive(self, request: Request, requests: Iterator[Request]) -> None:
         record = Record(len(self._records), request)
         self._records.append(record)
+        self.arrived_s += self._facts.prefill.told.prefill_s(0, request.input_tokens)
         prompt = Prompt(record.number, request.input_tokens, request.names, request.stretch)
         self.queue.after(self._facts.delays.tokenize_s, self.router.enter, record, prompt)
         self._arrive_next(requests)

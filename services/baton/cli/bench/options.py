@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from baton.cli.bench import flags, seeing_options
+from baton.cli.bench import flags, seeing_options, simulated_options
 from baton.worker.options import WorkerOptions
 
 _RING = {field.name: field.default for field in fields(WorkerOptions)}
@@ -36,6 +36,7 @@ def add(kinds: Any) -> None:
     _grammar(kinds)
     _cold(kinds)
     seeing_options.add(kinds)
+    simulated_options.add(kinds)
 
 
 def _relay(kinds: Any) -> None:

@@ -1,8 +1,7 @@
-"""The flags of the benchmarks of what shows Baton: load generator, simulator, tracing."""
+"""The flags of the benchmarks of what shows Baton: load generator, tracing."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from baton.cli.bench import flags
@@ -11,7 +10,6 @@ from baton.cli.bench import flags
 def add(kinds: Any) -> None:
     """Adds a parser for each."""
     _loadtest(kinds)
-    _simulator(kinds)
     _tracing(kinds)
 
 
@@ -28,29 +26,6 @@ def _loadtest(kinds: Any) -> None:
     )
     loadtest.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each rate")
     loadtest.add_argument("--output-tokens", type=int, default=8, metavar="N")
-
-
-def _simulator(kinds: Any) -> None:
-    simulator = flags.kind(
-        kinds,
-        "simulator",
-        "what simulating a fleet takes",
-        "About 3 minutes. Speeds are made up: it is the simulator that is measured.",
-        plot=False,
-    )
-    simulator.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE", help="Mooncake's conversation trace"
-    )
-    simulator.add_argument("--workers", type=int, default=8, metavar="N", help="default 8")
-    simulator.add_argument(
-        "--copies", type=int, default=1, metavar="N", help="of the trace side by side (default 1)"
-    )
-    simulator.add_argument(
-        "--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all)"
-    )
-    simulator.add_argument(
-        "--block-size", type=int, default=64, metavar="N", help="positions (default 64)"
-    )
 
 
 def _tracing(kinds: Any) -> None:
