@@ -84,6 +84,18 @@ class RouterConfig(ProcessOptions):
     index_entries: int = option(
         MAX_ENTRIES, "cached units remembered of prefill, and of decode workers", minimum=1024
     )
+    target_first_token_ms: float = option(
+        0.0,
+        "first token's target, by which baton_pool_target_workers is told; 0: it is not told",
+        unit="ms",
+        minimum=0.0,
+    )
+    target_between_tokens_ms: float = option(
+        50.0, "the same, between two tokens", unit="ms", minimum=0.1
+    )
+    target_startup_s: float = option(
+        30.0, "time that a new worker takes to start, for the same", unit="s", minimum=0.0
+    )
     max_attempts: int = option(
         3, "attempts in a row that may fail without progress", minimum=1, maximum=100
     )

@@ -7,6 +7,7 @@ others: callers choose no label.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -14,12 +15,14 @@ from prometheus_client import CollectorRegistry
 from baton.core.errors import BatonError
 from baton.core.refusal import Limit
 from baton.core.request import Request
+from baton.core.scaling import ScalingPolicy
 from baton.core.stages import StageTimes
 from baton.core.tenants import Tenant
 from baton.core.timings import BOUNDS_S, Timings
 from baton.core.token_log import TokenLog
 from baton.router.fleet import Fleet
 from baton.router.gen_ai import GenAiMetrics
+from baton.router.pool_targets import PoolTargets
 from baton.router.replicas import Replicas
 from baton.rpc.metrics import (
     INTER_TOKEN,
@@ -41,7 +44,10 @@ from baton.rpc.metrics import (
 )
 
 if TYPE_CHECKING:
+    from baton.core.fair_queue import FairQueue
+    from baton.router.config import RouterConfig
     from baton.router.gate import Gate
+    from baton.router.turnstile import Waiter
 
 MIGRATIONS = Spec(
     "baton_migrations_total",
@@ -112,6 +118,11 @@ USAGE_LINES = Spec(
 USAGE_FAILURES = Spec(
     "baton_usage_write_failures_total", "Tries to write usage records that failed."
 )
+POOL_TARGETS = Spec(
+    "baton_pool_target_workers",
+    "How many workers the rule of core/scaling asks for, by what this router sees.",
+    ("pool",),
+)
 CACHE_GAPS = Spec(
     "baton_cache_event_gaps_total", "How often cache events of a worker were missing.", ("role",)
 )
@@ -127,6 +138,7 @@ class RouterMetrics:
         self.moves = counter(MOVES, registry)
         self._refusals = counter(REFUSALS, registry)
         self._prompt_tokens = counter(PROMPT_TOKENS, registry)
+        self._prompt_tokens_so_far = 0
         self._first_token = histogram(TIME_TO_FIRST_TOKEN, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
         self.between_tokens = Timings()
@@ -183,6 +195,34 @@ class RouterMetrics:
             gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
         ]
 
+    def watch_targets(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        queue: FairQueue[Waiter],
+        replicas: Replicas,
+    ) -> list[Callable[[], None]]:
+        """As `watch`; nothing without a target for the first token."""
+        if not config.target_first_token_ms:
+            return []
+        policy = ScalingPolicy(
+            config.target_first_token_ms / 1000,
+            config.target_between_tokens_ms / 1000,
+            lead_s=config.target_startup_s,
+            # Who scales by it holds what was needed itself.
+            hold_s=0.0,
+        )
+        targets = PoolTargets(
+            policy,
+            fleet.prefills.snapshots,
+            fleet.decodes.snapshots,
+            lambda: (entry.item.input_tokens for entry in queue),
+            lambda: self._prompt_tokens_so_far,
+            replicas.live_replicas,
+            monotonic,
+        )
+        return [gauge(POOL_TARGETS, targets.read, self._registry)]
+
     def refused(self, limit: Limit, tenant: Tenant) -> None:
         self._refusals.labels(limit.value).inc()
         self._tenant_refusals.labels(self._label(tenant), limit.value).inc()
@@ -190,6 +230,7 @@ class RouterMetrics:
     def accepted(self, tenant: Tenant, prompt_tokens: int) -> None:
         """A request's prompt is encoded and let in."""
         self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_tokens_so_far += prompt_tokens
         self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
 
     def first_token(self, tenant: Tenant, seconds: float) -> None:
@@ -204,6 +245,11 @@ class RouterMetrics:
             gauge(QUEUED_TOKENS, lambda: {(): float(gate.queue.tokens)}, self._registry),
             gauge(FLIGHT_WINDOW, lambda: {(): gate.turnstile.window.limit}, self._registry),
         ]
+
+    def arrived(self, prompt_tokens: int) -> None:
+        """A request was let in and has so many."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_tokens_so_far += prompt_tokens
 
     def predicted(self, first_token_s: float, took_s: float, *, remotely: bool) -> None:
         """An attempt's first token came so long after its start."""

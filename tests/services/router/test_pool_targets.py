@@ -1,0 +1,113 @@
+"""How many workers a router says that each pool should have."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.load import WorkerLoad, WorkerState
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.request import Request, TextPrompt
+from baton.core.routing import WorkerSnapshot
+from baton.core.scaling import ScalingPolicy
+from baton.core.speed import WorkerSpeed
+from baton.router.config import RouterConfig
+from baton.router.metrics import RouterMetrics
+from baton.router.pool_targets import PoolTargets
+from baton.router.replicas import Replicas
+from tests.services.router.conftest import World
+
+MODEL = ModelDescription("m", "model", 4096, 100, (), "tokenizer")
+SPEED = WorkerSpeed(step_s=0.01, row_s=0.001, prefill_position_s=0.001)
+
+
+def worker(
+    role: str,
+    speed: WorkerSpeed = SPEED,
+    free_blocks: int = 100,
+    waiting_sequences: int = 0,
+    waiting_tokens: int = 0,
+    running_sequences: int = 0,
+) -> WorkerSnapshot:
+    told = WorkerLoad(
+        WorkerState.SERVING,
+        waiting_sequences,
+        waiting_tokens,
+        running_sequences,
+        free_blocks,
+        speed=speed,
+    )
+    return WorkerSnapshot(
+        WorkerIdentity(role, role, ""), MODEL, told, block_size=16, num_blocks=100, max_sequences=64
+    )
+
+
+class Fleet:
+    """What a router sees, set by hand."""
+
+    def __init__(self) -> None:
+        self.prefills = [worker("prefill")]
+        self.decodes = [worker("decode")]
+        self.waiting: list[int] = []
+        self.arrived = self.now = 0.0
+        self.routers = 1
+        self.targets = PoolTargets(
+            ScalingPolicy(1.0, 0.05, busy=0.5, lead_s=0.0, hold_s=0.0),
+            lambda: self.prefills,
+            lambda: self.decodes,
+            lambda: self.waiting,
+            lambda: self.arrived,
+            lambda: self.routers,
+            lambda: self.now,
+        )
+
+    def read(self, after_s: float = 1.0) -> tuple[float | None, float | None]:
+        self.now += after_s
+        found = self.targets.read()
+        return found.get(("prefill",)), found.get(("decode",))
+
+
+def test_what_waits_and_comes_counts_in_seconds_of_a_worker() -> None:
+    fleet = Fleet()
+    assert fleet.read() == (0, 1)
+    fleet.waiting = [1000, 1000]
+    fleet.prefills = [worker("prefill", waiting_sequences=1, waiting_tokens=1000)]
+    assert fleet.read() == (3, 1)
+    # The other router is taken to have as much.
+    fleet.routers = 2
+    assert fleet.read() == (5, 1)
+    # A thousand tokens a second keep one busy, two at half of their time.
+    fleet = Fleet()
+    fleet.read()
+    fleet.arrived = 1000.0
+    assert fleet.read() == (2, 1)
+
+
+def test_decode_is_told_by_kv_and_by_steps() -> None:
+    fleet = Fleet()
+    fleet.decodes = [worker("decode", free_blocks=0), worker("decode", free_blocks=50)]
+    assert fleet.read()[1] == 3
+    fleet.decodes = [worker("decode", running_sequences=60), worker("decode", waiting_sequences=60)]
+    assert fleet.read()[1] == 4
+
+
+def test_nothing_is_said_of_what_is_not_known() -> None:
+    fleet = Fleet()
+    fleet.prefills, fleet.decodes = [worker("prefill", WorkerSpeed())], []
+    assert fleet.read() == (None, None)
+    # Decode knows how long prompts take, where no prefill worker runs.
+    fleet.prefills, fleet.decodes = [], [worker("decode")]
+    fleet.waiting = [10]
+    assert fleet.read() == (1, 1)
+
+
+async def test_a_router_tells_them(world: World) -> None:
+    pipeline = await world.start(RouterConfig(target_first_token_ms=1000.0))
+    assert world.fleet is not None
+    registry, replicas = CollectorRegistry(), Replicas(None, 1)
+    metrics, queue = RouterMetrics(registry), pipeline.gate.queue
+    unwatch = metrics.watch_targets(world.config, world.fleet, queue, replicas)
+    await world.ask(Request(TextPrompt("abc"), seed=7, max_tokens=4, ignore_eos=True))
+    assert registry.get_sample_value("baton_pool_target_workers", {"pool": "decode"}) == 1
+    for stop in unwatch:
+        stop()
+    assert not metrics.watch_targets(RouterConfig(), world.fleet, queue, replicas)
