@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import Reason
 from baton.core.refusal import Limit
+from baton.core.request import FinishReason
 from baton.core.stages import StageTimes
 from baton.router.worker_link import STATES
 
@@ -67,6 +68,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "tenant": re.compile(_NAME.pattern + r"|\(other\)"),
     "version": re.compile(r"[0-9][\w.+]*"),
     # vLLM's: of what a worker is.
+    "finished_reason": {reason.name.lower() for reason in FinishReason},
     "model_name": re.compile(r"[\w./-]{1,128}"),
     "block_size": re.compile(r"\d+"),
     "num_gpu_blocks": re.compile(r"\d+"),

@@ -24,7 +24,7 @@ MODULES = ("baton.rpc.metrics", "baton.rpc.aliases", "baton.router.metrics", "ba
 SAID_NOT_TO_BE = {"vllm:lora_requests_info"}
 
 _PARTS = ("_bucket", "_count", "_sum")
-_METRIC = re.compile(r"\b(?:baton_|vllm:|gen_ai_server_|process_)[a-z_:]+")
+_METRIC = re.compile(r"\b(?:baton_|vllm:|gen_ai_server_|process_)[a-z0-9_:]+")
 _OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
 
@@ -88,7 +88,7 @@ def test_a_metric_that_is_defined_is_filled() -> None:
 def test_docs_name_metrics_and_labels_that_exist(path: Path) -> None:
     known, text = exported(), path.read_text()
     for name, labels in re.findall(
-        r"`((?:baton_|vllm:|gen_ai_server_)[a-z_:]+)(?:\{([^}`]*)\})?", text
+        r"`((?:baton_|vllm:|gen_ai_server_)[a-z0-9_:]+)(?:\{([^}`]*)\})?", text
     ):
         if name.endswith("_") or name in SAID_NOT_TO_BE:
             continue  # an underscore: the beginning of several

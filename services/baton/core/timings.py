@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
@@ -28,3 +29,12 @@ class Timings:
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+
+def together(parts: Iterable[Timings]) -> Timings:
+    """All of them, as they are now."""
+    found = Timings()
+    for each in parts:
+        found.counts = [a + b for a, b in zip(found.counts, each.counts, strict=True)]
+        found.total_s += each.total_s
+    return found

@@ -65,7 +65,7 @@ async def serve(config: RouterConfig) -> int:
     certificates = config.public_certificates()
     channels = Channels(config.certificates())
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
-    metrics = RouterMetrics(gen_ai=config.gen_ai_metrics)
+    metrics = RouterMetrics(gen_ai=config.gen_ai_metrics, vllm=config.vllm_aliases)
     tracer = config.tracer("router", identity.incarnation)
     usage = UsageLog(config.usage_log, identity.incarnation) if config.usage_log else None
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage)

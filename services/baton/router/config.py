@@ -181,7 +181,7 @@ class RouterConfig(ProcessOptions):
     timings: bool = option(
         True, "tell clients how long each stage of their requests took, and which workers served"
     )
-    vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
+    vllm_aliases: bool = option(True, "show load and times on /metrics under vLLM's names too")
     gen_ai_metrics: bool = option(
         True, "show requests' times on /metrics under OpenTelemetry's GenAI names too"
     )

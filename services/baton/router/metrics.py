@@ -6,6 +6,7 @@ others: callers choose no label.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -18,12 +19,13 @@ from baton.core.request import Request
 from baton.core.scaling import ScalingPolicy
 from baton.core.stages import StageTimes
 from baton.core.tenants import Tenant
-from baton.core.timings import BOUNDS_S, Timings
+from baton.core.timings import BOUNDS_S, Timings, together
 from baton.core.token_log import TokenLog
 from baton.router.fleet import Fleet
 from baton.router.gen_ai import GenAiMetrics
 from baton.router.pool_targets import PoolTargets
 from baton.router.replicas import Replicas
+from baton.router.vllm_times import VllmTimes
 from baton.rpc.metrics import (
     INTER_TOKEN,
     LOCAL_PREFILL,
@@ -131,8 +133,10 @@ CACHE_GAPS = Spec(
 class RouterMetrics:
     """One per router process."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY, *, gen_ai: bool = False) -> None:
-        """gen_ai: measures requests under OpenTelemetry's names too."""
+    def __init__(
+        self, registry: CollectorRegistry = REGISTRY, *, gen_ai: bool = False, vllm: bool = False
+    ) -> None:
+        """gen_ai, vllm: measures requests under OpenTelemetry's or vLLM's names too."""
         self._registry = registry
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
@@ -141,10 +145,12 @@ class RouterMetrics:
         self._prompt_tokens_so_far = 0
         self._first_token = histogram(TIME_TO_FIRST_TOKEN, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
-        self.between_tokens = Timings()
-        timings(INTER_TOKEN, lambda: {(): self.between_tokens}, registry)
+        self.between_tokens: defaultdict[str, Timings] = defaultdict(Timings)
+        """By name of the model."""
+        timings(INTER_TOKEN, lambda: {(): together([*self.between_tokens.values()])}, registry)
         self._requests = counter(REQUESTS, registry)
         self._gen_ai = GenAiMetrics(registry) if gen_ai else None
+        self._vllm = VllmTimes(self.between_tokens, registry) if vllm else None
         self._stages = histogram(REQUEST_STAGE, registry)
         self._tenants: set[str] = set()
         self._tenant_requests = counter(TENANT_REQUESTS, registry)
@@ -227,8 +233,10 @@ class RouterMetrics:
         self._refusals.labels(limit.value).inc()
         self._tenant_refusals.labels(self._label(tenant), limit.value).inc()
 
-    def accepted(self, tenant: Tenant, prompt_tokens: int) -> None:
+    def accepted(self, tenant: Tenant, model: str, prompt_tokens: int) -> None:
         """A request's prompt is encoded and let in."""
+        if self._vllm is not None:
+            self._vllm.accepted(model, prompt_tokens)
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_tokens_so_far += prompt_tokens
         self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
@@ -290,6 +298,8 @@ class RouterMetrics:
         """A request is over, whether it was let in or not: see `GenAiMetrics.ended`."""
         if self._gen_ai is not None:
             self._gen_ai.ended(request, model, error, times, logs)
+        if self._vllm is not None and model:
+            self._vllm.ended(model, error, times, logs)
 
     def _label(self, tenant: Tenant) -> str:
         name = tenant.name

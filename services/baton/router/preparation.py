@@ -120,7 +120,7 @@ class Preparation:
         check_size(request, len(prompt))
         held.settle(len(prompt), stop)
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
-        self._metrics.accepted(request.tenant, len(prompt))
+        self._metrics.accepted(request.tenant, model.name, len(prompt))
         accepted = Accepted(
             request_id,
             model.name,

@@ -80,7 +80,7 @@ class Relay:
         self.deadline = deadline
         self.background = background
         self.metrics = metrics
-        self._gaps = TokenGaps(journey.logs, metrics.between_tokens)
+        self._gaps = TokenGaps(journey.logs, metrics.between_tokens[model.name])
         self.max_unconfirmed = limits.max_unconfirmed if text_options.stop_strings else 0
         self.news = Notice()
         """Set when there is something for the client."""

@@ -146,7 +146,9 @@ class World:
         self.fleet = Fleet(
             Discovery(self.listed), self.channels, WorkerIdentity("router", "r" * 32, "")
         )
-        metrics = RouterMetrics(self.registry, gen_ai=self.config.gen_ai_metrics)
+        metrics = RouterMetrics(
+            self.registry, gen_ai=self.config.gen_ai_metrics, vllm=self.config.vllm_aliases
+        )
         self.router = Pipeline(
             self.fleet, self.config, metrics, tracer=self.tracer, usage=self.usage
         )

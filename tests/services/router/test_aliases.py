@@ -23,7 +23,7 @@ async def test_the_names_and_values_that_an_endpoint_picker_reads(world: World) 
         decode.max_sequences, decode.free_blocks = 1, free
         decode.stepping.clear()
         world.decodes.append(decode)
-    await world.start(RouterConfig(local_prefill_tokens=0), decodes=0)
+    await world.start(RouterConfig(local_prefill_tokens=0, vllm_aliases=False), decodes=0)
     assert world.fleet is not None
     unwatch = aliases.watch(world.pipeline, world.fleet, world.registry)
     calm = {

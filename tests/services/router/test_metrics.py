@@ -73,8 +73,8 @@ def test_there_are_only_so_many_tenants() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     for number in range(MAX_TENANTS + 5):
-        metrics.accepted(Tenant(f"t{number}"), 1)
-    metrics.accepted(Tenant("t0"), 1)
+        metrics.accepted(Tenant(f"t{number}"), "m", 1)
+    metrics.accepted(Tenant("t0"), "m", 1)
     name = "baton_tenant_tokens_total"
     last = {"tenant": f"t{MAX_TENANTS - 1}", "kind": "prompt"}
     beyond = {"tenant": f"t{MAX_TENANTS}", "kind": "prompt"}
@@ -88,7 +88,7 @@ def test_there_are_only_so_many_tenants() -> None:
 def test_tenants_do_not_see_each_other() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
-    metrics.accepted(Tenant("acme"), 7)
+    metrics.accepted(Tenant("acme"), "m", 7)
     metrics.ended(None, Tenant("acme"))
     whole = generate_latest(registry).decode()
     shown = generate_latest(TenantBlind(registry)).decode()
@@ -132,4 +132,27 @@ async def test_opentelemetrys_names(world: World) -> None:
         f"{prefix}_request_duration_seconds_count", error_type="model_not_found", **lost
     )
     assert failed == 1
+    assert "made up by a client" not in generate_latest(world.registry).decode()
+
+
+async def test_vllms_names(world: World) -> None:
+    await world.start(RouterConfig(local_prefill_tokens=4))
+    await world.ask(replace(REQUEST, n=2))
+    with pytest.raises(ModelNotFound):
+        await world.ask(replace(REQUEST, model="made up by a client"))
+    await until(world.nothing_left)
+    ran = {"model_name": "made-up"}
+    counts = {
+        name: world.counted(f"vllm:{name}", **ran)
+        for name in (
+            "time_to_first_token_seconds_count",
+            "inter_token_latency_seconds_count",
+            "request_time_per_output_token_seconds_count",
+            "e2e_request_latency_seconds_count",
+            "prompt_tokens_total",
+            "generation_tokens_total",
+        )
+    }
+    assert list(counts.values()) == [1, 2 * 39, 1, 1, len(PROMPT.encode()), 80]
+    assert world.counted("vllm:request_success_total", finished_reason="length", **ran) == 2
     assert "made up by a client" not in generate_latest(world.registry).decode()

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
+from baton.core.api_keys import KeyBook, Limits
+from baton.core.key_document import render
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
@@ -89,3 +92,28 @@ def test_probes_and_scrapers_have_ports_of_their_own() -> None:
                 assert b"baton_requests_open 0.0" in answer.read()
         finally:
             process.kill()
+
+
+def test_a_tenants_key_shows_no_other_tenant(tmp_path: Path) -> None:
+    """Any key opens /metrics of the HTTP port; what tells of tenants is on the scraper's alone."""
+    book, key = KeyBook().with_key("acme", Limits(), "")
+    (tmp_path / "keys.json").write_text(render(book))
+    (port,) = free_ports(1)
+    scraped = f"127.0.0.1:{port}"
+    flags = ("--keys", str(tmp_path / "keys.json"), "--metrics-listen", scraped)
+    with start(*flags) as process:
+        try:
+            assert process.stdout is not None
+            http = json.loads(process.stdout.readline())["http"]
+            shown = scrape_text(f"http://{http}/metrics", key)
+            whole = scrape_text(f"http://{scraped}/metrics", "")
+        finally:
+            process.kill()
+    assert "baton_requests_total" in shown and "baton_requests_total" in whole
+    assert "baton_tenant_" not in shown and "baton_tenant_" in whole
+
+
+def scrape_text(url: str, key: str) -> str:
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        return str(answer.read().decode())
