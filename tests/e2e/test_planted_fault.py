@@ -1,8 +1,9 @@
 """A prefill pool that serves and silently never gets used is seen: the alert fires on real metrics.
 
-Two real Batons are asked the same and scraped after every request. One's router has been told to
-prefill everything on decode; the other one is as it should be. Each scrape counts as a minute for
-promtool, which runs the rules that are shipped.
+Three real Batons are asked the same and scraped after every request. The first is as it should be,
+the second one's router has been told to prefill everything on decode, and the third one's prefill
+worker makes KV that decode cannot take. Each scrape counts as a minute for promtool, which runs the
+rules that are shipped.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from baton.cli.layout import APART
+from baton.cli.layout import resolve_model
 from baton.cli.scrape import scrape
 from tests.deploy.test_alerts import FILE
 from tests.e2e.relay import Relay
@@ -31,28 +36,62 @@ RULES = FILE.read_text()
 Series = dict[str, list[str]]
 
 
-@pytest.fixture(params=["everything on decode", "as it should be"])
+FLAGS = ("--runner", "fake", "--transport", "loopback")
+
+
+@dataclass
+class Case:
+    """planted: whether there is a fault. more: processes that `baton up` does not know of."""
+
+    planted: bool
+    running: Relay
+    more: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(params=["as it should be", "kept on decode", "KV that does not fit"])
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[bool, Relay]]:
-    """Whether the fault is planted, and the Baton."""
-    planted = request.param == "everything on decode"
-    running = Relay(
-        tmp_path_factory.mktemp("relay"),
-        *("--runner", "fake", "--transport", "loopback"),
-        environment={"BATON_LOCAL_PREFILL_TOKENS": str(1 << 20 if planted else APART)},
-    )
-    yield planted, running
-    running.close()
+) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("relay")
+    with ExitStack() as ends:
+        match request.param:
+            case "as it should be":
+                made = Case(False, Relay(folder, *FLAGS))
+            case "kept on decode":
+                told = {"BATON_LOCAL_PREFILL_TOKENS": str(1 << 20)}
+                made = Case(True, Relay(folder, *FLAGS, environment=told))
+            case _:
+                other = ends.enter_context(prefill_of_another_kind())
+                told = {"BATON_PREFILLS": other["listen"]}
+                made = Case(True, Relay(folder, *FLAGS, "--prefill", "0", environment=told))
+                made.more.append(other)
+        ends.callback(made.running.close)
+        yield made
+
+
+@contextmanager
+def prefill_of_another_kind() -> Iterator[dict[str, Any]]:
+    """A prefill worker whose KV no decode worker of `FLAGS` can take; says where it is."""
+    model, name = resolve_model("")
+    command = [sys.executable, "-m", "baton.prefill", "--model", str(model), "--model-name", name]
+    listen = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+    odd = ("--kv-wire-dtype", "float16")
+    with subprocess.Popen([*command, *FLAGS, *listen, *odd], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            yield {**said, "metrics": f"http://{said['metrics']}/metrics"}
+        finally:
+            process.kill()
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian's package prometheus)")
-def test_the_alert_fires_and_no_other_one(case: tuple[bool, Relay], tmp_path: Path) -> None:
-    planted, running = case
+def test_the_alert_fires_and_no_other_one(case: Case, tmp_path: Path) -> None:
+    running = case.running
     series: Series = {}
     for minute in range(MINUTES):
         ask(running, f"{minute} " + "word " * 700)
-        for process in running.processes():
+        for process in [*running.processes(), *case.more]:
             see(series, minute, process["role"], scrape(process["metrics"]))
     # Every client got its answer, and every worker says that it serves: nothing else tells.
     (served,) = (v for k, v in series.items() if "baton_requests_total" in k and "finished" in k)
@@ -69,7 +108,7 @@ def test_the_alert_fires_and_no_other_one(case: tuple[bool, Relay], tmp_path: Pa
             {
                 "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
                 "eval_time": f"{MINUTES - 1}m",
-                "exp_samples": fired if planted else [],
+                "exp_samples": fired if case.planted else [],
             }
         ],
     }

@@ -193,7 +193,7 @@ def _wait_for_routers(layout: Layout, timeout_s: float) -> None:
     urls = [layout.metrics_url(spec) for spec in layout.processes if spec.role == "router"]
     trust = ssl.create_default_context(cafile=layout.ca) if layout.ca else None
     deadline = time.monotonic() + timeout_s
-    while urls := [url for url in urls if met(url, trust) != workers]:
+    while urls := [url for url in urls if not workers <= met(url, trust)]:
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.05)
