@@ -6,6 +6,8 @@ import functools
 import importlib
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from baton.rpc.metrics import Spec
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/baton"
 DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+PROMTOOL = shutil.which("promtool")
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
 MODULES = ("baton.rpc.metrics", "baton.rpc.aliases", "baton.router.metrics", "baton.router.gen_ai")
 
@@ -110,6 +113,37 @@ def test_a_dashboard_asks_for_labels_that_exist(path: Path) -> None:
     for expression in expressions(json.loads(path.read_text())):
         allowed = labels_of(expression, known) | {"namespace", "pod", "le"}
         assert labels_in(expression) <= allowed, expression
+
+
+@pytest.mark.parametrize("path", [*DASHBOARDS, CHART / "files/alerts.yaml"], ids=lambda p: p.stem)
+def test_what_grows_is_asked_how_fast_and_nothing_else_is(path: Path) -> None:
+    """A rate of a gauge is nonsense, and so is a counter as it stands."""
+    text = path.read_text()
+    for name in set(_METRIC.findall(text)) - {"baton_ready_seconds"}:
+        growing = name.endswith(("_total", *_PARTS))
+        rates = len(re.findall(rf"(?:rate|increase)\({name}\b", text))
+        lists = len(re.findall(rf"label_values\({name}\b", text))
+        uses = len(re.findall(rf"\b{name}\b", text)) - lists
+        assert rates == (uses if growing else 0), name
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian's package prometheus)")
+def test_prometheus_understands_every_panel(tmp_path: Path) -> None:
+    asked = [
+        re.sub(r"\$\w+", "a", expression.replace("$__rate_interval", "5m"))
+        for path in DASHBOARDS
+        for expression in expressions(json.loads(path.read_text()))
+        if not expression.startswith("label_values(")
+    ]
+    rules = [{"record": f"panel:{n}", "expr": each} for n, each in enumerate(asked)]
+    file = tmp_path / "panels.yaml"
+    file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    assert PROMTOOL is not None
+    done = subprocess.run(
+        [PROMTOOL, "check", "rules", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout and len(rules) > 60
 
 
 def test_what_pools_are_scaled_by_exists() -> None:

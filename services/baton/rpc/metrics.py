@@ -194,7 +194,8 @@ def totals(
 
 def tell_role(role: str) -> None:
     """Says on /metrics what this process is."""
-    gauge(PROCESS, lambda: {(role, version("baton")): 1})
+    labels = role, version("baton")
+    gauge(PROCESS, lambda: {labels: 1})
 
 
 def timings(
