@@ -47,7 +47,7 @@ down: ## Stop what 'make up' started
 	@$(BIN)/baton down
 
 test: install ## The default tests: no GPU, no network
-	@echo "Running the default tests (a few minutes on 2 cores)"
+	@echo "Running the default tests (about a quarter of an hour on 2 cores)"
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
 
 test-chaos: install ## Tests that kill real processes, without the long ones

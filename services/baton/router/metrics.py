@@ -254,11 +254,6 @@ class RouterMetrics:
             gauge(FLIGHT_WINDOW, lambda: {(): gate.turnstile.window.limit}, self._registry),
         ]
 
-    def arrived(self, prompt_tokens: int) -> None:
-        """A request was let in and has so many."""
-        self._prompt_tokens.inc(prompt_tokens)
-        self._prompt_tokens_so_far += prompt_tokens
-
     def predicted(self, first_token_s: float, took_s: float, *, remotely: bool) -> None:
         """An attempt's first token came so long after its start."""
         if first_token_s > 0.0:
