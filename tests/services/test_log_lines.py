@@ -40,6 +40,7 @@ OF_NO_REQUEST = {
     "router/pools.py": "a worker",
     "router/shared_stream.py": "a worker's whole session",
     "router/slice_watch.py": "a pool",
+    "router/usage_log.py": "the file of usage records",
     "router/worker_link.py": "a worker",
     "rpc/lifecycle.py": "the process",
     "rpc/metrics.py": "the process",
