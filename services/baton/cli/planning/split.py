@@ -29,10 +29,10 @@ LEAST_REQUESTS = 100
 
 RESOLUTION = 0.05
 MOST_TIMES = 1024.0
-"""Of the rate that the traffic came at."""
+"""So many times faster than the traffic came, or slower, is tried at most."""
 
-IDLE_S = 60.0
-"""Between requests, on average, where they are to be alone."""
+ALONE_S = 60.0
+"""Between two requests where they are to be alone."""
 
 
 class Answer(StrEnum):
@@ -58,8 +58,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """goodput: requests a second; None: not even requests that are alone are in time. found: at
-    that rate, or alone. is_bounded: nothing faster was tried."""
+    """goodput: requests a second; None: not even at next to no rate are they in time. found: at
+    that rate, or then. is_bounded: nothing faster was tried."""
 
     setup: Setup
     goodput: float | None
@@ -173,23 +173,29 @@ class Splitting:
         )
 
     def _carried(self, setup: Setup, first: float) -> Carried:
-        alone = 1 / IDLE_S
+        apart = (
+            replace(one, arrival=ALONE_S * number) for number, one in enumerate(self._requests)
+        )
+        found = self._run(setup, 1 / ALONE_S, apart)
+        if not self._is_good(found):
+            return Carried(setup, None, found)
         runs: dict[float, Summary] = {}
 
         async def probe(rate: float) -> Verdict:
-            runs[rate] = self._run(setup, rate)
+            times = self.rate / rate
+            faster = (replace(one, arrival=one.arrival * times) for one in self._requests)
+            runs[rate] = self._run(setup, rate, faster)
             return Verdict.WELL if self._is_good(runs[rate]) else Verdict.BADLY
 
-        found = runs[alone] = self._run(setup, alone)
-        if not self._is_good(found):
-            return Carried(setup, None, found)
-        most = MOST_TIMES * max(self.rate, alone)
-        bounds = Range(alone, most, RESOLUTION, min(max(first, alone), most))
+        least, most = self.rate / MOST_TIMES, self.rate * MOST_TIMES
+        bounds = Range(least, most, RESOLUTION, min(max(first, least), most))
         result = asyncio.run(highest(bounds, probe))
-        rate = result.rate or alone
-        return Carried(setup, rate, runs[rate], result.above is None)
+        if result.rate is None:
+            # Requests that come at one moment do so at any rate.
+            return Carried(setup, None, runs[least])
+        return Carried(setup, result.rate, runs[result.rate], result.above is None)
 
-    def _run(self, setup: Setup, rate: float) -> Summary:
+    def _run(self, setup: Setup, rate: float, requests: Iterator[Request]) -> Summary:
         known = self._known
         facts = FleetFacts(
             known.prefill,
@@ -200,8 +206,6 @@ class Splitting:
             known.max_model_len,
             RouterFacts(self._policy),
         )
-        times = self.rate / rate
-        requests = (replace(one, arrival=one.arrival * times) for one in self._requests)
         found = summary(facts, simulate(facts, requests))
         self._tried(setup, rate, found)
         return found
@@ -214,7 +218,7 @@ class Splitting:
         )
 
     def _refusal(self, carried: Sequence[Carried]) -> InvalidArgument:
-        """What the nearest set-up reaches with requests alone, and what that is made of."""
+        """What the nearest set-up reaches at next to no rate, and what that is made of."""
         targets, known = self._targets, self._known
         first_s, token_s = (
             min(getattr(one.found, name)[SHARE] for one in carried)
@@ -228,15 +232,15 @@ class Splitting:
             long = lengths[int(SHARE * (len(lengths) - 1))]
             curve = MeasuredPrefill(known.prefill.told)
             return InvalidArgument(
-                f"cannot be met by any set-up: with requests alone, 99 of 100 first tokens come "
-                f"within {duration(first_s)} at best. The prompt of 99 of 100, {long} tokens, "
+                f"cannot be met by any set-up: with next to no traffic, 99 of 100 first tokens "
+                f"come within {duration(first_s)} at best. The prompt of 99 of 100, {long} tokens, "
                 f"takes {duration(curve.alone_s(0, long))} if nothing of it is cached",
                 field="first_token_ms",
             )
         alone_s = MeasuredDecode(known.decode.speed).step_s(1, 0)
         return InvalidArgument(
-            "cannot be met by any set-up: with requests alone, 99 of 100 times between tokens are "
-            f"within {duration(token_s)} at best. A step of one sequence takes "
+            "cannot be met by any set-up: with next to no traffic, 99 of 100 times between tokens "
+            f"are within {duration(token_s)} at best. A step of one sequence takes "
             f"{duration(alone_s)} without any context",
             field="between_tokens_ms",
         )

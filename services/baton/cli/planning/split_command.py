@@ -66,11 +66,11 @@ def said(advice: Advice, splitting: Splitting, targets: Targets) -> list[str]:
     """The answer in sentences, and what a reader has to know of it."""
     split, whole = advice.split, advice.aggregated
     if split.goodput is None:
-        found = ["Splitting does not pay: no split is in time even with requests alone."]
+        found = ["Splitting does not pay: no split is in time even with next to no traffic."]
     elif whole.goodput is None:
         found = [
             f"Splitting pays: {split.setup.name} carries {split.goodput:.3g} requests/s, and "
-            "without a split not even requests that are alone are in time."
+            "without a split requests are not in time even with next to no traffic."
         ]
     else:
         compare = f"{split.setup.name} carries {split.goodput:.3g} requests/s within the targets, "
