@@ -14,7 +14,7 @@ from baton.core.attempt import ChoiceTokens
 from baton.core.errors import BatonError, Cancelled, HandoverFailed, Overloaded
 from baton.core.handover import LIMITS, GiverState
 from baton.kv.peers import as_handover_failure
-from baton.kv.ticket import Collected, Reserve, Ticket, Unpack
+from baton.kv.ticket import NO_NAMES, Collected, Names, Reserve, Ticket, Unpack
 from tests.sim.hosts import Host
 from tests.sim.network import Network
 
@@ -122,7 +122,9 @@ class SimGiver:
         num_positions: int,
         pack: Pack,
         deadline_s: float,
+        about: Names = NO_NAMES,
     ) -> Offer:
+        """about: for log lines, of which there are none here."""
         offer = Offer(self._host, self._host.boots, num_positions, pack)
         self._kv.offers[handover_id] = self._offers[handover_id] = offer
         loop, late = asyncio.get_running_loop(), HandoverFailed("the hand-over took too long")
