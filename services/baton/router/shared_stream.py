@@ -70,6 +70,10 @@ class SharedStream(ABC, Generic[Up, Down]):
                     # Whatever a worker said, the stream to it is opened again.
                     log.exception("a worker's stream is given up")
                     grace.give_up()
+                if cancelled_here():
+                    # Where a call is just being begun, grpc.aio takes the cancellation for the
+                    # call's alone, and what is raised is whatever became of that.
+                    raise asyncio.CancelledError
                 grace.failed()
                 if grace.spent or not self.resumable:
                     self.lose(WorkerLost("A worker of this request was lost."))
