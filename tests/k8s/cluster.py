@@ -59,6 +59,15 @@ class Cluster:
         found = self.get("pods", "-l", selector)["items"]
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
+    def nodes_ready_since(self) -> dict[str, str]:
+        """When each node last became Ready, or ceased to be, by its name."""
+        return {
+            node["metadata"]["name"]: condition["lastTransitionTime"]
+            for node in self.get("nodes")["items"]
+            for condition in node["status"]["conditions"]
+            if condition["type"] == "Ready"
+        }
+
     def execute(self, pod: str, *command: str, timeout_s: float = COMMAND_S) -> str:
         """What a command prints that runs in a pod."""
         return self.kubectl("exec", pod, "--", *command, timeout_s=timeout_s)
