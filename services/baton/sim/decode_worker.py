@@ -7,14 +7,10 @@ one on its way: as it would have been, had every step been taken by itself.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.cached_units import Change
 from baton.core.events import Event, Failed, Started, Tokens
-from baton.core.load import WorkerLoad, WorkerState
 from baton.core.model import ModelDescription
 from baton.core.plan import StepPlan
 from baton.sim.cadence import Cadence
@@ -22,11 +18,11 @@ from baton.sim.gaps import of_steps
 from baton.sim.intake import TOKEN, CountingSequence
 from baton.sim.prefill_worker import made_up, prefill_s
 from baton.sim.queue import STEP_ENDS, EventQueue
-from baton.sim.reports import Reporter, Tell
+from baton.sim.reports import Tell
 from baton.sim.runs import Run
 from baton.sim.settings import Delays, WorkerFacts
 from baton.sim.skipping import SkippingScheduler
-from baton.sim.use import Use
+from baton.sim.worker import SimWorker
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +35,7 @@ class _Quiet:
     begun: bool
 
 
-class DecodeWorker:
+class DecodeWorker(SimWorker):
     """skip: whether quiet steps are taken at once."""
 
     def __init__(
@@ -53,21 +49,15 @@ class DecodeWorker:
         *,
         skip: bool,
     ) -> None:
-        changes: deque[Change] = deque()
-        self.number = number
-        self.facts = facts
-        self.use = Use()
-        self.pool = BlockPool(facts.num_blocks, facts.block_size, changes.append)
-        self.scheduler = SkippingScheduler(self.pool, facts.decode_policy(), model)
-        self._queue = queue
+        super().__init__(number, facts, delays, queue, tell)
+        self.scheduler: SkippingScheduler = SkippingScheduler(
+            self.pool, facts.decode_policy(), model
+        )
         self._hop_s = delays.hop_s
         self._skip = skip
-        self._runs: dict[AttemptKey, Run] = {}
-        self._state = WorkerState.SERVING
         self._plan: StepPlan | None = None
         self._quiet: _Quiet | None = None
-        phase = (number * 0.618034) % 1.0
-        self._reporter = Reporter(queue, delays, changes, self.load, phase, tell)
+        self._report()
 
     def add(self, attempt: Attempt, run: Run) -> None:
         """Its prompt is computed here. Raises what the scheduler does."""
@@ -80,7 +70,6 @@ class DecodeWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step runs."""
         return self._plan is not None or self._quiet is not None
 
     def reserve(self, attempt: Attempt, run: Run) -> int | None:
@@ -105,33 +94,14 @@ class DecodeWorker:
                 self._runs[event.key].started(event.cached_tokens)
         self._changed()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no attempt needs it any more."""
-        return not self._runs
-
-    def leave(self) -> None:
-        """It finishes what it has, and tells routers that it takes nothing new."""
-        self._state = WorkerState.DRAINING
-        self._reporter.news()
-
-    def load(self) -> tuple[WorkerLoad, bool]:
-        """What it would tell now, and whether it has work."""
-        load = self.scheduler.load
-        free, quiet = load.free_blocks, self._quiet
+    def _free_blocks(self, told: int) -> int:
+        """Without those that quiet steps which ended by now have taken."""
+        quiet = self._quiet
         if quiet is not None:
             steps = quiet.cadence.done(self._queue.now)
             if steps < quiet.steps:
-                free -= self.scheduler.blocks_grown(quiet.rows, steps + 1)
-        told = WorkerLoad(
-            self._state,
-            load.waiting_sequences,
-            load.waiting_tokens,
-            load.running_sequences,
-            free,
-            speed=self.facts.told,
-        )
-        return told, self.scheduler.has_work
+                return told - self.scheduler.blocks_grown(quiet.rows, steps + 1)
+        return told
 
     def _catch_up(self) -> None:
         """Something comes from outside: takes the quiet steps that are done by now."""
@@ -185,10 +155,6 @@ class DecodeWorker:
         if work.prefill:
             self._reporter.news()
         self._go_on()
-
-    @property
-    def _used(self) -> int:
-        return self.pool.num_blocks - self.pool.num_free
 
     def _run_quietly(self, quiet: _Quiet) -> None:
         self._quiet = quiet

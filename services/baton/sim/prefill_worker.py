@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from baton.core.attempt import Attempt, AttemptKey
 from baton.core.block_pool import BlockPool
-from baton.core.cached_units import Change
 from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
-from baton.core.load import WorkerLoad, WorkerState
 from baton.core.model import ModelDescription
 from baton.core.plan import SampledToken, StepPlan, StepResult
 from baton.core.prefill_cost import reads
@@ -16,10 +12,10 @@ from baton.core.prefill_scheduler import PrefillScheduler
 from baton.core.speed import WorkerSpeed
 from baton.sim.intake import TOKEN, CountingIntake
 from baton.sim.queue import STEP_ENDS, EventQueue
-from baton.sim.reports import Reporter, Tell
+from baton.sim.reports import Tell
 from baton.sim.runs import Run
 from baton.sim.settings import Delays, WorkerFacts
-from baton.sim.use import Use
+from baton.sim.worker import SimWorker
 
 
 class CountingPrefillScheduler(PrefillScheduler):
@@ -35,7 +31,7 @@ class CountingPrefillScheduler(PrefillScheduler):
         )
 
 
-class PrefillWorker:
+class PrefillWorker(SimWorker):
     """collectors: decode workers that share its pool."""
 
     def __init__(
@@ -48,20 +44,12 @@ class PrefillWorker:
         collectors: int,
         tell: Tell,
     ) -> None:
-        changes: deque[Change] = deque()
-        self.number = number
-        self.facts = facts
-        self.use = Use()
-        self.pool = BlockPool(facts.num_blocks, facts.block_size, changes.append)
-        self.scheduler = CountingPrefillScheduler(self.pool, facts, model)
+        super().__init__(number, facts, delays, queue, tell)
+        self.scheduler: CountingPrefillScheduler = CountingPrefillScheduler(self.pool, facts, model)
         self.scheduler.live_collectors = collectors
-        self._queue = queue
-        self._runs: dict[AttemptKey, Run] = {}
-        self._state = WorkerState.SERVING
         self._running = False
         self._wake: float | None = None
-        phase = (number * 0.618034) % 1.0
-        self._reporter = Reporter(queue, delays, changes, self.load, phase, tell)
+        self._report()
 
     def add(self, attempt: Attempt, run: Run, *, keep: bool, collector: str) -> None:
         """Raises what the scheduler does."""
@@ -72,7 +60,6 @@ class PrefillWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step runs."""
         return self._running
 
     def grant(self, key: AttemptKey) -> None:
@@ -86,34 +73,11 @@ class PrefillWorker:
         self._reporter.news()
         self._go_on()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no attempt needs it any more."""
-        return not self._runs
-
-    def leave(self) -> None:
-        """It finishes what it has, and tells routers that it takes nothing new."""
-        self._state = WorkerState.DRAINING
-        self._reporter.news()
-
-    def load(self) -> tuple[WorkerLoad, bool]:
-        """What it would tell now, and whether it has work."""
-        load = self.scheduler.load
-        told = WorkerLoad(
-            self._state,
-            load.waiting_sequences,
-            load.waiting_tokens,
-            load.running_sequences,
-            load.free_blocks,
-            speed=self.facts.told,
-        )
-        return told, self.scheduler.has_work
-
     def _go_on(self) -> None:
         if self._running:
             return
         now = self._queue.now
-        before = self.pool.num_blocks - self.pool.num_free
+        before = self._used
         plan = self.scheduler.plan(now)
         self._deliver(self.scheduler.take_events())
         if plan is None:
@@ -133,8 +97,7 @@ class PrefillWorker:
     def _finish(self, plan: StepPlan, seconds: float, before: int) -> None:
         self._running = False
         now = self._queue.now
-        after = self.pool.num_blocks - self.pool.num_free
-        self.use.ran(seconds, 1, 0, plan.num_tokens, before, after)
+        self.use.ran(seconds, 1, 0, plan.num_tokens, before, self._used)
         self._deliver(self.scheduler.apply(made_up(plan), now))
         self._reporter.news()
         self._go_on()
