@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from baton.core.attempt_record import AttemptRecord, Loss
 from baton.core.candidates import Candidate
-from baton.core.model import WorkerIdentity
 from baton.core.request_record import RequestRecord
 from baton.router.http.answer import FINISH_REASONS
 from baton.router.http.respond import Json
+from baton.router.http.timings import worker_words
 
 
 def explained(record: RequestRecord, now: float) -> Json:
@@ -40,10 +40,6 @@ def explained(record: RequestRecord, now: float) -> Json:
         "attempts": [_attempt(attempt) for attempt in record.attempts],
         "replayable": record.over and record.replay is not None,
     }
-
-
-def worker_words(worker: WorkerIdentity) -> Json:
-    return {"role": worker.role, "incarnation": worker.short, "address": worker.address}
 
 
 def _choices(record: RequestRecord) -> list[Json]:

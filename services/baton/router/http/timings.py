@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from baton.core.model import WorkerIdentity
 from baton.core.request import Finished
 from baton.core.stages import StageTimes
 from baton.router.http.respond import Header, Json
@@ -46,8 +47,9 @@ def _entry(times: StageTimes) -> Json:
         "kv_bytes": times.kv_bytes,
         "attempts": times.attempts,
         "moves": times.moves,
-        "workers": [
-            {"role": worker.role, "incarnation": worker.short, "address": worker.address}
-            for worker in times.workers
-        ],
+        "workers": [worker_words(worker) for worker in times.workers],
     }
+
+
+def worker_words(worker: WorkerIdentity) -> Json:
+    return {"role": worker.role, "incarnation": worker.short, "address": worker.address}
