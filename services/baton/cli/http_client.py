@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import httptools
@@ -27,6 +28,21 @@ class Unreachable(ConnectionError):
 
 class ConnectionLost(ConnectionError):
     """The connection ended, or said nonsense, before the answer did."""
+
+
+@asynccontextmanager
+async def connecting() -> AsyncIterator[None]:
+    """Bounds the making of a connection. Raises Unreachable, or InvalidArgument for a certificate
+    that is not trusted."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            yield
+    except ssl.SSLCertVerificationError:
+        raise InvalidArgument(
+            "the server's certificate is not one of a CA that is trusted", field="ca"
+        ) from None
+    except (OSError, TimeoutError):
+        raise Unreachable from None
 
 
 @dataclass(slots=True)
@@ -85,15 +101,8 @@ class HttpClient:
             if connection.usable:
                 return connection
             connection.abort()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                streams = await asyncio.open_connection(self._host, self._port, ssl=self._trust)
-        except ssl.SSLCertVerificationError:
-            raise InvalidArgument(
-                "the server's certificate is not one of a CA that is trusted", field="ca"
-            ) from None
-        except (OSError, TimeoutError):
-            raise Unreachable from None
+        async with connecting():
+            streams = await asyncio.open_connection(self._host, self._port, ssl=self._trust)
         return _Connection(*streams)
 
 

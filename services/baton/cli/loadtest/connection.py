@@ -14,8 +14,7 @@ from typing import cast
 
 import httptools
 
-from baton.cli.http_client import CONNECT_S, ConnectionLost, Unreachable
-from baton.core.errors import InvalidArgument
+from baton.cli.http_client import ConnectionLost, connecting
 
 
 @dataclass(slots=True)
@@ -44,15 +43,8 @@ class Connection(asyncio.Protocol):
     async def open(cls, host: str, port: int, trust: ssl.SSLContext | None = None) -> Connection:
         """Raises Unreachable, or InvalidArgument for a certificate that is not trusted."""
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, connection = await loop.create_connection(cls, host, port, ssl=trust)
-        except ssl.SSLCertVerificationError:
-            raise InvalidArgument(
-                "the server's certificate is not one of a CA that is trusted", field="ca"
-            ) from None
-        except (OSError, TimeoutError):
-            raise Unreachable from None
+        async with connecting():
+            _, connection = await loop.create_connection(cls, host, port, ssl=trust)
         return connection
 
     async def ask(self, request: bytes, hear: Callable[[bytes], None]) -> Head:
