@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.core import quantiles
 from baton.sim.gaps import merged, quantile
 from baton.sim.requests import Record
 from baton.sim.settings import FleetFacts
@@ -62,7 +63,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 def summary(facts: FleetFacts, outcome: Outcome) -> Summary:
     records, window_s = outcome.records, outcome.end
     answered = [record for record in records if record.ended is not None]
-    waits = sorted(r.first_token_s for r in answered if r.first_token_s is not None)
+    waits = [r.first_token_s for r in answered if r.first_token_s is not None]
     gaps = merged(record.gaps for record in answered)
     inputs = sum(record.request.input_tokens for record in answered)
     steps = sum(use.steps for use in outcome.decodes)
@@ -71,7 +72,7 @@ def summary(facts: FleetFacts, outcome: Outcome) -> Summary:
         answered=len(answered),
         refused=dict(Counter(record.refused for record in records if record.refused)),
         window_s=window_s,
-        first_token_s={q: _at(waits, q) for q in QUANTILES},
+        first_token_s={q: quantiles.quantile(waits, q) for q in QUANTILES},
         token_s={q: quantile(gaps, q) for q in QUANTILES},
         input_tokens=inputs,
         output_tokens=sum(record.tokens for record in answered),
@@ -97,10 +98,6 @@ def _blocks(uses: Sequence[Use], num_blocks: int) -> tuple[float, float]:
     busy_s = sum(use.busy_s for use in uses)
     mean = _share(sum(use.block_s for use in uses), busy_s)
     return mean / num_blocks, max((use.peak_blocks for use in uses), default=0) / num_blocks
-
-
-def _at(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def _share(part: float, whole: float) -> float:

@@ -15,7 +15,7 @@ from baton.cli.loadtest.runner import Limits
 from baton.cli.loadtest.samples import ANSWERED, NOT_SENT, REFUSED, UNENDED
 from baton.cli.loadtest.summary import Objectives, Summary
 from baton.cli.loadtest.workload import Drawn
-from baton.cli.quantiles import quantile
+from baton.core.quantiles import quantile
 from tests.cli.loadtest.model_client import Asked, ModelClient, even, virtually
 from tests.sim.virtual_loop import VirtualLoop
 

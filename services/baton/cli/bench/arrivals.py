@@ -19,8 +19,8 @@ from typing import Any
 from baton.cli.bench.open_loop import END_S, Asked
 from baton.cli.bench.process import call
 from baton.cli.layout import Layout
-from baton.cli.quantiles import quantile
 from baton.cli.supervisor import Supervisor
+from baton.core.quantiles import quantile
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
 AT_ONCE = 96

@@ -16,8 +16,8 @@ from baton.cli.bench.process import call, cores
 from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.serving import BLOCK_SIZE, open_runner
 from baton.cli.bench.steps import StepTimer
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
+from baton.core.quantiles import quantile
 
 DEADLINE_S = 600.0
 SCHEDULER_US = 300.0

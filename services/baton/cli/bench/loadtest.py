@@ -27,9 +27,9 @@ from baton.cli.loadtest.runner import Limits, Runner
 from baton.cli.loadtest.summary import Objectives, Summary
 from baton.cli.loadtest.token_ids import TokenIds
 from baton.cli.loadtest.workload import Drawn
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.core.errors import BatonError
+from baton.core.quantiles import quantile
 from baton.rpc.loop import Loop
 
 PROMPT_TOKENS = 64

@@ -31,10 +31,10 @@ from baton.cli.bench.report import Report
 from baton.cli.layout import Layout, UpOptions
 from baton.cli.loadtest.over_grpc import greedy
 from baton.cli.ports import free_ports
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most, compared
 from baton.cli.scrape import scrape
 from baton.core.errors import BatonError
+from baton.core.quantiles import quantile
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 

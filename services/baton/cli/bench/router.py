@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from baton.cli.bench.beside import Beside
 from baton.cli.bench.process import ContenderFailed, check_cpu_clock, cpu_spent_s, say
 from baton.cli.bench.report import Report
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.core.errors import BatonError
+from baton.core.quantiles import quantile
 from baton.rpc.lifecycle import PARENT_VARIABLE
 
 FACES = {"grpc": "gRPC", "http": "SSE"}

@@ -17,7 +17,6 @@ import tracemalloc
 from typing import Any
 
 from baton.cli.bench.report import Report
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.core.breaker import Breaker, Breakers
 from baton.core.cache_log import BATCH_UNITS, CacheBatch
@@ -25,6 +24,7 @@ from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
+from baton.core.quantiles import quantile
 from baton.core.routing import Demand, RoutingPolicy, decide
 from baton.core.speed import WorkerSpeed
 from baton.router.discovery import Discovery

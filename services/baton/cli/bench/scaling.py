@@ -16,9 +16,9 @@ from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.simulator import KV_BYTES, SPEED
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.lengths import named
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result
 from baton.core.errors import InvalidArgument
+from baton.core.quantiles import quantile
 from baton.core.scaling import Bounds, ScalingPolicy, ScalingRule
 from baton.sim.autoscaler import Autoscaler, Choice, Leading, Reactive
 from baton.sim.requests import Record, Request

@@ -17,11 +17,11 @@ from baton.cli.bench.process import call, cores
 from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.serving import EVERYTHING, GROWTH, attempt, open_loop, open_runner, step
 from baton.cli.bench.workload import FIRST_TOKEN
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, compared
 from baton.core.decode_scheduler import DecodePolicy
 from baton.core.errors import InvalidArgument
 from baton.core.ports import ModelRunner
+from baton.core.quantiles import quantile
 
 SHORT_PROMPT = 64
 DEADLINE_S = 600.0

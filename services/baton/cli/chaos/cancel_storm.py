@@ -21,9 +21,9 @@ from baton.cli.chaos.cluster import Cluster, cluster
 from baton.cli.chaos.peers import Broken
 from baton.cli.layout import APART, UpOptions
 from baton.cli.process import Child
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.cli.scrape import total
+from baton.core.quantiles import quantile
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 

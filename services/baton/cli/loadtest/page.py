@@ -13,9 +13,9 @@ from baton.cli.bench.report import Chart, Line
 from baton.cli.loadtest.samples import ANSWERED, REFUSED, Sample
 from baton.cli.loadtest.summary import Summary
 from baton.cli.loadtest.svg import svg
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result
 from baton.core.errors import InvalidArgument
+from baton.core.quantiles import quantile
 
 PLACES = 100
 """Points of a line over time."""

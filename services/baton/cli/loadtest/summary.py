@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from baton.cli.loadtest.runner import Run
 from baton.cli.loadtest.samples import ANSWERED, NOT_SENT, REFUSED, Sample
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
+from baton.core.quantiles import quantile
 
 SHARES = (0.5, 0.9, 0.95, 0.99, 0.999)
 BOUND_SHARE = 0.99

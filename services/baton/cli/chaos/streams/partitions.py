@@ -27,9 +27,9 @@ from baton.cli.chaos.streams.proxy import Edge, Way
 from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import short, streams
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.cli.scrape import total
+from baton.core.quantiles import quantile
 
 HEAL_GOAL_S = 5.0
 HANDOVER_BYTES = 512

@@ -21,8 +21,8 @@ from baton.cli.chaos.streams.load import Load, client_of
 from baton.cli.chaos.streams.roles import WORKER_ROLES
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
+from baton.core.quantiles import quantile
 
 
 def measure(args: argparse.Namespace) -> list[Result]:

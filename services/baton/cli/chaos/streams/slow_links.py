@@ -18,8 +18,8 @@ from baton.cli.chaos.streams.network import ProxiedNetwork
 from baton.cli.chaos.streams.partitions import pairs_of
 from baton.cli.chaos.streams.verdict import compared_with, left_behind
 from baton.cli.chaos.streams.workload import streams
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
+from baton.core.quantiles import quantile
 
 DELAYS_S = (0.02, 0.2)
 """The longest is a way around the world and back again."""
