@@ -15,18 +15,7 @@ from baton.cli.main import main
 from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.sizing import foresee
-
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "dtype": "bfloat16",
-}
+from tests.cli.model_configs import LLAMA_8B
 
 
 @pytest.fixture(scope="module")

@@ -21,18 +21,8 @@ from baton.core.speed import UNMEASURED, WorkerSpeed
 from baton.engine.config import EngineConfig
 from baton.rpc.server import ProcessServer
 from baton.rpc.worker import worker_service
+from tests.cli.model_configs import LLAMA_8B
 
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "dtype": "bfloat16",
-}
 MIXTRAL: dict[str, Any] = {
     **LLAMA_8B,
     "model_type": "mixtral",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from baton.core.load import WorkerState
 from baton.core.request import Delta, Finished, Request, TextPrompt
 from tests.services.router import language
 from tests.services.router.conftest import PATIENCE_S, Answer, Stream, World
@@ -14,6 +15,8 @@ IDS = tuple(PROMPT.encode())
 REQUEST = Request(TextPrompt(PROMPT), seed=3, max_tokens=120, ignore_eos=True)
 EXPECTED, _ = language.answer(IDS, 3, 0, 120, ignore_eos=True)
 TEXT = language.text_of(EXPECTED)
+STEP_S = 0.005
+"""Long enough for a drain to be seen before the answer ends."""
 
 
 def check(answer: Answer, n: int = 1) -> None:
@@ -49,3 +52,14 @@ async def finish(stream: Stream, answer: Answer) -> Answer:
 
 def busy(world: World) -> FakeDecode:
     return next(decode for decode in world.decodes if decode.holds())
+
+
+async def moved(world: World) -> Answer:
+    """A right answer that was begun by one of two decode workers, which then left."""
+    await world.start(decodes=2)
+    for decode in world.decodes:
+        decode.step_s = STEP_S
+    stream, answer = await begin(world, REQUEST, 5)
+    busy(world).state = WorkerState.DRAINING
+    check(await finish(stream, answer))
+    return answer

@@ -23,11 +23,10 @@ from baton.router.http.explain_schema import Explained
 from baton.router.http.server import serve_http
 from baton.router.keys import Door, OpenDoor
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish
+from tests.services.router.disturbed import PROMPT, REQUEST, STEP_S, begin, busy, check, finish
 from tests.services.router.test_keys import Kept
 
 SPLIT = RouterConfig(local_prefill_tokens=0, prefills=("prefill:1",))
-STEP_S = 0.005
 
 
 @asynccontextmanager

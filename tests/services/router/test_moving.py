@@ -13,10 +13,17 @@ from baton.router.mover import AT_ONCE
 from tests.services.router import language
 from tests.services.router.conftest import Answer, Stream, World, until
 from tests.services.router.decode_worker import FakeDecode
-from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
-
-STEP_S = 0.005
-"""Long enough for a drain to be seen before the answer ends."""
+from tests.services.router.disturbed import (
+    EXPECTED,
+    IDS,
+    REQUEST,
+    STEP_S,
+    TEXT,
+    begin,
+    busy,
+    check,
+    finish,
+)
 
 
 async def started(

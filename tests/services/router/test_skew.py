@@ -16,12 +16,11 @@ from baton.router.config import RouterConfig
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.detokenizer_worker import FakeDetokenizer
-from tests.services.router.disturbed import EXPECTED, REQUEST, begin, busy, check, finish
+from tests.services.router.disturbed import EXPECTED, REQUEST, STEP_S, begin, busy, check, finish
 from tests.services.router.workers import FakeTokenizer
 
 NEW_WIRE = replace(language.LAYOUT, min_wire_version=2, max_wire_version=2)
 NEW_MODEL = replace(language.MODEL, digest="another", tokenizer_digest="another")
-STEP_S = 0.005
 
 
 async def test_two_wire_versions_are_never_paired(world: World) -> None:

@@ -6,15 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.load import WorkerState
 from baton.core.stages import StageTimes
 from baton.router.config import RouterConfig
 from tests.services.router.conftest import Answer, World
-from tests.services.router.disturbed import REQUEST, begin, busy, check, finish
+from tests.services.router.disturbed import REQUEST, begin, busy, check, finish, moved
 from tests.services.router.workers import FakeWorker
-
-STEP_S = 0.005
-"""Long enough for a drain to be seen before the answer ends."""
 
 
 def stages_of(answer: Answer) -> StageTimes:
@@ -66,13 +62,7 @@ async def test_a_death_is_another_attempt_on_another_worker(world: World) -> Non
 
 
 async def test_a_move_is_an_attempt_too(world: World) -> None:
-    await world.start(decodes=2)
-    for decode in world.decodes:
-        decode.step_s = STEP_S
-    stream, answer = await begin(world, REQUEST, 5)
-    busy(world).state = WorkerState.DRAINING
-    check(await finish(stream, answer))
-    times = stages_of(answer)
+    times = stages_of(await moved(world))
     assert (times.attempts, times.moves) == (2, 1)
     assert times.hand_over_s > 0
     assert served(times) >= incarnations(*world.decodes)

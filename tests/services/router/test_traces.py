@@ -10,7 +10,6 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.load import WorkerState
 from baton.core.request import ChatPrompt, Message, Request, TextPrompt
 from baton.core.trace_context import TraceContext
 from baton.router.config import RouterConfig
@@ -23,14 +22,12 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.recorded import Recorded, is_below, seconds
 from tests.services.router import language
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish
+from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish, moved
 from tests.services.router.gateway import gateway_of, request
 
 STAGES = ("tokenize", "turn", "prefill", "hand_over", "decode", "detokenize")
 ROOT = f"text_completion {language.MODEL.name}"
 THEIRS = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01", "vendor=1")
-STEP_S = 0.005
-"""Long enough for a drain to be seen before the answer ends."""
 
 
 @pytest.fixture
@@ -150,16 +147,11 @@ async def test_a_death_is_two_attempts_of_one_trace(world: World, recorded: Reco
 
 
 async def test_a_move_is_an_attempt_that_says_so(world: World, recorded: Recorded) -> None:
-    await world.start(decodes=2)
-    for decode in world.decodes:
-        decode.step_s = STEP_S
-    stream, answer = await begin(world, REQUEST, 5)
-    busy(world).state = WorkerState.DRAINING
-    check(await finish(stream, answer))
+    await moved(world)
     covered(recorded, recorded.one(ROOT))
-    stayed, moved = recorded.named("attempt")
-    assert [told(each)["baton.attempt.moved"] for each in (stayed, moved)] == [False, True]
-    assert stayed.status.is_ok and moved.status.is_ok
+    stayed, other = recorded.named("attempt")
+    assert [told(each)["baton.attempt.moved"] for each in (stayed, other)] == [False, True]
+    assert stayed.status.is_ok and other.status.is_ok
     assert told(recorded.one(ROOT))["baton.moves"] == 1
 
 

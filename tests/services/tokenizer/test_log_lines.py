@@ -5,25 +5,17 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from baton.core.errors import BatonError, Internal, InvalidArgument
-from baton.core.model import ModelDescription, WorkerIdentity
 from baton.core.trace_context import TraceContext
-from baton.grammar.checker import Checker
 from baton.rpc.interceptors import REQUEST_ID_KEY
-from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import metadata_of
 from baton.tokenizer.encoder import Asked, Encoded
-from baton.tokenizer.lanes import Lanes
-from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1 import tokenizer_pb2 as pb
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
+from tests.services.tokenizer.encoders import serving
 
 TRACE = "a" * 32
 CALL = ((REQUEST_ID_KEY, "r1"), *metadata_of(TraceContext(f"00-{TRACE}-{'b' * 16}-01")))
@@ -44,27 +36,9 @@ class Faulty:
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Any, Faulty]]:
-    encoder: Any = Faulty()
-    with ThreadPoolExecutor(1) as one_thread:
-        servicer = TokenizerServicer(
-            encoder,
-            ModelDescription("m", "", 0, 0, ()),
-            lambda: WorkerIdentity("tokenizer", "i" * 32, ""),
-            Lanes(one_thread, 1, cores=1),
-            Checker(Path(), (), cpu_s=1.0, num_processes=1),
-            max_waiting_bytes=1 << 20,
-        )
-        service = Service(
-            "baton.v1.Tokenizer",
-            lambda server: add_TokenizerServicer_to_server(servicer, server),
-        )
-        server = ProcessServer(listen="127.0.0.1:0", services=[service], reflection=False)
-        address = await server.start()
-        try:
-            async with grpc.aio.insecure_channel(address) as channel:
-                yield TokenizerStub(channel), encoder
-        finally:
-            await server.stop(0)
+    encoder = Faulty()
+    async with serving(encoder) as (stub, _):
+        yield stub, encoder
 
 
 def refused_because(cause: Exception) -> InvalidArgument:

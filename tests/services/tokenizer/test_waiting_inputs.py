@@ -6,22 +6,17 @@ import asyncio
 import threading
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from baton.core.model import ModelDescription, WorkerIdentity
 from baton.core.request import TextPrompt
-from baton.grammar.checker import Checker
-from baton.rpc.server import ProcessServer, Service
 from baton.tokenizer.encoder import Asked, Encoded
-from baton.tokenizer.lanes import Lanes
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1 import tokenizer_pb2 as pb
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
+from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+from tests.services.tokenizer.encoders import serving
 
 PATIENCE_S = 20
 
@@ -46,33 +41,12 @@ class SlowEncoder:
 
 @pytest.fixture
 async def busy() -> AsyncIterator[tuple[TokenizerStub, TokenizerServicer, SlowEncoder]]:
-    encoder: Any = SlowEncoder()
-    with ThreadPoolExecutor(1) as one_thread:
-        servicer = TokenizerServicer(
-            encoder,
-            ModelDescription("m", "", 0, 0, ()),
-            lambda: WorkerIdentity("tokenizer", "i" * 32, ""),
-            Lanes(one_thread, 1, cores=1),
-            Checker(Path(), (), cpu_s=1.0, num_processes=1),
-            max_waiting_bytes=1 << 20,
-        )
-        server = ProcessServer(
-            listen="127.0.0.1:0",
-            services=[
-                Service(
-                    "baton.v1.Tokenizer",
-                    lambda server: add_TokenizerServicer_to_server(servicer, server),
-                )
-            ],
-            reflection=False,
-        )
-        address = await server.start()
+    encoder = SlowEncoder()
+    async with serving(encoder) as (stub, servicer):
         try:
-            async with grpc.aio.insecure_channel(address) as channel:
-                yield TokenizerStub(channel), servicer, encoder
+            yield stub, servicer, encoder
         finally:
             encoder.go.set()
-            await server.stop(0)
 
 
 def ask(text: str) -> pb.EncodeRequest:

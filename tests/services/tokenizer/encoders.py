@@ -1,0 +1,43 @@
+"""A tokenizer's port over an encoder that a test made; knows no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.core.model import ModelDescription, WorkerIdentity
+from baton.grammar.checker import Checker
+from baton.rpc.server import ProcessServer, Service
+from baton.tokenizer.lanes import Lanes
+from baton.tokenizer.servicer import TokenizerServicer
+from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
+
+
+@asynccontextmanager
+async def serving(encoder: Any) -> AsyncIterator[tuple[Any, TokenizerServicer]]:
+    """A stub, and the servicer that it reaches, which encodes on one thread."""
+    with ThreadPoolExecutor(1) as one_thread:
+        servicer = TokenizerServicer(
+            encoder,
+            ModelDescription("m", "", 0, 0, ()),
+            lambda: WorkerIdentity("tokenizer", "i" * 32, ""),
+            Lanes(one_thread, 1, cores=1),
+            Checker(Path(), (), cpu_s=1.0, num_processes=1),
+            max_waiting_bytes=1 << 20,
+        )
+        service = Service(
+            "baton.v1.Tokenizer",
+            lambda server: add_TokenizerServicer_to_server(servicer, server),
+        )
+        server = ProcessServer(listen="127.0.0.1:0", services=[service], reflection=False)
+        address = await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                yield TokenizerStub(channel), servicer
+        finally:
+            await server.stop(0)
