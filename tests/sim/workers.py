@@ -27,12 +27,12 @@ from baton.decode.servicer import DecodeServicer
 from baton.detokenizer.servicer import DetokenizerServicer
 from baton.detokenizer.vocabulary import Vocabulary
 from baton.grammar.book import GrammarBook
-from baton.grammar.checker import Checker
 from baton.prefill.service import PrefillService
 from baton.prefill.servicer import PrefillServicer
 from baton.rpc.lifecycle import new_incarnation
 from baton.rpc.worker import WorkerServicer
 from baton.tokenizer.encoder import Asked, Encoded
+from baton.tokenizer.grammar_checker import Checker
 from baton.tokenizer.lanes import Lanes
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1 import decode_pb2_grpc, detokenizer_pb2_grpc, prefill_pb2_grpc, tokenizer_pb2_grpc

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import ModelDescription, WorkerIdentity
-from baton.grammar.checker import Checker
 from baton.rpc import config, lifecycle, logs, metrics
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.server import ProcessServer, Service
@@ -22,6 +21,7 @@ from baton.tokenizer import files
 from baton.tokenizer.client_templates import ClientTemplates
 from baton.tokenizer.config import TokenizerConfig
 from baton.tokenizer.encoder import Encoder
+from baton.tokenizer.grammar_checker import Checker
 from baton.tokenizer.lanes import Lanes
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server

@@ -12,12 +12,12 @@ import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Overloaded
 from baton.core.model import ModelDescription, WorkerIdentity
-from baton.grammar.checker import Checker
 from baton.rpc import trace_names as names
 from baton.rpc.convert import error_to_proto, grammar_from_proto, identity_to_proto
 from baton.rpc.interceptors import about_call
 from baton.rpc.tracing import OFF, Span, Tracer, context_of, ending
 from baton.tokenizer.encoder import Encoder
+from baton.tokenizer.grammar_checker import Checker
 from baton.tokenizer.lanes import BATCH_BYTES, LONG_BYTES, Lanes
 from baton.tokenizer.work import Work
 from baton.v1 import tokenizer_pb2 as pb

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from baton.core.model import ModelDescription, WorkerIdentity
-from baton.grammar.checker import Checker
 from baton.rpc.server import ProcessServer, Service
+from baton.tokenizer.grammar_checker import Checker
 from baton.tokenizer.lanes import Lanes
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from collections.abc import AsyncIterator
 
 import psutil
 import pytest
 
-from baton.core.errors import InvalidArgument, Overloaded
+from baton.core.errors import Internal, InvalidArgument, Overloaded
 from baton.core.grammar import Grammar, GrammarKind
-from baton.grammar.checker import Checker
+from baton.tokenizer.grammar_checker import Checker
 from tests.grammar.answering import BUNDLED
 
 GOOD = Grammar(GrammarKind.REGEX, "[a-z]+")
@@ -32,7 +34,7 @@ def children() -> set[int]:
     return {
         child.pid
         for child in me.children()
-        if any("check_process" in word for word in child.cmdline())
+        if any("grammar_process" in word for word in child.cmdline())
     }
 
 
@@ -43,6 +45,31 @@ async def test_good_ones_pass_and_keep_their_process(checker: Checker) -> None:
     await checker.check(Grammar(GrammarKind.LARK, 'start: "a"'))
     await checker.check(GOOD)
     assert children() == one
+
+
+def _until_dead(process: psutil.Process) -> None:
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+
+
+async def test_one_that_died_idle_is_replaced(checker: Checker) -> None:
+    await checker.check(GOOD)
+    (one,) = children()
+    died = psutil.Process(one)
+    died.kill()
+    await asyncio.to_thread(_until_dead, died)
+    await checker.check(Grammar(GrammarKind.LARK, 'start: "a"'))
+    assert len(children()) == 1
+
+
+async def test_a_process_that_never_begins_is_no_fault_of_a_grammar(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(Internal):
+        await checker.check(GOOD)
+    monkeypatch.undo()
+    await checker.check(GOOD)
 
 
 async def test_a_bad_one_is_named_every_time(checker: Checker) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 from baton.core.errors import BatonError, Internal, InvalidArgument, Overloaded
 from baton.core.grammar import Grammar
-from baton.grammar.check_process import NO_TOKENS, OUT_OF_MEMORY
 from baton.grammar.compiler import FIELD
+from baton.tokenizer.child import Child
+from baton.tokenizer.grammar_process import OUT_OF_MEMORY
 
 MAX_KEPT = 4096
 MAX_WAITING = 64
@@ -48,8 +46,8 @@ class Checker:
         self._arguments = (str(folder), json.dumps(list(special)), str(cpu_s), str(memory_bytes))
         self._cpu_s = cpu_s
         self._timeout_s = _START_S + _CLOCK_PER_CPU * cpu_s
-        self._free: list[Process] = []
-        self._started: set[Process] = set()
+        self._free: list[Child] = []
+        self._started: set[Child] = set()
         self._places = asyncio.Semaphore(num_processes)
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._num_asked = 0
@@ -80,55 +78,53 @@ class Checker:
     async def close(self) -> None:
         """Ends the processes, whatever they try."""
         self._free.clear()
-        for process in list(self._started):
-            _kill(process)
-            await process.wait()
-            self._started.discard(process)
+        while self._started:
+            await asyncio.to_thread(self._started.pop().end)
 
     async def _try(self, grammar: Grammar) -> str:
         """What is wrong with it, or ""."""
-        process = self._free.pop() if self._free else await self._start()
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            asked = {"kind": grammar.kind.name, "text": grammar.text}
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
-            with suppress(ConnectionError):
-                await process.stdin.drain()
-            answer = await process.stdout.readline()
-            if not answer:
-                code = await process.wait()
-                self._started.discard(process)
-                return self._said_by(code)
-        except BaseException:
-            _kill(process)
-            raise
-        self._free.append(process)
+        child = await self._taken()
+        asked = {"kind": grammar.kind.name, "text": grammar.text}
+        answer = await self._ask(child, json.dumps(asked).encode() + b"\n")
+        if answer is None:
+            return self._said_by(child.code)
+        self._free.append(child)
         return str(json.loads(answer)["error"])
 
-    def _said_by(self, code: int) -> str:
+    async def _taken(self) -> Child:
+        while self._free:
+            child = self._free.pop()
+            if child.code is None:
+                return child
+            await asyncio.to_thread(child.end)
+        self._started = {known for known in self._started if not known.over}
+        child = Child("baton.tokenizer.grammar_process", *self._arguments)
+        self._started.add(child)
+        if await self._ask(child, b"") is None:
+            raise _fault(child.code)
+        return child
+
+    async def _ask(self, child: Child, line: bytes) -> bytes | None:
+        try:
+            return await asyncio.to_thread(child.ask, line, self._timeout_s)
+        except BaseException:
+            child.kill()
+            raise
+
+    def _said_by(self, code: int | None) -> str:
         """What the end of a process says of the grammar that it tried. Raises Internal."""
         if code == -signal.SIGPROF:
             return f"takes more than {self._cpu_s:g} s to compile"
-        if code == NO_TOKENS:
-            return "cannot be followed with this model's tokenizer"
         if code in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGKILL):
             return "takes too much memory to compile"
-        fault = ChildProcessError(f"a process that tries grammars ended with {code}")
-        raise Internal("a grammar could not be checked") from fault
-
-    async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "baton.grammar.check_process", *self._arguments,
-            stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
-        )  # fmt: skip
-        self._started = {known for known in self._started if known.returncode is None}
-        self._started.add(process)
-        return process
+        raise _fault(code)
 
 
-def _kill(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
+def _fault(code: int | None) -> BatonError:
+    fault = ChildProcessError(f"a process that tries grammars ended with {code}")
+    error = Internal("a grammar could not be checked")
+    error.__cause__ = fault
+    return error
 
 
 def _busy() -> BatonError:

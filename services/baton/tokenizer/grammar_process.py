@@ -24,12 +24,8 @@ from baton.grammar.vocabulary import load
 NICENESS = 5
 """Whoever waits for plain prompts goes first."""
 
-
 OUT_OF_MEMORY = 77
 """Exit code; native code that finds no memory aborts instead."""
-
-NO_TOKENS = 78
-"""Exit code: the model's tokenizer is of a kind that llguidance does not know."""
 
 
 def main(folder: str, special: str, cpu_s: str, memory_bytes: str) -> None:
@@ -37,10 +33,10 @@ def main(folder: str, special: str, cpu_s: str, memory_bytes: str) -> None:
     says that the grammar can be followed."""
     os.nice(NICENESS)
     _limit_memory(int(memory_bytes))
-    try:
+    tokenizer: LLTokenizer | None = None
+    with suppress(InvalidArgument):  # of a kind that llguidance does not know
         tokenizer = load(Path(folder), special=json.loads(special))
-    except InvalidArgument:
-        sys.exit(NO_TOKENS)
+    print("{}", flush=True)
     for line in sys.stdin.buffer:
         asked = json.loads(line)
         # Its default action ends the process, whatever native code runs just then.
@@ -50,7 +46,9 @@ def main(folder: str, special: str, cpu_s: str, memory_bytes: str) -> None:
         print(json.dumps({"error": error}), flush=True)
 
 
-def _try(tokenizer: LLTokenizer, grammar: Grammar) -> str:
+def _try(tokenizer: LLTokenizer | None, grammar: Grammar) -> str:
+    if tokenizer is None:
+        return "cannot be followed with this model's tokenizer"
     try:
         compile_grammar(tokenizer, grammar)
     except InvalidArgument as wrong:
