@@ -212,8 +212,8 @@ def test_running_workers_say_what_they_can_do() -> None:
     assert (found.prefill.step_tokens, found.decode.max_running) == (256, 8)
     # Never having prefilled, decode workers are taken to be as fast at it.
     assert found.decode.speed.prefill_position_s == 1e-4 and found.decode.speed.step_s == 0.01
-    with pytest.raises(InvalidArgument, match="names no prefill worker"):
-        calibration_of(both[1:])
+    with pytest.raises(InvalidArgument, match="names no decode worker"):
+        calibration_of(both[:1])
 
 
 def test_chunks_leave_a_step_within_the_target() -> None:

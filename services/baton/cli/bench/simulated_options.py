@@ -11,6 +11,7 @@ from baton.cli.bench import flags
 def add(kinds: Any) -> None:
     _simulator(kinds)
     _scaling(kinds)
+    _reality(kinds)
 
 
 def _simulator(kinds: Any) -> None:
@@ -55,3 +56,24 @@ def _scaling(kinds: Any) -> None:
         help="that a pool stays as large as it had to be (default 300, as an HPA)",
     )  # fmt: skip
     add("--most", type=int, default=8, metavar="N", help="workers of each pool (default 8)")
+
+
+def _reality(kinds: Any) -> None:
+    reality = flags.kind(
+        kinds,
+        "reality",
+        "what the simulator foretells against what a Baton on this machine does",
+        "About half an hour.",
+        plot=False,
+    )
+    reality.add_argument(
+        "--shape", default="100m", help="tiny, 100m, 500m: random weights; or a model's folder"
+    )
+    reality.add_argument("--rounds", type=int, default=5, metavar="N", help="real runs of each")
+    reality.add_argument("--seconds", type=float, default=40.0, metavar="S", help="of each run")
+    reality.add_argument("--warm-s", type=float, default=20.0, metavar="S", help="before, twice")
+    reality.add_argument(
+        "--busy", type=float, default=0.5, metavar="F",
+        help="share of its time that the busiest worker is to work (default 0.5)",
+    )  # fmt: skip
+    reality.add_argument("--only", default="", metavar="NAME", help="workloads with this in it")

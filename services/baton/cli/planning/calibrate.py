@@ -26,21 +26,21 @@ def asked(args: argparse.Namespace) -> Sequence[Told]:
 def calibration_of(told: Sequence[Told]) -> Calibration:
     """What workers said of themselves; of a role, all are taken to be like the first one, with the
     mean of their speeds. Curves that decode workers did not measure, because they never prefilled,
-    are prefill workers'. Raises InvalidArgument where a role is missing."""
-    speeds = {role: speed_of(told, role) for role in ("prefill", "decode")}
-    for role, speed in speeds.items():
-        if speed is None:
-            raise InvalidArgument(f"names no {role} worker: it takes both", field="calibrate")
-    prefill, decode = speeds["prefill"], speeds["decode"]
-    assert prefill is not None and decode is not None
+    are prefill workers'; without a prefill worker those would be as decode workers are. Raises
+    InvalidArgument without a decode worker."""
+    decode = speed_of(told, "decode")
+    if decode is None:
+        raise InvalidArgument("names no decode worker", field="calibrate")
+    prefill = speed_of(told, "prefill")
     first = {one.role: one for one in reversed(told)}
     model = first["decode"].description.model
     layout = first["decode"].description.layout
     if model is None or layout is None:
         raise InvalidArgument(f"{first['decode'].address} names no model", field="calibrate")
+    decodes = _facts(first["decode"], decode.or_else(prefill) if prefill else decode)
     return Calibration(
-        _facts(first["prefill"], prefill),
-        _facts(first["decode"], decode.or_else(prefill)),
+        _facts(first["prefill"], prefill) if prefill else decodes,
+        decodes,
         layout.bytes_per_position,
         model.max_model_len,
     )

@@ -102,7 +102,10 @@ def _calibration(args: argparse.Namespace) -> Calibration:
             field="speed",
         )
     if args.calibrate:
-        return calibrate.calibration_of(calibrate.asked(args))
+        told = calibrate.asked(args)
+        if not any(one.role == "prefill" for one in told):
+            raise InvalidArgument("names no prefill worker: it takes both", field="calibrate")
+        return calibrate.calibration_of(told)
     known = calibration.read(args.speed)
     if known.prefill.speed == UNMEASURED:
         known = replace(known, prefill=known.decode)

@@ -1,0 +1,242 @@
+"""`baton bench reality`: what the simulator foretells against what a Baton on this machine does.
+
+For each of five workloads a Baton is started and asked, until its workers have measured their own
+speed; they are asked for it, the same requests are simulated, and then really sent, several times.
+Latencies are compared as clients see them. What router, tokenizer and detokenizer add to a first
+token, which the simulator takes for constant, is measured with requests alone before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from baton.cli.access import Access
+from baton.cli.bench import shapes
+from baton.cli.bench.arrivals import ENGINE_CORE, OTHER_CORE
+from baton.cli.bench.fleet import fleet
+from baton.cli.bench.process import say
+from baton.cli.bench.report import Report
+from baton.cli.layout import Layout, UpOptions
+from baton.cli.loadtest.arrivals import Arrivals, Kind
+from baton.cli.loadtest.lengths import Lengths, fixed, named
+from baton.cli.loadtest.over_grpc import OverGrpc
+from baton.cli.loadtest.runner import Limits, Runner
+from baton.cli.loadtest.summary import Objectives, Summary
+from baton.cli.loadtest.token_ids import TokenIds
+from baton.cli.loadtest.workload import Drawn, Workload
+from baton.cli.planning.calibrate import calibration_of
+from baton.cli.planning.measured import ask
+from baton.cli.ports import free_ports
+from baton.cli.quantiles import quantile
+from baton.cli.results import Result, at_most
+from baton.cli.simulating import drawn
+from baton.cli.simulating.calibration import Calibration
+from baton.core.errors import BatonError
+from baton.sim.settings import Delays, FleetFacts
+from baton.sim.simulation import simulate
+from baton.sim.summary import Summary as Foretold
+from baton.sim.summary import summary
+
+ALONE = 20
+"""Requests, one at a time, that say what is added to a first token."""
+
+ALONE_S = 0.5
+MOST_TOKENS = 2048
+CLOSE, CLOSE_TAIL = 15.0, 30.0
+"""Percent that a median or a rate may be off, and a 99th percentile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """prefills: workers; 0: decode prefills. scale: of the lengths. bursts: three times the rate
+    for a quarter of the time, a third of it otherwise."""
+
+    name: str
+    lengths: Lengths
+    scale: float = 1.0
+    prefills: int = 0
+    shared_tokens: int = 0
+    bursts: bool = False
+
+    def drawn(self, rate: float, seconds: float) -> Drawn:
+        arrivals = Arrivals(Kind.POISSON, rate, seconds)
+        if self.bursts:
+            arrivals = Arrivals(
+                Kind.BURSTS, rate / 3, seconds, burst_rate=3 * rate, burst_s=5.0, period_s=20.0
+            )
+        return Drawn(
+            arrivals, self.lengths, self.scale, MOST_TOKENS, self.shared_tokens, shared_groups=4
+        )
+
+
+CASES = (
+    Case("even", fixed(128, 32)),
+    Case("chat", named("chat"), 0.2),
+    Case("code", named("code"), 0.2),
+    Case("chat in bursts, shared beginnings", named("chat"), 0.1, shared_tokens=256, bursts=True),
+    Case("chat, prefill apart", named("chat"), 0.2, prefills=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Seconds, and output tokens a second."""
+
+    first_p50: float
+    first_p99: float
+    between_p50: float
+    between_p99: float
+    throughput: float
+
+
+FIGURES = (
+    ("first token, p50", "first_p50", 1000.0, "ms", CLOSE),
+    ("first token, p99", "first_p99", 1000.0, "ms", CLOSE_TAIL),
+    ("between tokens, p50", "between_p50", 1000.0, "ms", CLOSE),
+    ("between tokens, p99", "between_p99", 1000.0, "ms", CLOSE_TAIL),
+    ("output tokens", "throughput", 1.0, "/s", CLOSE),
+)
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises BatonError when a request fails."""
+    folder = str(shapes.folder(args.shape))
+    results: list[Result] = []
+    for case in CASES:
+        if args.only in case.name:
+            say(f"{case.name}: starting a Baton")
+            results += asyncio.run(_case(args, folder, case))
+    return Report(results)
+
+
+async def _case(args: argparse.Namespace, folder: str, case: Case) -> list[Result]:
+    http_port, grpc_port = free_ports(2)
+    engines = ENGINE_CORE
+    if case.prefills:
+        # Two engines on one core would take turns, which the simulator knows nothing of.
+        engines = f"{ENGINE_CORE},{OTHER_CORE}"
+    else:
+        os.sched_setaffinity(0, {int(OTHER_CORE)})
+    options = UpOptions(
+        model=folder,
+        prefill=case.prefills,
+        threads=1,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        engine_cpus=engines,
+        other_cpus=OTHER_CORE,
+    )
+    async with fleet(options) as (layout, _):
+        client = OverGrpc(Access(layout.grpc), "")
+        try:
+            return await _compared(args, case, layout, client)
+        finally:
+            await client.close()
+
+
+async def _compared(
+    args: argparse.Namespace, case: Case, layout: Layout, client: OverGrpc
+) -> list[Result]:
+    seed = args.seed
+    alone = Drawn(Arrivals(Kind.CONSTANT, 1 / ALONE_S, ALONE * ALONE_S), fixed(64, 8)).workload(0)
+    await _real(client, case.drawn(1.0, args.warm_s).workload(seed + 1), seed + 1)
+    known = await _asked(layout)
+    rate = args.busy / _busy(case, known, seed)
+    await _real(client, case.drawn(rate, args.warm_s).workload(seed + 2), seed + 2)
+    known = await _asked(layout)
+    lone = await _real(client, alone, seed + 3)
+    added_s = max(0.0, lone.first_p50 - _foretold(_facts(case, known), alone).first_p50)
+    facts = replace(_facts(case, known), delays=Delays(tokenize_s=added_s))
+
+    workload = case.drawn(rate, args.seconds).workload(seed)
+    foretold = _foretold(facts, workload)
+    runs = []
+    for number in range(args.rounds):
+        say(f"{case.name}: {workload.requests} requests, {number + 1} of {args.rounds}")
+        # Other tokens each time: what one run leaves in caches is not there for the next.
+        runs.append(await _real(client, workload, seed + 10 + number))
+    return [
+        Result(f"{case.name}: requests", workload.requests, ""),
+        Result(f"{case.name}: rate", rate, "/s"),
+        Result(f"{case.name}: added to a first token", 1000 * added_s, "ms"),
+        *(
+            result
+            for name, field, factor, unit, close in FIGURES
+            for result in _figure(
+                f"{case.name}: {name}",
+                factor * getattr(foretold, field),
+                [factor * getattr(run, field) for run in runs],
+                unit,
+                close,
+            )
+        ),
+    ]
+
+
+def _figure(
+    name: str, foretold: float, real: Sequence[float], unit: str, close: float
+) -> list[Result]:
+    """Off by 0 where it lies within what the real runs were themselves, in a tail."""
+    middle = median(real)
+    off = 100 * abs(foretold / middle - 1)
+    if close == CLOSE_TAIL and min(real) <= foretold <= max(real):
+        off = 0.0
+    return [
+        Result(f"{name}, foretold", foretold, unit, middle, foretold / middle),
+        Result(f"{name}, least and most of the runs", min(real), unit, max(real)),
+        at_most(f"{name}, off by", off, "%", close),
+    ]
+
+
+async def _real(client: OverGrpc, workload: Workload, seed: int) -> Figures:
+    runner = Runner(client, TokenIds(seed, 64, 1899), Limits())
+    found = Summary(await runner.run(workload), Objectives())
+    if found.answered != found.due:
+        raise BatonError(f"{found.due - found.answered} of {found.due} requests were not answered")
+    first, between = found.latencies.first, found.latencies.between
+    tokens = sum(sample.tokens for sample in found.run.samples)
+    return Figures(
+        quantile(first, 0.5),
+        quantile(first, 0.99),
+        quantile(between, 0.5),
+        quantile(between, 0.99),
+        tokens / max(sample.ended_s for sample in found.run.samples),
+    )
+
+
+async def _asked(layout: Layout) -> Calibration:
+    engines = [spec.grpc for spec in layout.processes if spec.role in ("prefill", "decode")]
+    return calibration_of(await ask(engines, None))
+
+
+def _facts(case: Case, known: Calibration) -> FleetFacts:
+    return FleetFacts(
+        known.prefill, known.decode, case.prefills, 1, known.kv_bytes, known.max_model_len
+    )
+
+
+def _run(facts: FleetFacts, workload: Workload) -> Foretold:
+    return summary(facts, simulate(facts, drawn.requests(workload)))
+
+
+def _foretold(facts: FleetFacts, workload: Workload) -> Figures:
+    found = _run(facts, workload)
+    return Figures(
+        found.first_token_s[0.5],
+        found.first_token_s[0.99],
+        found.token_s[0.5],
+        found.token_s[0.99],
+        found.output_tokens / found.window_s,
+    )
+
+
+def _busy(case: Case, known: Calibration, seed: int) -> float:
+    """The share of its time that the busiest worker needs for a request a second, alone."""
+    slow = case.drawn(0.02, 5000.0).workload(seed)
+    found = _run(_facts(case, known), slow)
+    return max(found.decode_busy + found.prefill_busy) * found.window_s / slow.requests
