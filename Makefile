@@ -20,7 +20,7 @@ IMAGES ?= cpu engine-cpu
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -136,10 +136,13 @@ bench-loadtest: install ## Measure the load generator itself (about a minute)
 bench-simulator: install ## Measure the simulator (about 8 minutes; TRACE=Mooncake's conversation trace)
 	@$(FIGURES) simulator simulator-1000
 
+bench-reality: install ## Compare the simulator and `plan split` with real runs (about an hour)
+	@$(FIGURES) reality split
+
 bench-scaling: install ## Grow simulated fleets by leading signals, and by how busy they are (about 3 minutes)
 	@$(FIGURES) scaling
 
-bench-tracing: install ## Measure what tracing and metrics cost (about 10 minutes)
+bench-tracing: install ## Measure what tracing and metrics cost (about a quarter of an hour)
 	@$(FIGURES) tracing
 
 chaos: install ## Kill, stop, cut off and restart processes under load, and count (about half an hour)

@@ -75,6 +75,8 @@ FIGURES = {
         "bench simulator --trace {TRACE} --workers 1000 --copies 10 --seconds 600 --block-size 512",
         takes=("TRACE",),
     ),
+    "reality": Figure("bench reality"),
+    "split": Figure("bench split"),
     "scaling": Figure("bench scaling", plot=True),
     "chaos-kills": Figure("chaos run --schedule kills --seed 2 --streams 1000"),
     "chaos-routers": Figure("chaos run --schedule routers"),

@@ -34,6 +34,8 @@ class UpOptions:
     routers: int = 1
     router_flags: tuple[str, ...] = ()
     """More of them for every router."""
+    decode_flags: tuple[str, ...] = ()
+    """More of them for every decode worker."""
     http_port: int = 8000
     grpc_port: int = 50051
     transport: str = "nixl"
@@ -153,7 +155,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     for role, count, flags in (
         ("tokenizer", options.tokenizer, served),
         ("prefill", options.prefill, engine),
-        ("decode", options.decode, engine),
+        ("decode", options.decode, (*engine, *options.decode_flags)),
         ("detokenizer", options.detokenizer, served),
     ):
         for index in range(count):

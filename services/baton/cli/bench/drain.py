@@ -24,7 +24,7 @@ from baton.cli.bench.fleet import fleet
 from baton.cli.bench.load import REQUEST_TIMEOUT_S, Load, drive
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Bars, Report
-from baton.cli.layout import Layout, UpOptions, resolve_model
+from baton.cli.layout import Layout, UpOptions
 from baton.cli.loadtest.over_grpc import greedy
 from baton.cli.ports import free_ports
 from baton.cli.results import Result, compared
@@ -40,7 +40,6 @@ SETTLED_TOKENS = 8
 
 WAIT_S = 300.0
 POLL_S = 0.05
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 Live = Callable[[str], float]
 """How many workers of a role the router knows."""
@@ -73,7 +72,7 @@ class Leaving:
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError when a stream's tokens differ from an undisturbed one's."""
     with tempfile.TemporaryDirectory() as folder:
-        model = _with_tokenizer(shapes.folder(args.shape), Path(folder))
+        model = shapes.with_tokenizer(shapes.folder(args.shape), Path(folder))
         drained, killed = asyncio.run(_measure(args, str(model)))
     results = [
         Result("streams on the worker that leaves", args.running, ""),
@@ -93,17 +92,6 @@ def measure(args: argparse.Namespace) -> Report:
         for share in (0.5, 0.99)
     )
     return Report(results, (Bars("pause of a stream", "ms", bars),))
-
-
-def _with_tokenizer(model: Path, folder: Path) -> Path:
-    """A model's folder; one of random weights borrows the bundled model's tokenizer."""
-    if (model / "tokenizer.json").is_file():
-        return model
-    bundled = resolve_model("")[0]
-    borrowed = [bundled / name for name in TOKENIZER_FILES]
-    for file in (*model.iterdir(), *(file for file in borrowed if file.is_file())):
-        (folder / file.name).symlink_to(file)
-    return folder
 
 
 async def _measure(args: argparse.Namespace, model: str) -> tuple[Leaving, Leaving]:

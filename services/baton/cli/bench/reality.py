@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
-from baton.cli.access import Access
 from baton.cli.bench import shapes
-from baton.cli.bench.arrivals import ENGINE_CORE, OTHER_CORE
-from baton.cli.bench.fleet import fleet
 from baton.cli.bench.process import say
+from baton.cli.bench.real import Real, started
 from baton.cli.bench.report import Report
-from baton.cli.layout import Layout, UpOptions
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.lengths import Lengths, fixed, named
-from baton.cli.loadtest.over_grpc import OverGrpc
-from baton.cli.loadtest.runner import Limits, Runner
-from baton.cli.loadtest.summary import Objectives, Summary
-from baton.cli.loadtest.token_ids import TokenIds
 from baton.cli.loadtest.workload import Drawn, Workload
 from baton.cli.planning.calibrate import calibration_of
-from baton.cli.planning.measured import ask
-from baton.cli.ports import free_ports
-from baton.cli.quantiles import quantile
 from baton.cli.results import Result, at_most
 from baton.cli.simulating import drawn
 from baton.cli.simulating.calibration import Calibration
 from baton.core.errors import BatonError
+from baton.core.quantiles import quantile
 from baton.sim.settings import Delays, FleetFacts
 from baton.sim.simulation import simulate
 from baton.sim.summary import Summary as Foretold
@@ -105,51 +97,30 @@ FIGURES = (
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError when a request fails."""
-    folder = str(shapes.folder(args.shape))
     results: list[Result] = []
-    for case in CASES:
-        if args.only in case.name:
-            say(f"{case.name}: starting a Baton")
-            results += asyncio.run(_case(args, folder, case))
+    with tempfile.TemporaryDirectory() as place:
+        folder = str(shapes.with_tokenizer(shapes.folder(args.shape), Path(place)))
+        for case in CASES:
+            if args.only in case.name:
+                say(f"{case.name}: starting a Baton")
+                results += asyncio.run(_case(args, folder, case))
     return Report(results)
 
 
 async def _case(args: argparse.Namespace, folder: str, case: Case) -> list[Result]:
-    http_port, grpc_port = free_ports(2)
-    engines = ENGINE_CORE
-    if case.prefills:
-        # Two engines on one core would take turns, which the simulator knows nothing of.
-        engines = f"{ENGINE_CORE},{OTHER_CORE}"
-    else:
-        os.sched_setaffinity(0, {int(OTHER_CORE)})
-    options = UpOptions(
-        model=folder,
-        prefill=case.prefills,
-        threads=1,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        engine_cpus=engines,
-        other_cpus=OTHER_CORE,
-    )
-    async with fleet(options) as (layout, _):
-        client = OverGrpc(Access(layout.grpc), "")
-        try:
-            return await _compared(args, case, layout, client)
-        finally:
-            await client.close()
+    async with started(folder, case.prefills, 1) as real:
+        return await _compared(args, case, real)
 
 
-async def _compared(
-    args: argparse.Namespace, case: Case, layout: Layout, client: OverGrpc
-) -> list[Result]:
+async def _compared(args: argparse.Namespace, case: Case, real: Real) -> list[Result]:
     seed = args.seed
     alone = Drawn(Arrivals(Kind.CONSTANT, 1 / ALONE_S, ALONE * ALONE_S), fixed(64, 8)).workload(0)
-    await _real(client, case.drawn(1.0, args.warm_s).workload(seed + 1), seed + 1)
-    known = await _asked(layout)
+    await _seen(real, case.drawn(1.0, args.warm_s).workload(seed + 1), seed + 1)
+    known = calibration_of(await real.told())
     rate = args.busy / _busy(case, known, seed)
-    await _real(client, case.drawn(rate, args.warm_s).workload(seed + 2), seed + 2)
-    known = await _asked(layout)
-    lone = await _real(client, alone, seed + 3)
+    await _seen(real, case.drawn(rate, args.warm_s).workload(seed + 2), seed + 2)
+    known = calibration_of(await real.told())
+    lone = await _seen(real, alone, seed + 3)
     added_s = max(0.0, lone.first_p50 - _foretold(_facts(case, known), alone).first_p50)
     facts = replace(_facts(case, known), delays=Delays(tokenize_s=added_s))
 
@@ -158,8 +129,7 @@ async def _compared(
     runs = []
     for number in range(args.rounds):
         say(f"{case.name}: {workload.requests} requests, {number + 1} of {args.rounds}")
-        # Other tokens each time: what one run leaves in caches is not there for the next.
-        runs.append(await _real(client, workload, seed + 10 + number))
+        runs.append(await _seen(real, workload, seed + 10 + number))
     return [
         Result(f"{case.name}: requests", workload.requests, ""),
         Result(f"{case.name}: rate", rate, "/s"),
@@ -193,9 +163,8 @@ def _figure(
     ]
 
 
-async def _real(client: OverGrpc, workload: Workload, seed: int) -> Figures:
-    runner = Runner(client, TokenIds(seed, 64, 1899), Limits())
-    found = Summary(await runner.run(workload), Objectives())
+async def _seen(real: Real, workload: Workload, seed: int) -> Figures:
+    found = await real.run(workload, seed)
     if found.answered != found.due:
         raise BatonError(f"{found.due - found.answered} of {found.due} requests were not answered")
     first, between = found.latencies.first, found.latencies.between
@@ -207,11 +176,6 @@ async def _real(client: OverGrpc, workload: Workload, seed: int) -> Figures:
         quantile(between, 0.99),
         tokens / max(sample.ended_s for sample in found.run.samples),
     )
-
-
-async def _asked(layout: Layout) -> Calibration:
-    engines = [spec.grpc for spec in layout.processes if spec.role in ("prefill", "decode")]
-    return calibration_of(await ask(engines, None))
 
 
 def _facts(case: Case, known: Calibration) -> FleetFacts:

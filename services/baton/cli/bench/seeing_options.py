@@ -33,7 +33,7 @@ def _tracing(kinds: Any) -> None:
         kinds,
         "tracing",
         "what tracing and metrics cost, in processor time of all five processes",
-        "About 10 minutes.",
+        "About a quarter of an hour.",
         plot=False,
     )
     tracing.add_argument(

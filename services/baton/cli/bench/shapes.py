@@ -38,6 +38,16 @@ _SMALL: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {**_SMALL, "vocab_size": 512},
     "wide": {**_SMALL, "vocab_size": 131072},
+    "25m": {
+        **_COMMON,
+        "config": "LlamaConfig",
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "100m": {
         **_COMMON,
         "config": "LlamaConfig",
@@ -63,6 +73,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What a transformers config class of that name is made with."""
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
 def folder(shape: str) -> Path:
     """The model's folder: one of SHAPES, built if it has to be, or any model's folder or hub id.
 
@@ -78,6 +91,18 @@ def folder(shape: str) -> Path:
         job = {"settings": settings, "target": str(target)}
         call("build", job, threads=1, deadline_s=BUILD_DEADLINE_S)
     return target
+
+
+def with_tokenizer(model: Path, folder: Path) -> Path:
+    """A model's folder; one of random weights borrows the bundled model's tokenizer, in a folder
+    that is empty."""
+    if (model / "tokenizer.json").is_file():
+        return model
+    bundled = resolve_model("")[0]
+    borrowed = [bundled / name for name in TOKENIZER_FILES]
+    for file in (*model.iterdir(), *(file for file in borrowed if file.is_file())):
+        (folder / file.name).symlink_to(file)
+    return folder
 
 
 def cache() -> Path:

@@ -12,6 +12,7 @@ def add(kinds: Any) -> None:
     _simulator(kinds)
     _scaling(kinds)
     _reality(kinds)
+    _split(kinds)
 
 
 def _simulator(kinds: Any) -> None:
@@ -67,7 +68,7 @@ def _reality(kinds: Any) -> None:
         plot=False,
     )
     reality.add_argument(
-        "--shape", default="100m", help="tiny, 100m, 500m: random weights; or a model's folder"
+        "--shape", default="25m", help="tiny, 25m, 100m, 500m: random weights; or a model's folder"
     )
     reality.add_argument("--rounds", type=int, default=5, metavar="N", help="real runs of each")
     reality.add_argument("--seconds", type=float, default=40.0, metavar="S", help="of each run")
@@ -77,3 +78,20 @@ def _reality(kinds: Any) -> None:
         help="share of its time that the busiest worker is to work (default 0.5)",
     )  # fmt: skip
     reality.add_argument("--only", default="", metavar="NAME", help="workloads with this in it")
+
+
+def _split(kinds: Any) -> None:
+    split = flags.kind(
+        kinds,
+        "split",
+        "what `baton plan split` says of three workloads against both set-ups, really run",
+        "About half an hour.",
+        plot=False,
+    )
+    split.add_argument(
+        "--shape", default="25m", help="tiny, 25m, 100m, 500m: random weights; or a model's folder"
+    )
+    split.add_argument(
+        "--error", type=float, default=15.0, metavar="PERCENT", help="as `baton plan split` has it"
+    )
+    split.add_argument("--only", default="", metavar="NAME", help="workloads with this in it")

@@ -1,8 +1,10 @@
 """`baton bench tracing`: what tracing and metrics cost, in processor time of all five processes.
 
-A pair is the same requests on two Batons, one after the other, each started for it: with every
-request traced to a receiver and all metrics scraped, and with neither. Which comes first changes
-from pair to pair. Only the five processes count: not the receiver, nor who asks and scrapes.
+A pair is two Batons, started for it, that take turns at the same requests, a few at a time: what
+the machine does better one minute than the next is then no difference between them. One has every
+request traced to a receiver and all metrics scraped meanwhile, the other neither. Who begins
+changes from turn to turn. Only the five processes count, from the first turn to the last: not the
+receiver, nor who asks and scrapes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from baton.cli.loadtest.over_grpc import greedy
 from baton.cli.ports import free_ports
 from baton.cli.results import Result, at_most
 from baton.cli.scrape import scrape
+from baton.cli.supervisor import Supervisor
 from baton.core.errors import BatonError
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -34,21 +37,31 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 MOST_PERCENT = 3.0
 SCRAPE_EVERY_S = 1.0
 SETTLE_S = 3.0
-"""After the last token: the spans leave within it, and on the other side it is waited as well."""
+"""After the last turn: the spans leave within it."""
+TURNS = 6
+"""Of each Baton, in a pair."""
 REQUEST_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One Baton's share of a pair. spent_us: by role, of a token. scrapes: of all processes."""
+    """One Baton's share of a pair. spent_us: by role, of a token."""
 
     spent_us: dict[str, float]
-    spans: int = 0
-    scrapes: int = 0
 
     @property
     def token_us(self) -> float:
         return sum(self.spent_us.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """on: traced and scraped. spans: received. scrapes: of all processes."""
+
+    on: Side
+    off: Side
+    spans: int
+    scrapes: int
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -65,18 +78,49 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         endpoint = (await receiver.ask(do="open"))["endpoint"]
         pairs = []
         for number in range(args.pairs):
-            sides = {}
-            for traced in (True, False) if number % 2 else (False, True):
-                bench = _Bench(args, number, receiver if traced else None)
-                sides[traced] = await bench.run(_layout(args, cores, endpoint if traced else ""))
-            pairs.append((sides[True], sides[False]))
+            async with (
+                _Bench.started(_layout(args, cores, endpoint)) as on,
+                _Bench.started(_layout(args, cores, "")) as off,
+            ):
+                pairs.append(await _pair(args, number, on, off, receiver))
+            last = pairs[-1]
             say(
-                f"pair {number + 1} of {args.pairs}: {sides[True].token_us:.0f} against "
-                f"{sides[False].token_us:.0f} us a token"
+                f"pair {number + 1} of {args.pairs}: {last.on.token_us:.0f} against "
+                f"{last.off.token_us:.0f} us a token"
             )
     finally:
         await receiver.close()
     return _figures(pairs, args.requests)
+
+
+async def _pair(
+    args: argparse.Namespace, number: int, on: _Bench, off: _Bench, receiver: Beside
+) -> Pair:
+    for bench in (on, off):
+        await bench.drive(_prompts(f"warm {number}", args.concurrency, args), args)
+    await asyncio.sleep(SETTLE_S)
+    await receiver.ask(do="take")
+    before = on.spent_s(), off.spent_s()
+    tokens, scrapes = 0, 0
+    prompts = {
+        bench: list(_prompts(f"{args.seed} {number}", args.requests, args)) for bench in (on, off)
+    }
+    for turn in range(TURNS):
+        part = slice(turn * args.requests // TURNS, (turn + 1) * args.requests // TURNS)
+        for bench in (on, off) if (turn + number) % 2 else (off, on):
+            async with _scraped(on.layout if bench is on else None) as times:
+                came = await bench.drive(iter(prompts[bench][part]), args)
+            tokens += came if bench is on else 0
+            scrapes += len(times)
+    await asyncio.sleep(SETTLE_S)
+    traced, plain = [
+        Side({role: 1e6 * (after[role] - first[role]) / tokens for role in first})
+        for first, after in zip(before, (on.spent_s(), off.spent_s()), strict=True)
+    ]
+    found = await receiver.ask(do="take")
+    if found["traces"] != args.requests:
+        raise BatonError(f"{found['traces']} of {args.requests} requests were traced")
+    return Pair(traced, plain, found["spans"], scrapes)
 
 
 def _layout(args: argparse.Namespace, cores: list[int], endpoint: str) -> Layout:
@@ -102,38 +146,42 @@ def _layout(args: argparse.Namespace, cores: list[int], endpoint: str) -> Layout
 
 
 class _Bench:
-    """One side of one pair. receiver: None where nothing is traced and nothing scraped."""
+    """A Baton that runs."""
 
-    def __init__(self, args: argparse.Namespace, number: int, receiver: Beside | None) -> None:
-        self._args, self._number, self._receiver = args, number, receiver
+    def __init__(self, layout: Layout, supervisor: Supervisor) -> None:
+        self.layout = layout
+        self._pids = {spec: supervisor.child(spec.name).pid for spec in layout.processes}
 
-    async def run(self, layout: Layout) -> Side:
-        args, receiver = self._args, self._receiver
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, layout: Layout) -> AsyncIterator[_Bench]:
         async with supervised(layout, lambda *_: None) as supervisor:
-            pids = {spec: supervisor.child(spec.name).pid for spec in layout.processes}
+            yield cls(layout, supervisor)
 
-            def spent_s() -> dict[str, float]:
-                return {spec.role: cpu_spent_s(pid) for spec, pid in pids.items()}
+    def spent_s(self) -> dict[str, float]:
+        """Processor time so far, by role."""
+        return {spec.role: cpu_spent_s(pid) for spec, pid in self._pids.items()}
 
-            await _drive(
-                layout.grpc, _prompts(f"warm {self._number}", args.concurrency, args), args
-            )
-            await asyncio.sleep(SETTLE_S)
-            if receiver is not None:
-                await receiver.ask(do="take")
-            before = spent_s()
-            async with _scraped(layout if receiver is not None else None) as scrapes:
-                prompts = _prompts(f"{args.seed} {self._number}", args.requests, args)
-                tokens = await _drive(layout.grpc, prompts, args)
-                await asyncio.sleep(SETTLE_S)
-            after = spent_s()
-        spent = {role: 1e6 * (after[role] - before[role]) / tokens for role in before}
-        if receiver is None:
-            return Side(spent)
-        found = await receiver.ask(do="take")
-        if found["traces"] != args.requests:
-            raise BatonError(f"{found['traces']} of {args.requests} requests were traced")
-        return Side(spent, found["spans"], len(scrapes))
+    async def drive(self, prompts: Iterator[str], args: argparse.Namespace) -> int:
+        """Runs the requests, so many at a time; how many tokens came. Raises BatonError."""
+        tokens = 0
+        async with open_channel(self.layout.grpc) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+
+            async def worker() -> None:
+                nonlocal tokens
+                for prompt in prompts:
+                    request: inference_pb2.GenerateRequest = greedy((), args.output_tokens)
+                    request.text = prompt
+                    came = 0
+                    async for response in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
+                        came += len(response.event.delta.token_ids)
+                    if came != args.output_tokens:
+                        raise BatonError(f"{came} of {args.output_tokens} tokens came")
+                    tokens += came
+
+            await asyncio.gather(*(worker() for _ in range(args.concurrency)))
+        return tokens
 
 
 @asynccontextmanager
@@ -172,30 +220,8 @@ def _prompts(seed: str, count: int, args: argparse.Namespace) -> Iterator[str]:
         yield " ".join(words)
 
 
-async def _drive(address: str, prompts: Iterator[str], args: argparse.Namespace) -> int:
-    """Runs the requests, so many at a time; how many tokens came. Raises BatonError."""
-    tokens = 0
-    async with open_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-
-        async def worker() -> None:
-            nonlocal tokens
-            for prompt in prompts:
-                request: inference_pb2.GenerateRequest = greedy((), args.output_tokens)
-                request.text = prompt
-                came = 0
-                async for response in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
-                    came += len(response.event.delta.token_ids)
-                if came != args.output_tokens:
-                    raise BatonError(f"{came} of {args.output_tokens} tokens came")
-                tokens += came
-
-        await asyncio.gather(*(worker() for _ in range(args.concurrency)))
-    return tokens
-
-
-def _figures(pairs: list[tuple[Side, Side]], requests: int) -> list[Result]:
-    found = ratio([(on.token_us, off.token_us) for on, off in pairs])
+def _figures(pairs: list[Pair], requests: int) -> list[Result]:
+    found = ratio([(pair.on.token_us, pair.off.token_us) for pair in pairs])
 
     def percent(value: float) -> float:
         return 100 * (value - 1)
@@ -207,8 +233,8 @@ def _figures(pairs: list[tuple[Side, Side]], requests: int) -> list[Result]:
     results = [
         beside(
             "CPU a token, all processes",
-            [on.token_us for on, _ in pairs],
-            [off.token_us for _, off in pairs],
+            [pair.on.token_us for pair in pairs],
+            [pair.off.token_us for pair in pairs],
         ),
         Result("what tracing and metrics add", percent(found.mean), "%"),
         Result("lower end of its 95 % interval", percent(found.low), "%"),
@@ -217,13 +243,13 @@ def _figures(pairs: list[tuple[Side, Side]], requests: int) -> list[Result]:
     results += [
         beside(
             f"CPU a token, {role}",
-            [on.spent_us[role] for on, _ in pairs],
-            [off.spent_us[role] for _, off in pairs],
+            [pair.on.spent_us[role] for pair in pairs],
+            [pair.off.spent_us[role] for pair in pairs],
         )
-        for role in pairs[0][0].spent_us
+        for role in pairs[0].on.spent_us
     ]
-    spans = fmean(on.spans for on, _ in pairs) / requests
-    scrapes = fmean(on.scrapes for on, _ in pairs)
+    spans = fmean(pair.spans for pair in pairs) / requests
+    scrapes = fmean(pair.scrapes for pair in pairs)
     return [
         *results,
         Result("spans received of a request", spans, ""),

@@ -85,9 +85,13 @@ class Advice:
 
     @property
     def answer(self) -> Answer:
-        if self.ratio > 1 + self.error:
+        return self.answer_of(self.ratio)
+
+    def answer_of(self, ratio: float) -> Answer:
+        """What another ratio would have said."""
+        if ratio > 1 + self.error:
             return Answer.PAYS
-        return Answer.DOES_NOT if self.ratio < 1 / (1 + self.error) else Answer.WITHIN_ERROR
+        return Answer.DOES_NOT if ratio < 1 / (1 + self.error) else Answer.WITHIN_ERROR
 
 
 def setups(workers: int, decode: WorkerFacts, targets: Targets) -> list[Setup]:

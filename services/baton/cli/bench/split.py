@@ -1,0 +1,204 @@
+"""`baton bench split`: whether `baton plan split` is right, on this machine.
+
+For each of three workloads it says what two workers carry within targets, aggregated and split,
+from what running ones measured of themselves. Then both set-ups really run, each with the chunks
+that the plan gave it, and the highest rate that they carry is looked for with the same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.cli.bench import shapes
+from baton.cli.bench.process import say
+from baton.cli.bench.real import Real, started
+from baton.cli.bench.report import Report
+from baton.cli.loadtest.arrivals import Arrivals, Kind
+from baton.cli.loadtest.lengths import fixed
+from baton.cli.loadtest.search import Range, Verdict, highest
+from baton.cli.loadtest.summary import Summary
+from baton.cli.loadtest.workload import Drawn, Workload
+from baton.cli.planning.asked import Targets
+from baton.cli.planning.calibrate import calibration_of
+from baton.cli.planning.split import SHARE, Advice, Answer, Carried, Splitting
+from baton.cli.results import Result, compared
+from baton.cli.simulating import drawn
+from baton.cli.simulating.calibration import Calibration
+from baton.core.quantiles import quantile
+from baton.core.routing import RoutingPolicy
+
+WORKERS = 2
+REQUESTS = 200
+TIMES = 4.0
+"""Times what was foretold, or less than it, that is tried at most."""
+
+WARM = ((64, 8), (512, 16), (200, 32))
+"""Prompts and answers that come before a worker is asked how fast it is: steps of several sizes."""
+
+WARM_S = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """prompt, output: tokens. first, between: the targets, in times that a worker alone would need
+    for the prompt, and for a step of one sequence."""
+
+    name: str
+    prompt: int
+    output: int
+    first: float
+    between: float
+
+    def drawn(self, rate: float) -> Drawn:
+        return Drawn(Arrivals(Kind.POISSON, rate, REQUESTS / rate), fixed(self.prompt, self.output))
+
+    def targets(self, known: Calibration) -> Targets:
+        prefill, decode = known.prefill.speed, known.decode.speed
+        return Targets(
+            self.first * prefill.prefill_s(0, self.prompt),
+            self.between * decode.decode_s(1, self.prompt),
+        )
+
+
+CASES = (
+    Case("long prompts, steady answers", 512, 110, 6.0, 1.6),
+    Case("long prompts", 512, 110, 6.0, 6.0),
+    Case("short prompts, long answers", 32, 110, 60.0, 3.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    case: Case
+    targets: Targets
+    advice: Advice
+    split: float
+    aggregated: float
+
+    @property
+    def ratio(self) -> float:
+        return self.split / self.aggregated if self.aggregated else float("inf")
+
+    @property
+    def answer(self) -> Answer:
+        """What the real runs say, by the plan's own rule."""
+        return self.advice.answer_of(self.ratio)
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises BatonError."""
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = str(shapes.with_tokenizer(shapes.folder(args.shape), Path(place)))
+        known = asyncio.run(_known(folder))
+        for case in CASES:
+            if args.only in case.name:
+                results += _results(asyncio.run(_confirmed(args, folder, case, known)))
+    return Report(results)
+
+
+async def _known(folder: str) -> Calibration:
+    """Of workers of both roles, and of one that does both: a decode worker that never prefills
+    cannot know what that takes."""
+    told = []
+    for prefills, decodes in ((1, 1), (0, 1)):
+        say(f"measuring speeds with {prefills} prefill and {decodes} decode workers")
+        async with started(folder, prefills, decodes) as real:
+            for seed, (prompt, output) in enumerate(WARM):
+                arrivals = Arrivals(Kind.POISSON, 1.0, WARM_S)
+                await real.run(Drawn(arrivals, fixed(prompt, output)).workload(seed), seed)
+            told += await real.told()
+    return calibration_of(told)
+
+
+async def _confirmed(
+    args: argparse.Namespace, folder: str, case: Case, known: Calibration
+) -> Confirmed:
+    targets = case.targets(known)
+    workload = case.drawn(1.0).workload(args.seed)
+    splitting = Splitting(known, drawn.requests(workload), targets, RoutingPolicy())
+    advice = splitting.advise(WORKERS, args.error / 100)
+    say(f"{case.name}: {advice.answer} (foretold {advice.ratio:.2f})")
+    split, whole = [
+        await _carried(folder, case, targets, workload, each)
+        for each in (advice.split, advice.aggregated)
+    ]
+    return Confirmed(case, targets, advice, split, whole)
+
+
+async def _carried(
+    folder: str, case: Case, targets: Targets, workload: Workload, foretold: Carried
+) -> float:
+    """Requests a second that it really carries; 0: not even few."""
+    setup = foretold.setup
+    flags = ("--step-tokens", str(setup.step_tokens))
+    own_rate = workload.requests / workload.seconds
+    number = 0
+    async with started(folder, setup.prefills, setup.decodes, flags) as real:
+        await _warm(real, case)
+
+        async def probe(rate: float) -> Verdict:
+            nonlocal number
+            number += 1
+            found = await real.run(_at(workload, rate / own_rate), number)
+            good = _is_good(found, targets)
+            say(f"{case.name}: {setup.name}, {rate:.3g}/s: {'carried' if good else 'too much'}")
+            return Verdict.WELL if good else Verdict.BADLY
+
+        first = foretold.goodput or own_rate
+        found = await highest(Range(first / TIMES, first * TIMES, 0.2, first), probe)
+    return found.rate or 0.0
+
+
+async def _warm(real: Real, case: Case) -> None:
+    """Until workers have measured themselves, which routers go by."""
+    few = Drawn(Arrivals(Kind.POISSON, 1.0, WARM_S), fixed(case.prompt, case.output))
+    await real.run(few.workload(-1), -1)
+
+
+def _at(workload: Workload, times: float) -> Workload:
+    """The same requests, so many times as fast."""
+    return Workload(
+        tuple(replace(one, due_s=one.due_s / times) for one in workload.sessions),
+        workload.seconds / times,
+    )
+
+
+def _is_good(found: Summary, targets: Targets) -> bool:
+    """As `Splitting` has it."""
+    first, between = found.latencies.first, found.latencies.between
+    return (
+        found.answered >= SHARE * found.due
+        and quantile(first, SHARE) <= targets.first_token_s
+        and quantile(between, SHARE) <= targets.between_tokens_s
+    )
+
+
+def _results(found: Confirmed) -> Sequence[Result]:
+    name, advice = found.case.name, found.advice
+    real = {id(advice.split): found.split, id(advice.aggregated): found.aggregated}
+    carried = []
+    for one in (advice.split, advice.aggregated):
+        said, goodput = one.goodput or 0.0, real[id(one)]
+        carried.append(
+            Result(
+                f"{name}: {one.setup.name} carries, foretold",
+                said,
+                "requests/s",
+                goodput,
+                said / goodput if goodput else None,
+            )
+        )
+    agrees = advice.answer is found.answer
+    return [
+        Result(f"{name}: first token, target", 1000 * found.targets.first_token_s, "ms"),
+        Result(f"{name}: between tokens, target", 1000 * found.targets.between_tokens_s, "ms"),
+        *carried,
+        Result(f"{name}: split to aggregated, foretold", advice.ratio, "", found.ratio),
+        compared(f"{name}: {advice.answer}; runs say the same", int(agrees), "", 1, 1),
+    ]
