@@ -53,7 +53,6 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
         *("weights", "model", "warm_up", "probe"),
     },
     "path": {"self", "peer"},
-    "pool": {"prefill", "decode"},
     "place": {"host", "disk"},
     "prefill": {"local", "remote"},
     "reason": {limit.value for limit in Limit},

@@ -123,7 +123,7 @@ USAGE_FAILURES = Spec(
 POOL_TARGETS = Spec(
     "baton_pool_target_workers",
     "How many workers the rule of core/scaling asks for, by what this router sees.",
-    ("pool",),
+    ("role",),
 )
 CACHE_GAPS = Spec(
     "baton_cache_event_gaps_total", "How often cache events of a worker were missing.", ("role",)

@@ -107,7 +107,7 @@ async def test_a_router_tells_them(world: World) -> None:
     metrics, queue = RouterMetrics(registry), pipeline.gate.queue
     unwatch = metrics.watch_targets(world.config, world.fleet, queue, replicas)
     await world.ask(Request(TextPrompt("abc"), seed=7, max_tokens=4, ignore_eos=True))
-    assert registry.get_sample_value("baton_pool_target_workers", {"pool": "decode"}) == 1
+    assert registry.get_sample_value("baton_pool_target_workers", {"role": "decode"}) == 1
     for stop in unwatch:
         stop()
     assert not metrics.watch_targets(RouterConfig(), world.fleet, queue, replicas)
