@@ -79,5 +79,5 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert main(["bench", "tracing", *few, "--json", str(file)]) == 0
     found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
     assert found["spans received of a request"]["value"] > 10
-    assert found["scrapes of each process, of a pair"]["value"] > 1
+    assert found["scrapes of each process, of a pair"]["value"] >= 1
     assert found["CPU a token, decode"]["against"] > 0

@@ -35,8 +35,9 @@ from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MOST_PERCENT = 3.0
-SCRAPE_EVERY_S = 1.0
-SETTLE_S = 3.0
+SCRAPE_EVERY_S = 15.0
+"""As the chart's monitors have it."""
+SETTLE_S = 6.0
 """After the last turn: the spans leave within it."""
 TURNS = 6
 """Of each Baton, in a pair."""
@@ -101,18 +102,17 @@ async def _pair(
     await asyncio.sleep(SETTLE_S)
     await receiver.ask(do="take")
     before = on.spent_s(), off.spent_s()
-    tokens, scrapes = 0, 0
+    tokens = 0
     prompts = {
         bench: list(_prompts(f"{args.seed} {number}", args.requests, args)) for bench in (on, off)
     }
-    for turn in range(TURNS):
-        part = slice(turn * args.requests // TURNS, (turn + 1) * args.requests // TURNS)
-        for bench in (on, off) if (turn + number) % 2 else (off, on):
-            async with _scraped(on.layout if bench is on else None) as times:
+    async with _scraped(on.layout) as scrapes:
+        for turn in range(TURNS):
+            part = slice(turn * args.requests // TURNS, (turn + 1) * args.requests // TURNS)
+            for bench in (on, off) if (turn + number) % 2 else (off, on):
                 came = await bench.drive(iter(prompts[bench][part]), args)
-            tokens += came if bench is on else 0
-            scrapes += len(times)
-    await asyncio.sleep(SETTLE_S)
+                tokens += came if bench is on else 0
+        await asyncio.sleep(SETTLE_S)
     traced, plain = [
         Side({role: 1e6 * (after[role] - first[role]) / tokens for role in first})
         for first, after in zip(before, (on.spent_s(), off.spent_s()), strict=True)
@@ -120,7 +120,7 @@ async def _pair(
     found = await receiver.ask(do="take")
     if found["traces"] != args.requests:
         raise BatonError(f"{found['traces']} of {args.requests} requests were traced")
-    return Pair(traced, plain, found["spans"], scrapes)
+    return Pair(traced, plain, found["spans"], len(scrapes))
 
 
 def _layout(args: argparse.Namespace, cores: list[int], endpoint: str) -> Layout:
@@ -185,14 +185,14 @@ class _Bench:
 
 
 @asynccontextmanager
-async def _scraped(layout: Layout | None) -> AsyncIterator[list[float]]:
-    """Reads all processes' metrics again and again, as Prometheus would; None: does not.
+async def _scraped(layout: Layout) -> AsyncIterator[list[float]]:
+    """Reads all processes' metrics again and again, as Prometheus would.
 
     What it gives are the times at which it did.
     """
     clock = asyncio.get_running_loop().time
     times: list[float] = []
-    urls = [] if layout is None else [layout.metrics_url(spec) for spec in layout.processes]
+    urls = [layout.metrics_url(spec) for spec in layout.processes]
 
     async def go_on() -> None:
         while True:
@@ -201,14 +201,13 @@ async def _scraped(layout: Layout | None) -> AsyncIterator[list[float]]:
                 await asyncio.to_thread(scrape, url)
             await asyncio.sleep(max(0.0, times[-1] + SCRAPE_EVERY_S - clock()))
 
-    scraping = asyncio.create_task(go_on()) if urls else None
+    scraping = asyncio.create_task(go_on())
     try:
         yield times
     finally:
-        if scraping is not None:
-            scraping.cancel()
-            await asyncio.wait({scraping})
-    if scraping is not None and not scraping.cancelled():
+        scraping.cancel()
+        await asyncio.wait({scraping})
+    if not scraping.cancelled():
         scraping.result()
 
 
