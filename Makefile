@@ -142,7 +142,7 @@ bench-reality: install ## Compare the simulator and `plan split` with real runs 
 bench-scaling: install ## Grow simulated fleets by leading signals, and by how busy they are (about 3 minutes)
 	@$(FIGURES) scaling
 
-bench-tracing: install ## Measure what tracing and metrics cost (about 20 minutes)
+bench-tracing: install ## Measure what tracing and metrics cost (about a quarter of an hour)
 	@$(FIGURES) tracing
 
 chaos: install ## Kill, stop, cut off and restart processes under load, and count (about half an hour)

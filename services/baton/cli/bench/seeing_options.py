@@ -33,7 +33,7 @@ def _tracing(kinds: Any) -> None:
         kinds,
         "tracing",
         "what tracing and metrics cost, in processor time of all five processes",
-        "About 20 minutes.",
+        "About a quarter of an hour.",
         plot=False,
     )
     tracing.add_argument(
@@ -42,6 +42,6 @@ def _tracing(kinds: Any) -> None:
     tracing.add_argument("--transport", choices=("nixl", "loopback"), default="nixl")
     tracing.add_argument("--pairs", type=int, default=10, metavar="N", help="interleaved, 2 to 31")
     tracing.add_argument("--requests", type=int, default=64, metavar="N", help="of each side")
-    tracing.add_argument("--concurrency", type=int, default=8, metavar="N")
+    tracing.add_argument("--concurrency", type=int, default=4, metavar="N", help="of each side")
     tracing.add_argument("--words", type=int, default=64, metavar="N", help="of a prompt")
     tracing.add_argument("--output-tokens", type=int, default=64, metavar="N")

@@ -1,9 +1,8 @@
 """`baton bench tracing`: what tracing and metrics cost, in processor time of all five processes.
 
-A pair is two Batons, started for it, that take turns at the same requests, a few at a time: what
-the machine does better one minute than the next is then no difference between them. One has every
-request traced to a receiver and all metrics scraped meanwhile, the other neither. Who begins
-changes from turn to turn. Only the five processes count, from the first turn to the last: not the
+A pair is two Batons, started for it, that are asked the same at the same time: whatever the machine
+does better one moment than the next, it does for both. One has every request traced to a receiver
+and all metrics scraped meanwhile, the other neither. Only the five processes count: not the
 receiver, nor who asks and scrapes.
 """
 
@@ -38,9 +37,7 @@ MOST_PERCENT = 3.0
 SCRAPE_EVERY_S = 15.0
 """As the chart's monitors have it."""
 SETTLE_S = 6.0
-"""After the last turn: the spans leave within it."""
-TURNS = 6
-"""Of each Baton, in a pair."""
+"""After the last token: the spans leave within it."""
 REQUEST_TIMEOUT_S = 120.0
 
 
@@ -102,16 +99,13 @@ async def _pair(
     await asyncio.sleep(SETTLE_S)
     await receiver.ask(do="take")
     before = on.spent_s(), off.spent_s()
-    tokens = 0
-    prompts = {
-        bench: list(_prompts(f"{args.seed} {number}", args.requests, args)) for bench in (on, off)
-    }
     async with _scraped(on.layout) as scrapes:
-        for turn in range(TURNS):
-            part = slice(turn * args.requests // TURNS, (turn + 1) * args.requests // TURNS)
-            for bench in (on, off) if (turn + number) % 2 else (off, on):
-                came = await bench.drive(iter(prompts[bench][part]), args)
-                tokens += came if bench is on else 0
+        tokens, _ = await asyncio.gather(
+            *(
+                bench.drive(_prompts(f"{args.seed} {number}", args.requests, args), args)
+                for bench in (on, off)
+            )
+        )
         await asyncio.sleep(SETTLE_S)
     traced, plain = [
         Side({role: 1e6 * (after[role] - first[role]) / tokens for role in first})
