@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import time
+from pathlib import Path
 
 from baton.kv.reader import Reader
 from baton.kv.slots import SlotRing
@@ -22,6 +23,20 @@ from tests.kv.ring_process import make
 
 NUM_SLOTS, SLOT_BYTES = 4, 4 << 20
 CANARY = 0xEE
+
+
+def _until_stopped(pid: int) -> None:
+    """The signal is there at once, but until a thread of the process takes it all of them go on."""
+    deadline = time.monotonic() + 30
+    while {_state(task) for task in Path(f"/proc/{pid}/task").iterdir()} != {"T"}:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{pid} does not stop")
+        time.sleep(0.001)
+
+
+def _state(task: Path) -> str:
+    """See proc(5): after the name, which is in parentheses."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def main(fate: str) -> dict[str, object]:
@@ -38,6 +53,7 @@ async def main(fate: str) -> dict[str, object]:
             ring.view(index)[:] = bytes([CANARY]) * SLOT_BYTES
 
         os.kill(peer.process.pid, signal.SIGSTOP)
+        await asyncio.to_thread(_until_stopped, peer.process.pid)
         slot = ring.take("peer")
         assert slot is not None
         began = time.monotonic()

