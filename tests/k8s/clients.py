@@ -6,7 +6,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 
 import httpx
@@ -52,10 +52,13 @@ class Clients:
     async def tokens(self, ask: Ask, served: dict[str, float] | None = None) -> list[int]:
         """The answer's token ids. Raises BatonError, httpx.HTTPError or Refused.
 
-        served: when workers' first tokens were seen, by address, in wall time.
+        served: by worker's address, when the earliest first token was seen that came by it, in wall
+        time. Who served is told at the answer's end.
         """
+        if served is None:
+            served = {}
         if ask.face == "http":
-            return await self._over_http(ask)
+            return await self._over_http(ask, served)
         found: list[int] = []
         first = 0.0
         options: Options = {**ask.options, "cache_salt": _salt()}
@@ -63,17 +66,18 @@ class Clients:
             if isinstance(event, Delta):
                 first = first or time.time()
                 found.extend(event.token_ids)
-            elif isinstance(event, Finished) and served is not None and event.stages is not None:
-                for worker in event.stages.workers:
-                    served.setdefault(worker.address, first)
+            elif isinstance(event, Finished) and event.stages is not None:
+                _note(served, (worker.address for worker in event.stages.workers), first)
         return found
 
-    async def _over_http(self, ask: Ask) -> list[int]:
+    async def _over_http(self, ask: Ask, served: dict[str, float]) -> list[int]:
         body = {"model": "", "prompt": _for_json(ask.prompt), "stream": True, **ask.options}
         body["cache_salt"] = _salt()
         found: list[int] = []
-        done = False
-        async with self._of_http.stream("POST", "/v1/completions", json=body) as answer:
+        first, done = 0.0, False
+        async with self._of_http.stream(
+            "POST", "/v1/completions", json=body, headers={"X-Baton-Timings": "true"}
+        ) as answer:
             if answer.status_code != 200:
                 again = answer.status_code in (429, 503)
                 said = (await answer.aread()).decode()
@@ -89,7 +93,10 @@ class Clients:
                 if "error" in event:
                     raise Refused(data, retryable='"code":"unavailable"' in data)
                 for choice in event["choices"]:
+                    first = first or time.time()
                     found.extend(choice.get("token_ids", ()))
+                for prompt in event.get("baton", ()):
+                    _note(served, (worker["address"] for worker in prompt["workers"]), first)
         if not done:
             raise Refused("the stream broke off", retryable=True)
         return found
@@ -110,6 +117,11 @@ def retryable(error: Exception) -> bool:
     if isinstance(error, Refused):
         return error.retryable
     return isinstance(error, httpx.TransportError)
+
+
+def _note(served: dict[str, float], addresses: Iterable[str], first: float) -> None:
+    for address in addresses:
+        served[address] = min(first, served.get(address, first))
 
 
 def _salt() -> str:

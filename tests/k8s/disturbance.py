@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from baton.cli.scrape import total
 from tests.k8s.asks import Ask, asks
-from tests.k8s.clients import Clients
+from tests.k8s.clients import STREAM_S, Clients
 from tests.k8s.load import Load, references
 from tests.k8s.reach import reached
 from tests.k8s.release import Release
@@ -66,27 +67,27 @@ async def newcomer(release: Release, component: str, before: Sequence[str]) -> d
 async def traffic_reaches(
     release: Release, load: Load, component: str, pod: dict[str, Any]
 ) -> None:
-    """Raises AssertionError when TRAFFIC_S after the pod was Ready nothing had come to it.
+    """Raises AssertionError unless something had come to the pod TRAFFIC_S after it was Ready.
 
-    Kubernetes tells that moment in whole seconds.
+    Kubernetes tells that moment in whole seconds. Whom a stream came by is known at its end only,
+    so it is waited for longer than that.
     """
     until = _ready_at(pod) + 1.0 + TRAFFIC_S
     name, address = pod["metadata"]["name"], f"{pod['status']['podIP']}:50051"
-    while True:
+    came: float | None = None
+    while came is None:
         looked = time.time()
-        if component == "router":
-            metrics = await asyncio.to_thread(release.metrics, name)
-            seen = any(
-                value and sample.startswith("baton_requests_total")
-                for sample, value in metrics.items()
-            )
-        else:
-            looked = load.tally.served.get(address, looked)
-            seen = address in load.tally.served
-        assert looked <= until, f"nothing reached {name} for {looked - until + TRAFFIC_S:.1f} s"
-        if seen:
-            return
+        if component != "router":
+            came = load.tally.served.get(address)
+        elif await asyncio.to_thread(_was_asked, release, name):
+            came = looked
+        assert came is not None or looked <= until + STREAM_S, f"nothing reached {name}"
         await asyncio.sleep(POLL_S)
+    assert came <= until, f"nothing reached {name} for {came - until + TRAFFIC_S:.1f} s"
+
+
+def _was_asked(release: Release, router: str) -> bool:
+    return total(release.metrics(router), "baton_requests_total") > 0
 
 
 async def gone(release: Release, pods: Sequence[str]) -> None:

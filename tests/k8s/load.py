@@ -25,7 +25,7 @@ BEGIN_S = 60.0
 @dataclass
 class Tally:
     """failed, wrong: a sentence for each. retryable: those of the failed that a client may well ask
-    again. served: by worker's address, when a first token was seen that came by it, in wall time.
+    again. served: by worker's address, when the earliest first token came by it, in wall time.
     """
 
     answered: int = 0
