@@ -1,7 +1,12 @@
-"""One conversation with a router, turn by turn; knows neither terminals nor flags."""
+"""One conversation with a router, turn by turn; knows neither terminals nor flags.
+
+Ctrl-C cancels a task. Raised by a signal wherever it finds the thread, KeyboardInterrupt can get
+lost within gRPC, and the answer would go on.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Callable
@@ -9,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.cli.access import Access
-from baton.client import Client, Delta, Finished, Message, Options
+from baton.client import AsyncClient, Delta, Finished, Message, Options
 from baton.core.errors import Unavailable
 from baton.rpc.address import split
 
@@ -66,13 +71,21 @@ class ChatClient:
                 f"nothing listens on {access.address}: start it with 'baton up'"
             ) from None
         tls = False if access.ca is None else access.ca or True
-        self._client = Client(access.address, api_key=access.key, tls=tls)
+        self._runner = asyncio.Runner()
+        try:
+            self._client = self._runner.run(_connected(access.address, access.key, tls))
+        except BaseException:
+            self._runner.close()
+            raise
 
     def __enter__(self) -> ChatClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        try:
+            self._runner.run(self._client.aclose())
+        finally:
+            self._runner.close()
 
     def ask(self, conversation: Conversation, prompt: str, show: Callable[[str], None]) -> Turn:
         """The whole answer; `show` gets each piece of text as it comes.
@@ -82,12 +95,22 @@ class ChatClient:
         """
         turn = Turn()
         began = time.monotonic()
+        with suppress(KeyboardInterrupt):
+            self._runner.run(self._follow(turn, began, conversation, prompt, show))
+        turn.total_s = time.monotonic() - began
+        return turn
+
+    async def _follow(
+        self,
+        turn: Turn,
+        began: float,
+        conversation: Conversation,
+        prompt: str,
+        show: Callable[[str], None],
+    ) -> None:
         messages, options = conversation.messages(prompt), conversation.options
-        with (
-            suppress(KeyboardInterrupt),
-            self._client.chat(messages, model=conversation.model, **options) as stream,
-        ):
-            for event in stream:
+        async with self._client.chat(messages, model=conversation.model, **options) as stream:
+            async for event in stream:
                 if isinstance(event, Delta):
                     turn.first_s = turn.first_s or time.monotonic() - began
                     turn.text += event.text
@@ -95,5 +118,8 @@ class ChatClient:
                 elif isinstance(event, Finished):
                     turn.tokens = event.completion_tokens
                     turn.finished = True
-        turn.total_s = time.monotonic() - began
-        return turn
+
+
+async def _connected(address: str, key: str, tls: bool | bytes) -> AsyncClient:
+    """Made on the loop that it is used on."""
+    return AsyncClient(address, api_key=key, tls=tls)
