@@ -216,6 +216,15 @@ def test_running_workers_say_what_they_can_do() -> None:
         calibration_of(both[:1])
 
 
+def test_who_never_prefilled_does_not_make_others_faster() -> None:
+    never = WorkerSpeed(step_s=0.01, link_bytes_per_s=1e9, handover_s=0.01)
+    often = WorkerSpeed(step_s=0.02, prefill_step_s=2e-3, prefill_position_s=1e-4)
+    found = calibration_of([told("decode", never), told("decode", often)]).decode.speed
+    assert (found.prefill_step_s, found.prefill_position_s) == (2e-3, 1e-4)
+    assert found.step_s == pytest.approx(0.015)
+    assert found.link_bytes_per_s == 1e9
+
+
 def test_chunks_leave_a_step_within_the_target() -> None:
     facts = WorkerFacts(SPEED, 100, 64, 512)
     assert chunk(facts, 1.0) == 512

@@ -69,13 +69,17 @@ def speed_of(told: Sequence[Told], role: str) -> WorkerSpeed | None:
 
 
 def _mean(name: str, speeds: Sequence[WorkerSpeed]) -> Any:
-    """Of those that measured it, for what not all do."""
-    values = [getattr(speed, name) for speed in speeds]
+    """Of those that measured it: a decode worker whose prompts others prefill knows nothing of
+    what that takes, and its 0 is no time."""
     if name == "prefill_step_tokens":
-        return min(values)
+        return min(speed.prefill_step_tokens for speed in speeds)
+    return fmean([getattr(speed, name) for speed in speeds if _measured(name, speed)] or [0.0])
+
+
+def _measured(name: str, speed: WorkerSpeed) -> bool:
     if name in ("link_bytes_per_s", "handover_s"):
-        values = [value for value in values if value] or [0.0]
-    return fmean(values)
+        return bool(getattr(speed, name))
+    return speed.prefills if name.startswith("prefill") else speed.decodes
 
 
 async def _ask(channels: Channels, address: str, roles: Sequence[str]) -> Told:
