@@ -34,6 +34,8 @@ class UpOptions:
     routers: int = 1
     router_flags: tuple[str, ...] = ()
     """More of them for every router."""
+    engine_flags: tuple[str, ...] = ()
+    """More of them for every prefill and decode worker."""
     decode_flags: tuple[str, ...] = ()
     """More of them for every decode worker."""
     http_port: int = 8000
@@ -151,6 +153,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         *("--exact", str(options.exact).lower()),
         *("--dtype", options.dtype, "--quantize", options.quantize),
         *memory,
+        *options.engine_flags,
     )
     for role, count, flags in (
         ("tokenizer", options.tokenizer, served),

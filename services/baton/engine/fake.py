@@ -42,8 +42,10 @@ class FakeRunner:
     change nothing.
 
     eos_every: about one token in so many is the first end token; 0 means none ever.
-    step_seconds: how long a step takes. delay_steps: a submitted step runs when it is collected or
-    when so many newer ones are waiting, so that memory freed too early is seen to be overwritten.
+    step_seconds, token_seconds: how long a step takes, asleep, as a host waits for its device: for
+    itself, and for each token in it.
+    delay_steps: a submitted step runs when it is collected or when so many newer ones are waiting,
+    so that memory freed too early is seen to be overwritten.
     poison_token_id: a chunk that ends with this token makes its samples fail, as NaN logits would.
     wire_dtype: what its layout says of KV on the wire, auto is float32; its bytes stay as they are.
     num_swap_blocks, depth: see ModelRunner. lost_swap_blocks: those that do not come back.
@@ -59,6 +61,7 @@ class FakeRunner:
         *,
         eos_every: int = 0,
         step_seconds: float = 0.0,
+        token_seconds: float = 0.0,
         delay_steps: int = 0,
         poison_token_id: int | None = None,
         num_swap_blocks: tuple[int, int] = (0, 0),
@@ -89,7 +92,7 @@ class FakeRunner:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._eos_every = eos_every
-        self._step_seconds = step_seconds
+        self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._delay_steps = delay_steps
         self._poison = poison_token_id
         self._num_swap_blocks = num_swap_blocks
@@ -176,8 +179,9 @@ class FakeRunner:
 
     def _run_oldest(self) -> None:
         plan = self._waiting.popleft()
-        if self._step_seconds:
-            time.sleep(self._step_seconds)
+        seconds = self._step_seconds + plan.num_tokens * self._token_seconds
+        if seconds:
+            time.sleep(seconds)
         moved = self._move(plan)
         for copy in plan.copies:
             self._memory.copy(copy)

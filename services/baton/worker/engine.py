@@ -56,6 +56,7 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
             tokenizer_digest=digest,
             wire_dtype=options.kv_wire_dtype,
             step_seconds=options.fake_step_ms / 1000,
+            token_seconds=options.fake_token_ms / 1000,
         )
     try:
         config = engine_config(options, digest)

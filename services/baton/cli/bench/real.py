@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from baton.cli.access import Access
 from baton.cli.bench.arrivals import ENGINE_CORE, OTHER_CORE
@@ -46,19 +47,14 @@ class Real:
 
 
 @asynccontextmanager
-async def started(
-    folder: str, prefills: int, decodes: int, decode_flags: tuple[str, ...] = ()
-) -> AsyncIterator[Real]:
-    """prefills: workers; 0: decode prefills. Raises StartFailed."""
+async def started(asked: UpOptions) -> AsyncIterator[Real]:
+    """asked: what to run, without where. Raises StartFailed."""
     http_port, grpc_port = free_ports(2)
-    alone = prefills + decodes == 1
+    alone = asked.prefill + asked.decode == 1
     both = {int(ENGINE_CORE), int(OTHER_CORE)}
     os.sched_setaffinity(0, {int(OTHER_CORE)} if alone else both)
-    options = UpOptions(
-        model=folder,
-        prefill=prefills,
-        decode=decodes,
-        decode_flags=decode_flags,
+    options = replace(
+        asked,
         threads=1,
         kv_memory_mib=KV_MIB,
         http_port=http_port,

@@ -1,9 +1,10 @@
 """`baton bench reality`: what the simulator foretells against what a Baton on this machine does.
 
 For each of five workloads a Baton is started and asked, until its workers have measured their own
-speed; they are asked for it, the same requests are simulated, and then really sent, several times.
-Latencies are compared as clients see them. What router, tokenizer and detokenizer add to a first
-token, which the simulator takes for constant, is measured with requests alone before.
+speed. Then, several times: they are asked for it, requests are simulated, and then really sent. A
+machine's speed changes from minute to minute; what is foretold is to be told from what it was just
+before. Latencies are compared as clients see them. What router, tokenizer and detokenizer add to a
+first token, which the simulator takes for constant, is measured with requests alone before.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from baton.cli.bench import shapes
 from baton.cli.bench.process import say
 from baton.cli.bench.real import Real, started
 from baton.cli.bench.report import Report
+from baton.cli.layout import UpOptions
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.lengths import Lengths, fixed, named
 from baton.cli.loadtest.workload import Drawn, Workload
@@ -108,7 +110,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 async def _case(args: argparse.Namespace, folder: str, case: Case) -> list[Result]:
-    async with started(folder, case.prefills, 1) as real:
+    async with started(UpOptions(model=folder, prefill=case.prefills)) as real:
         return await _compared(args, case, real)
 
 
@@ -122,13 +124,14 @@ async def _compared(args: argparse.Namespace, case: Case, real: Real) -> list[Re
     known = calibration_of(await real.told())
     lone = await _seen(real, alone, seed + 3)
     added_s = max(0.0, lone.first_p50 - _foretold(_facts(case, known), alone).first_p50)
-    facts = replace(_facts(case, known), delays=Delays(tokenize_s=added_s))
 
     workload = case.drawn(rate, args.seconds).workload(seed)
-    foretold = _foretold(facts, workload)
-    runs = []
+    foretold, runs = [], []
     for number in range(args.rounds):
         say(f"{case.name}: {workload.requests} requests, {number + 1} of {args.rounds}")
+        known = calibration_of(await real.told())
+        facts = replace(_facts(case, known), delays=Delays(tokenize_s=added_s))
+        foretold.append(_foretold(facts, workload))
         runs.append(await _seen(real, workload, seed + 10 + number))
     return [
         Result(f"{case.name}: requests", workload.requests, ""),
@@ -139,7 +142,7 @@ async def _compared(args: argparse.Namespace, case: Case, real: Real) -> list[Re
             for name, field, factor, unit, close in FIGURES
             for result in _figure(
                 f"{case.name}: {name}",
-                factor * getattr(foretold, field),
+                [factor * getattr(one, field) for one in foretold],
                 [factor * getattr(run, field) for run in runs],
                 unit,
                 close,
@@ -149,15 +152,16 @@ async def _compared(args: argparse.Namespace, case: Case, real: Real) -> list[Re
 
 
 def _figure(
-    name: str, foretold: float, real: Sequence[float], unit: str, close: float
+    name: str, foretold: Sequence[float], real: Sequence[float], unit: str, close: float
 ) -> list[Result]:
-    """Off by 0 where it lies within what the real runs were themselves, in a tail."""
-    middle = median(real)
-    off = 100 * abs(foretold / middle - 1)
-    if close == CLOSE_TAIL and min(real) <= foretold <= max(real):
+    """The middle of what was foretold and the middle of the runs. Off by 0 where it lies within
+    what the runs were themselves, in a tail."""
+    said, middle = median(foretold), median(real)
+    off = 100 * abs(said / middle - 1)
+    if close == CLOSE_TAIL and min(real) <= said <= max(real):
         off = 0.0
     return [
-        Result(f"{name}, foretold", foretold, unit, middle, foretold / middle),
+        Result(f"{name}, foretold", said, unit, middle, said / middle),
         Result(f"{name}, least and most of the runs", min(real), unit, max(real)),
         at_most(f"{name}, off by", off, "%", close),
     ]

@@ -38,6 +38,16 @@ _SMALL: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {**_SMALL, "vocab_size": 512},
     "wide": {**_SMALL, "vocab_size": 131072},
+    "8m": {
+        **_COMMON,
+        "config": "LlamaConfig",
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "25m": {
         **_COMMON,
         "config": "LlamaConfig",

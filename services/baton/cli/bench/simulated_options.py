@@ -68,7 +68,9 @@ def _reality(kinds: Any) -> None:
         plot=False,
     )
     reality.add_argument(
-        "--shape", default="25m", help="tiny, 25m, 100m, 500m: random weights; or a model's folder"
+        "--shape",
+        default="8m",
+        help="tiny, 8m, 25m, 100m, 500m: random weights; or a model's folder",
     )
     reality.add_argument("--rounds", type=int, default=5, metavar="N", help="real runs of each")
     reality.add_argument("--seconds", type=float, default=40.0, metavar="S", help="of each run")
@@ -89,8 +91,10 @@ def _split(kinds: Any) -> None:
         plot=False,
     )
     split.add_argument(
-        "--shape", default="25m", help="tiny, 25m, 100m, 500m: random weights; or a model's folder"
-    )
+        "--shape", default="",
+        help="a model that engines compute: tiny, 8m, 25m, 100m, 500m or a folder; without one "
+        "they only take their time",
+    )  # fmt: skip
     split.add_argument(
         "--error", type=float, default=15.0, metavar="PERCENT", help="as `baton plan split` has it"
     )

@@ -3,6 +3,10 @@
 For each of three workloads it says what two workers carry within targets, aggregated and split,
 from what running ones measured of themselves. Then both set-ups really run, each with the chunks
 that the plan gave it, and the highest rate that they carry is looked for with the same requests.
+
+All of Baton is real, but without a model the engines only take their time, asleep, as a host waits
+for its device. Two engines that compute on a machine of two cores take each other's time: a step's
+length is then no worker's own, and nothing could be foretold from it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from baton.cli.bench import shapes
 from baton.cli.bench.process import say
 from baton.cli.bench.real import Real, started
 from baton.cli.bench.report import Report
+from baton.cli.layout import UpOptions
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.lengths import fixed
 from baton.cli.loadtest.search import Range, Verdict, highest
@@ -33,12 +38,20 @@ from baton.core.quantiles import quantile
 from baton.core.routing import RoutingPolicy
 
 WORKERS = 2
-REQUESTS = 200
+REQUESTS = 150
 TIMES = 4.0
 """Times what was foretold, or less than it, that is tried at most."""
 
-WARM = ((64, 8), (512, 16), (200, 32))
-"""Prompts and answers that come before a worker is asked how fast it is: steps of several sizes."""
+TAKES = ("--fake-step-ms", "20", "--fake-token-ms", "0.1", "--max-running", "24")
+"""A prompt of 200 tokens takes about as long as a step, as it does where an 8 B model runs on a
+large GPU. Slow enough, and few enough at a time, that what the host does beside it is little."""
+
+RESOLUTION = 0.1
+"""Of the rates that set-ups really carry."""
+
+WARM = ((64, 8, 1.0), (512, 16, 1.0), (200, 64, 5.0))
+"""Prompts, answers and how many a second, before a worker is asked how fast it is: steps of several
+sizes."""
 
 WARM_S = 12.0
 
@@ -66,9 +79,9 @@ class Case:
 
 
 CASES = (
-    Case("long prompts, steady answers", 512, 110, 6.0, 1.6),
-    Case("long prompts", 512, 110, 6.0, 6.0),
-    Case("short prompts, long answers", 32, 110, 60.0, 3.0),
+    Case("long prompts", 1024, 110, 6.0, 2.0),
+    Case("prompts of middling length", 512, 110, 6.0, 2.1),
+    Case("short prompts", 32, 110, 60.0, 3.0),
 )
 
 
@@ -94,30 +107,37 @@ def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as place:
-        folder = str(shapes.with_tokenizer(shapes.folder(args.shape), Path(place)))
-        known = asyncio.run(_known(folder))
+        ask = _asked(args.shape, Path(place))
+        known = asyncio.run(_known(ask))
         for case in CASES:
             if args.only in case.name:
-                results += _results(asyncio.run(_confirmed(args, folder, case, known)))
+                results += _results(asyncio.run(_confirmed(args, ask, case, known)))
     return Report(results)
 
 
-async def _known(folder: str) -> Calibration:
+def _asked(shape: str, place: Path) -> UpOptions:
+    """place: an empty folder."""
+    if not shape:
+        return UpOptions(runner="fake", engine_flags=TAKES)
+    return UpOptions(model=str(shapes.with_tokenizer(shapes.folder(shape), place)))
+
+
+async def _known(ask: UpOptions) -> Calibration:
     """Of workers of both roles, and of one that does both: a decode worker that never prefills
     cannot know what that takes."""
     told = []
     for prefills, decodes in ((1, 1), (0, 1)):
         say(f"measuring speeds with {prefills} prefill and {decodes} decode workers")
-        async with started(folder, prefills, decodes) as real:
-            for seed, (prompt, output) in enumerate(WARM):
-                arrivals = Arrivals(Kind.POISSON, 1.0, WARM_S)
+        async with started(replace(ask, prefill=prefills, decode=decodes)) as real:
+            for seed, (prompt, output, rate) in enumerate(WARM):
+                arrivals = Arrivals(Kind.POISSON, rate, WARM_S)
                 await real.run(Drawn(arrivals, fixed(prompt, output)).workload(seed), seed)
             told += await real.told()
     return calibration_of(told)
 
 
 async def _confirmed(
-    args: argparse.Namespace, folder: str, case: Case, known: Calibration
+    args: argparse.Namespace, ask: UpOptions, case: Case, known: Calibration
 ) -> Confirmed:
     targets = case.targets(known)
     workload = case.drawn(1.0).workload(args.seed)
@@ -125,21 +145,26 @@ async def _confirmed(
     advice = splitting.advise(WORKERS, args.error / 100)
     say(f"{case.name}: {advice.answer} (foretold {advice.ratio:.2f})")
     split, whole = [
-        await _carried(folder, case, targets, workload, each)
+        await _carried(ask, case, targets, workload, each)
         for each in (advice.split, advice.aggregated)
     ]
     return Confirmed(case, targets, advice, split, whole)
 
 
 async def _carried(
-    folder: str, case: Case, targets: Targets, workload: Workload, foretold: Carried
+    ask: UpOptions, case: Case, targets: Targets, workload: Workload, foretold: Carried
 ) -> float:
     """Requests a second that it really carries; 0: not even few."""
     setup = foretold.setup
-    flags = ("--step-tokens", str(setup.step_tokens))
+    ask = replace(
+        ask,
+        prefill=setup.prefills,
+        decode=setup.decodes,
+        decode_flags=("--step-tokens", str(setup.step_tokens)),
+    )
     own_rate = workload.requests / workload.seconds
     number = 0
-    async with started(folder, setup.prefills, setup.decodes, flags) as real:
+    async with started(ask) as real:
         await _warm(real, case)
 
         async def probe(rate: float) -> Verdict:
@@ -151,7 +176,7 @@ async def _carried(
             return Verdict.WELL if good else Verdict.BADLY
 
         first = foretold.goodput or own_rate
-        found = await highest(Range(first / TIMES, first * TIMES, 0.2, first), probe)
+        found = await highest(Range(first / TIMES, first * TIMES, RESOLUTION, first), probe)
     return found.rate or 0.0
 
 
