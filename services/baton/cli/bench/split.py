@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> Report:
         known = asyncio.run(_known(ask))
         for case in CASES:
             if args.only in case.name:
-                results += _results(asyncio.run(_confirmed(args, ask, case, known)))
+                results += _results(_confirmed(args, ask, case, known))
     return Report(results)
 
 
@@ -136,7 +136,7 @@ async def _known(ask: UpOptions) -> Calibration:
     return calibration_of(told)
 
 
-async def _confirmed(
+def _confirmed(
     args: argparse.Namespace, ask: UpOptions, case: Case, known: Calibration
 ) -> Confirmed:
     targets = case.targets(known)
@@ -145,7 +145,7 @@ async def _confirmed(
     advice = splitting.advise(WORKERS, args.error / 100)
     say(f"{case.name}: {advice.answer} (foretold {advice.ratio:.2f})")
     split, whole = [
-        await _carried(ask, case, targets, workload, each)
+        asyncio.run(_carried(ask, case, targets, workload, each))
         for each in (advice.split, advice.aggregated)
     ]
     return Confirmed(case, targets, advice, split, whole)
@@ -171,9 +171,9 @@ async def _carried(
             nonlocal number
             number += 1
             found = await real.run(_at(workload, rate / own_rate), number)
-            good = _is_good(found, targets)
-            say(f"{case.name}: {setup.name}, {rate:.3g}/s: {'carried' if good else 'too much'}")
-            return Verdict.WELL if good else Verdict.BADLY
+            verdict = Verdict.WELL if _is_good(found, targets) else Verdict.BADLY
+            say(f"{case.name}: {setup.name}, {rate:.3g}/s: {verdict}, {_tails(found)}")
+            return verdict
 
         first = foretold.goodput or own_rate
         found = await highest(Range(first / TIMES, first * TIMES, RESOLUTION, first), probe)
@@ -196,12 +196,23 @@ def _at(workload: Workload, times: float) -> Workload:
 
 def _is_good(found: Summary, targets: Targets) -> bool:
     """As `Splitting` has it."""
-    first, between = found.latencies.first, found.latencies.between
+    first_s, between_s = _reached(found)
     return (
         found.answered >= SHARE * found.due
-        and quantile(first, SHARE) <= targets.first_token_s
-        and quantile(between, SHARE) <= targets.between_tokens_s
+        and first_s <= targets.first_token_s
+        and between_s <= targets.between_tokens_s
     )
+
+
+def _reached(found: Summary) -> tuple[float, float]:
+    """Seconds to a first token, and between two, that 99 of 100 are within."""
+    return quantile(found.latencies.first, SHARE), quantile(found.latencies.between, SHARE)
+
+
+def _tails(found: Summary) -> str:
+    first_s, between_s = _reached(found)
+    told = f"99 of 100 within {1000 * first_s:.0f} and {1000 * between_s:.1f} ms"
+    return f"{told}, {found.answered} of {found.due} answered"
 
 
 def _results(found: Confirmed) -> Sequence[Result]:
