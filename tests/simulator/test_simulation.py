@@ -112,6 +112,14 @@ def test_what_can_never_run_is_refused() -> None:
     assert records[1].ended is not None
 
 
+def test_a_step_may_take_time_by_its_sequences_alone() -> None:
+    facts = fleet(1, 1)
+    speed = replace(SPEED, step_s=0.0, row_s=0.01)
+    facts = replace(facts, decode=replace(facts.decode, speed=speed))
+    records = simulate(facts, traffic(2, 40, 2.0)).records
+    assert len(records) == 40 and all(record.ended is not None for record in records)
+
+
 def test_bad_facts_are_named() -> None:
     worker = WorkerFacts(SPEED, 100)
     for changes, field in (

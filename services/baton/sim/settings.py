@@ -137,7 +137,8 @@ class FleetFacts:
         for name in ("decodes", "kv_bytes", "max_model_len"):
             if getattr(self, name) < 1:
                 raise InvalidArgument("must be at least 1", field=name)
-        if self.decode.speed.step_s <= 0.0:
+        # Measured, all of a step's time may have come out as that of its sequences.
+        if self.decode.speed.decode_s(1, 1) <= 0.0:
             raise InvalidArgument("a decode step must take time", field="decode.speed.step_s")
         if not self.decode.speed.prefills:
             raise InvalidArgument("is not known of decode", field="decode.speed.prefill_position_s")
