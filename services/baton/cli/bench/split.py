@@ -37,7 +37,7 @@ from baton.core.quantiles import quantile
 from baton.core.routing import RoutingPolicy
 
 WORKERS = 2
-REQUESTS = 150
+REQUESTS = 120
 STEP = 1.15
 """From one rate that is tried to the next; as much as the error that the plan is asked with."""
 
@@ -82,9 +82,9 @@ class Case:
 
 
 CASES = (
-    Case("long prompts", 1024, 110, 6.0, 1.8),
-    Case("prompts of middling length", 512, 110, 2.4, 2.8),
-    Case("short prompts", 32, 110, 60.0, 3.0),
+    Case("long prompts", 1024, 200, 6.0, 1.8),
+    Case("prompts of middling length", 512, 200, 2.4, 2.8),
+    Case("short prompts", 32, 200, 60.0, 3.0),
 )
 
 
