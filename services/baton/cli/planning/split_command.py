@@ -15,7 +15,7 @@ from baton.cli import results, traces
 from baton.cli.loadtest import scenario
 from baton.cli.planning import calibrate
 from baton.cli.planning.asked import Targets
-from baton.cli.planning.split import SHARE, Advice, Answer, Carried, Setup, Splitting
+from baton.cli.planning.split import Advice, Answer, Carried, Setup, Splitting
 from baton.cli.results import Result, compared
 from baton.cli.simulating import calibration, drawn, traffic
 from baton.cli.simulating.calibration import Calibration
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         def tried(setup: Setup, rate: float, found: Summary) -> None:
             progress.update(task, advance=1, description=f"{setup.name} at {rate:.3g}/s")
 
-        splitting = Splitting(known, requests, targets, policy, tried)
+        splitting = Splitting(known, requests, targets, policy, tried, args.of_100 / 100)
         advice = splitting.advise(args.workers, args.error / 100)
     console.print(_table(advice, args.workers))
     for text in said(advice, splitting, targets):
@@ -148,7 +148,8 @@ def _bar() -> Progress:
 def _table(advice: Advice, workers: int) -> Table:
     table = Table(box=None)
     table.add_column(f"{workers} workers", no_wrap=True)
-    for name in ("requests/s", "first p99", "between p99", "apart", "busy"):
+    of = f"p{100 * advice.share:.0f}"
+    for name in ("requests/s", f"first {of}", f"between {of}", "apart", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     best = {id(advice.split), id(advice.aggregated)}
     for one in advice.carried:
@@ -157,8 +158,8 @@ def _table(advice: Advice, workers: int) -> Table:
         table.add_row(
             one.setup.name,
             goodput,
-            f"{results.number(1000 * found.first_token_s[SHARE])} ms",
-            f"{results.number(1000 * found.token_s[SHARE])} ms",
+            f"{results.number(1000 * found.first_token_s[advice.share])} ms",
+            f"{results.number(1000 * found.token_s[advice.share])} ms",
             f"{100 * found.apart_share:.0f} %",
             f"{100 * max((*found.prefill_busy, *found.decode_busy)):.0f} %",
             style="bold" if id(one) in best else "",
@@ -169,7 +170,7 @@ def _table(advice: Advice, workers: int) -> Table:
 def _results(advice: Advice) -> list[Result]:
     found = []
     for one in advice.carried:
-        found += _of_one(one)
+        found += _of_one(one, advice.share)
     split, whole = advice.split.goodput or 0.0, advice.aggregated.goodput or 0.0
     name, unit = "best split: goodput, against the best aggregated", "requests/s"
     found.append(compared(name, split, unit, whole) if whole else Result(name, split, unit))
@@ -177,11 +178,11 @@ def _results(advice: Advice) -> list[Result]:
     return found
 
 
-def _of_one(one: Carried) -> list[Result]:
-    name, found = one.setup.name, one.found
+def _of_one(one: Carried, share: float) -> list[Result]:
+    name, found, of = one.setup.name, one.found, f"p{100 * share:.0f}"
     return [
         Result(f"{name}: goodput", one.goodput or 0.0, "requests/s"),
-        Result(f"{name}: first token, p99", 1000 * found.first_token_s[SHARE], "ms"),
-        Result(f"{name}: between tokens, p99", 1000 * found.token_s[SHARE], "ms"),
+        Result(f"{name}: first token, {of}", 1000 * found.first_token_s[share], "ms"),
+        Result(f"{name}: between tokens, {of}", 1000 * found.token_s[share], "ms"),
         Result(f"{name}: prefilled apart", 100 * found.apart_share, "%"),
     ]
