@@ -108,6 +108,24 @@ def test_short_prompts_and_answers_do_not_pay(
     assert "longer traffic may carry less" in told
 
 
+def test_with_90_of_100_in_time_more_is_carried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 40 tokens, one of 39 times between tokens is part of a hand-over's."""
+    file = trace(tmp_path / "middling.jsonl", 100, 6, (1000, 2000), (40, 41))
+    files = ("--trace", file, "--speed", speeds(tmp_path / "speeds.json"))
+    found: dict[int, dict[str, float]] = {}
+    for of_100 in (99, 90):
+        figures = tmp_path / f"{of_100}.json"
+        words = ("--of-100", of_100, "--json", figures)
+        assert split("--workers", 2, *files, *asked(1500, 13), *words) == 0
+        assert f"first p{of_100}" in capsys.readouterr().out
+        results = json.loads(figures.read_text())["results"]
+        found[of_100] = {one["name"]: one["value"] for one in results}
+    assert found[90]["1P1D: goodput"] > 1.5 * found[99]["1P1D: goodput"]
+    assert found[90]["1P1D: between tokens, p90"] <= 13
+
+
 def test_what_differs_by_less_than_the_error_is_not_decided(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
