@@ -49,17 +49,21 @@ class Clients:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def tokens(self, ask: Ask, served: dict[str, float] | None = None) -> list[int]:
+    async def tokens(
+        self,
+        ask: Ask,
+        served: dict[str, float] | None = None,
+        found: list[int] | None = None,
+    ) -> list[int]:
         """The answer's token ids. Raises BatonError, httpx.HTTPError or Refused.
 
         served: by worker's address, when the earliest first token was seen that came by it, in wall
-        time. Who served is told at the answer's end.
+        time. Who served is told at the answer's end. found: gets the token ids as they come.
         """
-        if served is None:
-            served = {}
+        served = {} if served is None else served
+        found = [] if found is None else found
         if ask.face == "http":
-            return await self._over_http(ask, served)
-        found: list[int] = []
+            return await self._over_http(ask, served, found)
         first = 0.0
         options: Options = {**ask.options, "cache_salt": _salt()}
         async for event in next(self._of_grpc).generate(ask.prompt, timeout_s=STREAM_S, **options):
@@ -70,10 +74,9 @@ class Clients:
                 _note(served, (worker.address for worker in event.stages.workers), first)
         return found
 
-    async def _over_http(self, ask: Ask, served: dict[str, float]) -> list[int]:
+    async def _over_http(self, ask: Ask, served: dict[str, float], found: list[int]) -> list[int]:
         body = {"model": "", "prompt": _for_json(ask.prompt), "stream": True, **ask.options}
         body["cache_salt"] = _salt()
-        found: list[int] = []
         first, done = 0.0, False
         async with self._of_http.stream(
             "POST", "/v1/completions", json=body, headers={"X-Baton-Timings": "true"}
