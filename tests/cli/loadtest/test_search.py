@@ -42,6 +42,26 @@ def test_it_is_found_within_its_resolution(
         assert found.rate <= most < found.above <= found.rate * (1 + resolution) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("most", "tried"),
+    [
+        (1.0, [2, 1.6, 1.28, 1.024, 1]),
+        (1.3, [2, 1.6, 1.28]),
+        (2.0, [2, 2.5]),
+        (9.0, [2, 2.5, 3.125, 3.90625, 4]),
+    ],
+)
+def test_it_grows_and_shrinks_by_what_was_said(most: float, tried: list[float]) -> None:
+    found = search(Range(1, 4, 0.26, 2, growth=1.25), most)
+    assert [rate for rate, _ in found.tried] == pytest.approx(tried)
+    assert found.rate == pytest.approx(max(rate for rate in tried if rate <= most))
+
+
+def test_rates_that_do_not_grow_are_refused() -> None:
+    with pytest.raises(ValueError, match="growth"):
+        Range(1, 4, growth=1.0)
+
+
 def test_what_cannot_be_asked_for_is_no_limit_of_the_server() -> None:
     found = search(Range(1, 1000), 100, Verdict.UNKNOWN)
     assert found.rate == pytest.approx(98, rel=0.05)

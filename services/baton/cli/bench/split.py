@@ -16,6 +16,8 @@ import asyncio
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
+from math import inf
 from pathlib import Path
 
 from baton.cli.bench import shapes
@@ -25,6 +27,7 @@ from baton.cli.bench.report import Report
 from baton.cli.layout import UpOptions
 from baton.cli.loadtest.arrivals import Arrivals, Kind
 from baton.cli.loadtest.lengths import fixed
+from baton.cli.loadtest.search import Range, Verdict, highest
 from baton.cli.loadtest.summary import Summary
 from baton.cli.loadtest.workload import Drawn, Workload
 from baton.cli.planning.asked import Targets
@@ -43,10 +46,13 @@ OF = 0.9
 keep one token in a hundred for longer than any target leaves room for."""
 
 STEP = 1.15
-"""From one rate that is tried to the next; as much as the error that the plan is asked with."""
+"""From one rate that is tried to the next: by default as much as the error of the plan."""
 
-MOST_TRIED = 6
-"""Rates of one set-up."""
+CLOSE = 0.16
+"""Nothing is tried between two rates that are a step apart."""
+
+FARTHEST = 2.0
+"""So many times more than is foretold is tried at most, or less."""
 
 TAKES = ("--fake-step-ms", "60", "--fake-token-ms", "0.3", "--max-running", "32")
 """A prompt of 200 tokens takes about as long as a step, as it does where an 8 B model runs on a
@@ -101,13 +107,17 @@ class Confirmed:
     aggregated: float
 
     @property
-    def ratio(self) -> float:
-        return self.split / self.aggregated if self.aggregated else float("inf")
+    def ratio(self) -> float | None:
+        """None: aggregated workers carry none of the rates that were tried."""
+        return self.split / self.aggregated if self.aggregated else None
 
     @property
-    def answer(self) -> Answer:
-        """What the real runs say, by the plan's own rule."""
-        return self.advice.answer_of(self.ratio)
+    def answer(self) -> Answer | None:
+        """What the real runs say, by the plan's own rule; None where nothing was carried at all,
+        which says nothing."""
+        if not (self.split or self.aggregated):
+            return None
+        return self.advice.answer_of(inf if self.ratio is None else self.ratio)
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -136,7 +146,8 @@ async def _known(ask: UpOptions) -> tuple[Calibration, float]:
     """Of workers of both roles, and of one that does both: a decode worker that never prefills
     cannot know what that takes. And by how many seconds 1 of 10 tokens of a lone request is late.
     """
-    told, added_s = [], 0.0
+    gaps: Sequence[float] = ()
+    told = []
     for prefills, decodes in ((1, 1), (0, 1)):
         say(f"measuring speeds with {prefills} prefill and {decodes} decode workers")
         async with started(replace(ask, prefill=prefills, decode=decodes)) as real:
@@ -144,9 +155,9 @@ async def _known(ask: UpOptions) -> tuple[Calibration, float]:
                 arrivals = Arrivals(Kind.POISSON, rate, WARM_S)
                 await real.run(Drawn(arrivals, fixed(prompt, output)).workload(seed), seed)
             told += await real.told()
-            gaps = (await real.run(LONE.workload(-2), -2)).latencies.between
-            added_s = quantile(gaps, OF) - quantile(gaps, 0.5)
-    return calibration_of(told), added_s
+            if not prefills:
+                gaps = (await real.run(LONE.workload(-2), -2)).latencies.between
+    return calibration_of(told), quantile(gaps, OF) - quantile(gaps, 0.5)
 
 
 def _confirmed(
@@ -178,24 +189,20 @@ async def _carried(
         decode_flags=("--step-tokens", str(setup.step_tokens)),
     )
     own_rate = workload.requests / workload.seconds
-    rate, good = foretold.goodput or own_rate, 0.0
-    climbing: bool | None = None
+    first = foretold.goodput or own_rate
+    seeds = count()
     async with started(ask) as real:
         await _warm(real, case)
-        for number in range(MOST_TRIED):
-            found = await real.run(_at(workload, rate / own_rate), number)
+
+        async def probe(rate: float) -> Verdict:
+            found = await real.run(_at(workload, rate / own_rate), next(seeds))
             is_good = _is_good(found, targets)
-            if is_good:
-                good = max(good, rate)
             said = "carried" if is_good else "too much"
             say(f"{case.name}: {setup.name}, {rate:.3g}/s: {said}, {_tails(found)}")
-            # Up as long as it is carried, or down until it is.
-            if climbing is None:
-                climbing = is_good
-            elif is_good is not climbing:
-                break
-            rate = rate * STEP if climbing else rate / STEP
-    return good
+            return Verdict.WELL if is_good else Verdict.BADLY
+
+        bounds = Range(first / FARTHEST, first * FARTHEST, CLOSE, first, growth=STEP)
+        return (await highest(bounds, probe)).rate or 0.0
 
 
 async def _warm(real: Real, case: Case) -> None:

@@ -22,15 +22,18 @@ class Verdict(StrEnum):
 class Range:
     """Rates a second. resolution: the search ends when the lowest rate that was served badly is at
     most so much above the highest that was served well, as a share of it. first: where it begins;
-    0: at the lowest."""
+    0: at the lowest. growth: from one rate to the next as long as only one of both is known."""
 
     lowest: float
     highest: float
     resolution: float = 0.05
     first: float = 0.0
+    growth: float = 2.0
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument."""
+        """Raises InvalidArgument, and ValueError for rates that do not grow."""
+        if not self.growth > 1:
+            raise ValueError("growth must be above 1")
         if not 0 < self.lowest < float("inf"):
             raise InvalidArgument("must be a rate above 0", field="search_from")
         if not self.lowest < self.highest < float("inf"):
@@ -68,9 +71,9 @@ class Found:
 
 
 async def highest(bounds: Range, probe: Callable[[float], Awaitable[Verdict]]) -> Found:
-    """Doubles the rate until it is too much, or halves it until it is not, then halves the
-    distance. Takes it that what is served well at one rate is so at lower ones; a rate that cannot
-    be asked for counts as too much."""
+    """Raises the rate by `growth` until it is too much, or lowers it so until it is not, then
+    halves the distance. Takes it that what is served well at one rate is so at lower ones; a rate
+    that cannot be asked for counts as too much."""
     tried: list[tuple[float, Verdict]] = []
     good: float | None = None
     bad: float | None = None
@@ -88,11 +91,11 @@ async def highest(bounds: Range, probe: Callable[[float], Awaitable[Verdict]]) -
         if good is None:
             if rate <= bounds.lowest:
                 break
-            rate = max(rate / 2, bounds.lowest)
+            rate = max(rate / bounds.growth, bounds.lowest)
         elif good >= bounds.highest:
             break
         elif bad is None:
-            rate = min(2 * good, bounds.highest)
+            rate = min(bounds.growth * good, bounds.highest)
         elif bad <= good * (1 + bounds.resolution):
             break
         else:
