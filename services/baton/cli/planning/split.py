@@ -77,7 +77,11 @@ class Advice:
     split: Carried
     aggregated: Carried
     error: float
-    share: float = SHARE
+    share: float
+
+    @property
+    def quantile(self) -> str:
+        return f"p{100 * self.share:.0f}"
 
     @property
     def ratio(self) -> float:
@@ -132,7 +136,7 @@ def of_100(share: float) -> str:
 
 class Splitting:
     """known: prefill workers need curves of their own. requests: in order of arrival from 0 on.
-    tried: told after each run. share: that has to be in
+    tried: told after each run. share: of requests, and of times between tokens, that has to be in
     time, 0.9 or SHARE."""
 
     def __init__(
@@ -147,8 +151,8 @@ class Splitting:
         """Raises InvalidArgument for too few requests."""
         if len(requests) < LEAST_REQUESTS:
             raise InvalidArgument(
-                f"has {len(requests)} requests: it takes {LEAST_REQUESTS} to tell what 99 of 100 "
-                "wait",
+                f"has {len(requests)} requests: it takes {LEAST_REQUESTS} to tell what "
+                f"{of_100(share)} wait",
                 field="trace",
             )
         self._known, self._requests, self._targets = known, requests, targets

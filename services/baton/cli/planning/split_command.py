@@ -148,7 +148,7 @@ def _bar() -> Progress:
 def _table(advice: Advice, workers: int) -> Table:
     table = Table(box=None)
     table.add_column(f"{workers} workers", no_wrap=True)
-    of = f"p{100 * advice.share:.0f}"
+    of = advice.quantile
     for name in ("requests/s", f"first {of}", f"between {of}", "apart", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     best = {id(advice.split), id(advice.aggregated)}
@@ -170,7 +170,7 @@ def _table(advice: Advice, workers: int) -> Table:
 def _results(advice: Advice) -> list[Result]:
     found = []
     for one in advice.carried:
-        found += _of_one(one, advice.share)
+        found += _of_one(one, advice)
     split, whole = advice.split.goodput or 0.0, advice.aggregated.goodput or 0.0
     name, unit = "best split: goodput, against the best aggregated", "requests/s"
     found.append(compared(name, split, unit, whole) if whole else Result(name, split, unit))
@@ -178,8 +178,9 @@ def _results(advice: Advice) -> list[Result]:
     return found
 
 
-def _of_one(one: Carried, share: float) -> list[Result]:
-    name, found, of = one.setup.name, one.found, f"p{100 * share:.0f}"
+def _of_one(one: Carried, advice: Advice) -> list[Result]:
+    name, found = one.setup.name, one.found
+    share, of = advice.share, advice.quantile
     return [
         Result(f"{name}: goodput", one.goodput or 0.0, "requests/s"),
         Result(f"{name}: first token, {of}", 1000 * found.first_token_s[share], "ms"),
