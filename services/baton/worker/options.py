@@ -18,7 +18,9 @@ class WorkerOptions(ServingOptions):
 
     runner: str = option("torch", "what runs steps", choices=("torch", "fake"))
     fake_step_ms: float = option(0.0, "time of a step, when it is fake", unit="ms", minimum=0.0)
-    fake_token_ms: float = option(0.0, "more of it for each token", unit="ms", minimum=0.0)
+    fake_token_ms: float = option(
+        0.0, "more time of a fake step, for each token in it", unit="ms", minimum=0.0
+    )
     dtype: str = option(
         "auto", "number type of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
     )
