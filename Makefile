@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml
 		$(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)+cpu" 2>/dev/null || \
 		$(BIN)/pip install -q --disable-pip-version-check --index-url $(TORCH_INDEX) "torch==$(TORCH)"; \
 	else $(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)"; fi
-	@echo "Installing Baton and its dependencies (about a minute)"
+	@echo "Installing Baton and its dependencies (a few minutes)"
 	@$(BIN)/pip install -q --disable-pip-version-check -e '.[engine,dev]' 2>&1 | grep -v '^WARNING: Location' || true
 	@$(BIN)/python -c 'import baton, torch, transformers'
 	@touch $@
