@@ -37,6 +37,8 @@ OPENING_STEP_S = 60.0
 SETTLE_S = 2.0
 START_S = 60.0
 OPEN_FILES = 16384
+AGE_S = 3600
+"""These clients keep a connection: one that is told to go elsewhere would have nowhere to go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ async def _router(addresses: dict[str, str], core: int, streams: int) -> AsyncIt
         *flags,
         f"--max-requests={allowed}",
         f"--max-connections={allowed}",
+        f"--connection-max-age-s={AGE_S}",
         f"--max-connections-per-address={allowed}",
         "--log-level=warning",
         stdout=asyncio.subprocess.PIPE,
