@@ -55,7 +55,11 @@ def covered(recorded: Recorded, root: ReadableSpan) -> list[str]:
 
 async def test_one_trace_of_one_request(world: World, recorded: Recorded) -> None:
     await world.start()
-    await world.ask(replace(REQUEST, model=language.MODEL.name))
+    # A hand-over that is over before the first token is heard of is no stage.
+    world.decodes[0].collecting.clear()
+    stream, answer = await begin(world, replace(REQUEST, model=language.MODEL.name), 1)
+    world.decodes[0].collecting.set()
+    await finish(stream, answer)
     root = recorded.one(ROOT)
     assert covered(recorded, root) == list(STAGES)
     assert root.parent is None
