@@ -27,15 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What was read at one time. ca: empty when nobody has to show a certificate.
-
-    context: for servers that are not gRPC's.
-    """
+    """What was read at one time. ca: empty when nobody has to show a certificate."""
 
     cert: bytes
     key: bytes
     ca: bytes
-    context: ssl.SSLContext
 
 
 class Certificates:
@@ -46,9 +42,10 @@ class Certificates:
 
         Raises InvalidArgument naming `field` when they cannot be used.
         """
-        self._cert, self._key = Path(cert), Path(key)
-        self._ca = Path(ca) if ca else None
-        self._paths = [path for path in (self._cert, self._key, self._ca) if path is not None]
+        self.cert, self.key = Path(cert), Path(key)
+        self.ca = Path(ca) if ca else None
+        """None: no peer has to show a certificate."""
+        self._paths = [path for path in (self.cert, self.key, self.ca) if path is not None]
         self._lock = threading.Lock()
         self._stale = False
         self._seen = signature(self._paths)
@@ -91,16 +88,6 @@ class Certificates:
             _configuration(given), fetch, require_client_authentication=bool(given.ca)
         )
 
-    def server_context(self) -> ssl.SSLContext:
-        """For one server of asyncio, whose handshakes take over what is current."""
-        context = self.current().context
-
-        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            connection.context = self.current().context
-
-        context.sni_callback = renew
-        return context
-
     def _renew(self, found: Signature) -> None:
         try:
             pems = self._read()
@@ -117,17 +104,14 @@ class Certificates:
     def _read(self) -> Pems:
         """Raises OSError, and ValueError for what is no certificate, or one of another key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
         # A key with a passphrase would else be asked for on the terminal.
-        context.load_cert_chain(self._cert, self._key, password=lambda: b"")
-        ca = self._ca.read_bytes() if self._ca else b""
+        context.load_cert_chain(self.cert, self.key, password=lambda: b"")
+        ca = self.ca.read_bytes() if self.ca else b""
         if ca:
             context.load_verify_locations(cadata=ca.decode("ascii"))
-            context.verify_mode = ssl.CERT_REQUIRED
-        elif self._ca:
+        elif self.ca:
             raise ValueError("the CA's file is empty")
-        return Pems(self._cert.read_bytes(), self._key.read_bytes(), ca, context)
+        return Pems(self.cert.read_bytes(), self.key.read_bytes(), ca)
 
 
 def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:

@@ -9,9 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
-from baton.router.http import protocol
 from baton.router.http.limits import HttpLimits
 from baton.router.http.server import HttpServer
 from tests.services.router_http.scripted import Scripted
@@ -34,20 +31,21 @@ async def head(reader: asyncio.StreamReader) -> bytes:
     return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
 
 
-async def test_a_body_that_does_not_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "BODY_START_S", 0.05)
+async def test_a_body_that_does_not_end_is_cut() -> None:
     frontend = Scripted()
-    async with serving(frontend, HttpLimits()) as server, connected(server) as (reader, writer):
+    async with (
+        serving(frontend, HttpLimits(body_start_s=0.05)) as server,
+        connected(server) as (reader, writer),
+    ):
         writer.write(post(json.dumps(SMALL).encode())[:-10])
         said = await answer(reader)
     assert said.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in said
     assert frontend.seen == []
 
 
-async def test_a_body_may_be_as_slow_as_the_least_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_may_be_as_slow_as_the_least_speed() -> None:
     """It comes in twenty pieces, each within what the pieces before it have earned."""
-    monkeypatch.setattr(protocol, "BODY_START_S", 0.5)
-    limits = HttpLimits(body_bytes_per_s=100)
+    limits = HttpLimits(body_start_s=0.5, body_bytes_per_s=100)
     async with serving(Scripted(), limits) as server, connected(server) as (reader, writer):
         data = post(json.dumps(SMALL | {"user": "x" * 2000}).encode())
         for start in range(0, len(data), 120):
@@ -70,7 +68,8 @@ async def test_connections_of_one_address_are_bounded() -> None:
     ):
         first_writer.write(HEALTH)
         assert (await head(first)).startswith(b"HTTP/1.1 200 ")
-        async with connected(server) as (second, _):
+        async with connected(server) as (second, second_writer):
+            second_writer.write(HEALTH)
             said = await answer(second)
             assert said.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1\r\n" in said
         host, port = server.address.rsplit(":", 1)
@@ -96,6 +95,8 @@ async def test_an_old_connection_ends_with_the_answer_it_is_at() -> None:
         serving(Scripted(), HttpLimits(max_age_s=0.001)) as server,
         connected(server) as (reader, writer),
     ):
+        writer.write(HEALTH)
+        await head(reader)
         await asyncio.sleep(0.01)
         writer.write(HEALTH)
         assert b"connection: close" in await answer(reader)

@@ -167,7 +167,6 @@ async def test_what_is_no_address_names_the_setting(listen: str) -> None:
 async def test_headers_that_are_too_large(http: httpx.AsyncClient, server: HttpServer) -> None:
     response = await http.get("/health", headers={"x-large": "x" * 20_000})
     assert response.status_code == 431
-    assert response.json()["error"]["code"] == "headers_too_large"
     async with connected(server) as (reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nx-endless: " + b"x" * 20_000)
         answer = await asyncio.wait_for(reader.read(), 30)
@@ -179,9 +178,7 @@ async def test_what_is_no_http(server: HttpServer, garbage: bytes) -> None:
     async with connected(server) as (reader, writer):
         writer.write(garbage)
         answer = await asyncio.wait_for(reader.read(), 30)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ")
-    assert json.loads(body)["error"]["code"] == "bad_request"
+    assert answer.startswith(b"HTTP/1.1 400 ")
 
 
 async def test_a_head_that_does_not_end_is_cut() -> None:
@@ -191,8 +188,7 @@ async def test_a_head_that_does_not_end_is_cut() -> None:
         connected(server) as (silent, _),
     ):
         slow_writer.write(b"POST /v1/completions HTTP/1.1\r\nx: ")
-        answer = await asyncio.wait_for(slow.read(), 30)
-        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert await asyncio.wait_for(slow.read(), 30) == b""
         assert await asyncio.wait_for(silent.read(), 30) == b""
 
 
@@ -211,14 +207,28 @@ async def test_a_client_that_does_not_read_is_cut() -> None:
 
 
 async def test_connections_are_bounded() -> None:
+    """One that is idle makes room for the next; one with a request does not."""
+    frontend = Scripted(hold=True)
     async with (
-        serving(Scripted(), HttpLimits(max_connections=1)) as server,
-        connected(server) as (first, first_writer),
+        serving(frontend, HttpLimits(max_connections=1)) as server,
+        connected(server) as (idle, idle_writer),
     ):
-        first_writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await first.readline()).startswith(b"HTTP/1.1 200 ")
-        async with connected(server) as (second, _):
-            assert (await asyncio.wait_for(second.read(), 30)).startswith(b"HTTP/1.1 503 ")
+        idle_writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with connected(server) as (busy, busy_writer):
+            busy_writer.write(post(json.dumps({**HELLO, "stream": True}).encode()))
+            assert (await asyncio.wait_for(idle.read(), 30)).startswith(b"HTTP/1.1 200 ")
+            await asyncio.wait_for(frontend.started.wait(), 30)
+            async with connected(server) as (third, third_writer):
+                third_writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                answer = asyncio.ensure_future(third.readline())
+                assert server.num_connections == 1
+                await asyncio.sleep(0.1)
+                assert not answer.done() and server.num_connections == 1
+                frontend.release.set()
+                assert b"data: [DONE]" in await asyncio.wait_for(
+                    busy.readuntil(b"data: [DONE]"), 30
+                )
+                assert (await asyncio.wait_for(answer, 30)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_leaving_is_seen_behind_a_pipelined_request(
@@ -238,10 +248,11 @@ async def test_a_pipelined_request_leaves_the_running_answer_whole(
     server: HttpServer, frontend: Scripted
 ) -> None:
     async with connected(server) as (reader, writer):
-        writer.write(post(json.dumps(HELLO).encode()) + post(b"{"))
+        writer.write(post(json.dumps(HELLO).encode()) + b"no HTTP at all\r\n\r\n")
         answer = await asyncio.wait_for(reader.read(), 30)
-    assert answer.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answer
-    assert whole_answer("<user>hello", 0).encode() in answer
+    first, _, second = answer.partition(b"HTTP/1.1 400 ")
+    assert first.startswith(b"HTTP/1.1 200 ") and b"connection: close" in second
+    assert whole_answer("<user>hello", 0).encode() in first
     assert len(frontend.seen) == 1
 
 

@@ -1,77 +1,195 @@
-"""Listens for HTTP inside the running event loop; starts nothing of its own and never exits.
+"""Listens for HTTP inside the running event loop: granian, and what it leaves to others.
 
-uvicorn's protocol without uvicorn's server: that one installs signal handlers, polls ten times a
-second and ends the process when a port is taken.
+granian (hyper) parses HTTP/1.1 and HTTP/2, speaks TLS and bounds what it reads; `Edge` wraps the
+application, `Connections` ends what overstays. No private name of granian's is used (decision 036).
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import math
+import logging
+import socket
 from typing import Any
 
+from granian.constants import HTTPModes, Interfaces, SSLProtocols
+from granian.http import HTTP1Settings, HTTP2Settings
+from granian.server.embed import Server
 from starlette.types import ASGIApp
-from uvicorn.config import Config
-from uvicorn.server import ServerState
 
-from baton.router.http.limits import Connected, HttpLimits
-from baton.router.http.protocol import LimitedProtocol
+from baton.router.http.connections import Connections, close_left_over, tune_listeners
+from baton.router.http.edge import Edge
+from baton.router.http.limits import HttpLimits
 from baton.rpc.address import join, refusal, split
-from baton.rpc.tls import Certificates
+from baton.rpc.tls import Certificates, Pems
+
+log = logging.getLogger(__name__)
 
 _FIELD = "http_listen"
 _BACKLOG = 1024
+START_S = 10.0
+"""A bound: the server listens a few milliseconds after it is started."""
+FLUSH_S = 1.0
+"""How long what was said last may take to reach the clients."""
+END_S = 5.0
+"""A bound: the server ends at once when all its connections have."""
+SEND_BUFFER_BYTES = 64 << 10
+"""What the server keeps of one HTTP/2 stream's answer that its client has no room for."""
+WINDOW_BYTES = 256 << 10
+"""What an HTTP/2 client may send ahead of what the application has read."""
+_LOGGING = {
+    # Changes levels and nothing else: anything more would close every handler of the process.
+    "incremental": True,
+    "formatters": {},
+    "handlers": {},
+    "loggers": {"_granian": {"level": "CRITICAL"}, "granian.access": {"level": "CRITICAL"}},
+}
 
 
 class HttpServer:
     """A listening server. address: host:port as bound, with the real port where 0 was asked for."""
 
     def __init__(
-        self, server: asyncio.Server, state: ServerState, connected: Connected, address: str
-    ):
-        self.address = address
-        self._server = server
-        self._state = state
-        self._connected = connected
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        limits: HttpLimits,
+        certificates: Certificates | None,
+    ) -> None:
+        self.address = join(host, port)
+        self._host, self._port = host, port
+        self._limits = limits
+        self._certificates = certificates
+        self._pems: Pems | None = None
+        self._connections = Connections(host, port, limits, asyncio.get_running_loop().time)
+        self._edge = Edge(app, limits, self._connections)
+        self._serving: list[tuple[Server, asyncio.Task[None]]] = []
+        """The last one takes connections; those before it, of older certificates, end theirs."""
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def num_connections(self) -> int:
-        return len(self._state.connections)
+        self._connections.look()
+        return len(self._connections)
+
+    async def start(self) -> None:
+        """Returns when connections are taken."""
+        await self._start_serving()
+        self._looking = asyncio.create_task(self._look())
 
     def leave(self) -> None:
         """From now on every answer is its connection's last. Connections are still taken.
 
-        One whose answer has begun already says nothing of it: the connection waits for another
-        request, which may be on its way as the answer ends.
+        An answer that has begun already does not say so: its connection waits for another request,
+        which may be on its way as the answer ends. HTTP/2 has no such header: its connections end
+        when they are idle.
         """
-        self._connected.leaving = True
+        self._connections.leaving = True
 
     def end_idle(self) -> None:
         """Connections without a request end, the others with the answer they are at."""
-        self._connected.ending = True
-        for connection in list(self._state.connections):
-            # A server's connections are those its factory made.
-            assert isinstance(connection, LimitedProtocol)
-            connection.end_if_idle()
+        self._connections.leaving = True
+        self._connections.end_idle()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stops listening, lets running answers end for grace_s, then cancels them.
 
         Afterwards no connection and no task is left. Idempotent.
         """
-        self._server.close()
-        for connection in list(self._state.connections):
-            connection.shutdown()
-        if self._state.tasks:
-            await asyncio.wait(set(self._state.tasks), timeout=grace_s)
-        left = set(self._state.tasks)
-        for task in left:
+        self._connections.leaving = True
+        for server, _ in self._serving:
+            server.stop()
+        await self._edge.finish(grace_s)
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
+        await self._end_serving()
+        close_left_over(self._host, self._port)
+
+    async def _start_serving(self) -> None:
+        server = self._new_server()
+        task = asyncio.create_task(server.serve())
+        self._serving.append((server, task))
+        async with asyncio.timeout(START_S):
+            while not tune_listeners(self._host, self._port, self._limits.stall_timeout_s):
+                await asyncio.wait({task}, timeout=0.001)
+                if task.done():
+                    raise RuntimeError("the HTTP server ended as it started") from task.exception()
+
+    async def _end_serving(self) -> None:
+        """Ends all connections, and with them the servers, which wait for theirs."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + END_S
+        if self._serving:
+            await asyncio.wait({task for _, task in self._serving}, timeout=FLUSH_S)
+        while ending := {task for _, task in self._serving if not task.done()}:
+            self._connections.end_all()
+            await asyncio.wait(ending, timeout=0.05)
+            if loop.time() > until:
+                log.error("the HTTP server did not end within %s s", END_S)
+                break
+        for _, task in self._serving:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        for connection in list(self._state.connections):
-            connection.transport.abort()
-        await self._server.wait_closed()
+        await asyncio.gather(*(task for _, task in self._serving), return_exceptions=True)
+        self._serving.clear()
+
+    def _new_server(self) -> Server:
+        limits = self._limits
+        tls: dict[str, Any] = {}
+        if self._certificates is not None:
+            self._pems = self._certificates.current()
+            tls = {
+                "ssl_cert": self._certificates.cert,
+                "ssl_key": self._certificates.key,
+                "ssl_protocol_min": SSLProtocols.tls12,
+            }
+            if self._certificates.ca is not None:
+                tls |= {"ssl_ca": self._certificates.ca, "ssl_client_verify": True}
+        return Server(
+            self._edge,
+            address=self._host,
+            port=self._port,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.auto,
+            websockets=False,
+            backlog=_BACKLOG,
+            backpressure=limits.max_connections,
+            http1_settings=HTTP1Settings(
+                # One clock for a head and for the time between requests; `Connections` is stricter
+                # with a head that has begun.
+                header_read_timeout=max(1, round(limits.keep_alive_s * 1000)),
+                max_buffer_size=limits.max_head_bytes,
+            ),
+            http2_settings=HTTP2Settings(
+                max_headers_size=limits.max_head_bytes,
+                max_concurrent_streams=limits.max_streams,
+                max_send_buffer_size=SEND_BUFFER_BYTES,
+                initial_connection_window_size=WINDOW_BYTES,
+                initial_stream_window_size=WINDOW_BYTES,
+            ),
+            log_enabled=False,
+            log_dictconfig=_LOGGING,
+            **tls,
+        )
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._connections.interval_s())
+            try:
+                self._connections.look()
+                await self._follow_certificates()
+            except Exception:
+                log.exception("looking after HTTP connections failed")
+
+    async def _follow_certificates(self) -> None:
+        """New files serve new connections: another server beside the one that ends its own."""
+        if self._certificates is None or self._certificates.current() is self._pems:
+            return
+        before = list(self._serving)
+        await self._start_serving()
+        for server, _ in before:
+            server.stop()
+        self._serving = [(s, task) for s, task in self._serving if not task.done()]
 
 
 async def serve_http(
@@ -83,38 +201,27 @@ async def serve_http(
 ) -> HttpServer:
     """Serves app on listen ("host:port"; "[::1]:port"; port 0 takes a free one).
 
-    certificates: speaks TLS 1.2 or later. A handshake has as long as the head of a request.
+    app: answers an HttpError that it meets in `receive`. certificates: speaks TLS 1.2 or later.
 
     Raises PortInUse when something else listens there, InvalidArgument when listen is no address
     of this machine; both name the field http_listen.
     """
-    limits = limits or HttpLimits()
     host, port = split(listen, _FIELD)
-    config = Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        timeout_keep_alive=math.ceil(limits.keep_alive_s),
-    )
-    config.load()
-    state, connected = ServerState(), Connected()
-    protocol = functools.partial(
-        LimitedProtocol, limits, connected, config=config, server_state=state, app_state={}
-    )
-    tls: dict[str, Any] = {}
-    if certificates is not None:
-        tls["ssl"] = certificates.server_context()
-        tls["ssl_handshake_timeout"] = limits.head_timeout_s
     try:
-        server = await asyncio.get_running_loop().create_server(
-            protocol, host, port, backlog=_BACKLOG, **tls
-        )
+        family, kind, protocol, _, target = (
+            await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        )[0]
+        with socket.socket(family, kind, protocol) as claim:
+            # granian shares its port with whoever asks for that (SO_REUSEPORT). So the port is
+            # claimed alone first, and shared with nobody but granian, which binds beside the claim.
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            claim.bind(target)
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound_host, bound_port = claim.getsockname()[:2]
+            server = HttpServer(app, bound_host, bound_port, limits or HttpLimits(), certificates)
+            await server.start()
     except OSError as error:
         raise refusal(error, listen, _FIELD) from None
-    bound_host, bound_port = server.sockets[0].getsockname()[:2]
-    return HttpServer(server, state, connected, join(bound_host, bound_port))
+    return server
