@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import io
 import socket
@@ -99,9 +100,10 @@ def exchange(address: tuple[str, int], sent: Sent) -> list[Answer]:
                 peer.shutdown(socket.SHUT_WR)
             while data := peer.recv(1 << 16):
                 received += data
-        except (ConnectionResetError, BrokenPipeError):
+        except OSError as error:
             # Cut while we were still sending.
-            pass
+            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+                raise
     return _answers(bytes(received), is_head=sent.data.startswith(b"HEAD"))
 
 
