@@ -37,6 +37,10 @@ CROWDED = 7 / 8
 LOOK_AGAIN_S = 0.05
 """The least time between two looks that requests ask for."""
 
+QUIET_S = 1.0
+"""An HTTP/2 connection that is to end does so when it has had no request for so long: a client that
+sends one request after the other must not meet the end between two."""
+
 BUSY_TURNS = 4
 """A connection with a request is looked at in one of so many turns."""
 
@@ -186,12 +190,13 @@ class Connections:
         """Of one without a request."""
         limits = self._limits
         idle_s = now - connection.idle_since
+        if not connection.asked:
+            return self.ending or idle_s >= limits.head_timeout_s
+        if connection.http2:
+            last = self.ending or now >= connection.old_at
+            return idle_s >= (min(QUIET_S, limits.keep_alive_s) if last else limits.keep_alive_s)
         if self.ending:
             return True
-        if not connection.asked:
-            return idle_s >= limits.head_timeout_s
-        if connection.http2:
-            return idle_s >= limits.keep_alive_s or now >= connection.old_at
         if idle_s >= limits.keep_alive_s:
             return True
         # Between two requests: whatever comes begins a head, be it only an empty line.
