@@ -19,16 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.router.http.limits import SEND_BUFFER_BYTES, HttpLimits
 
 _FDS = "/proc/self/fd"
-_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
-# From linux/tcp.h, struct tcp_info: state, bytes_received.
-_STATE = struct.Struct("@B")
-_BYTES_RECEIVED = struct.Struct("@128xQ")
-_INFO_BYTES = 136
+# From linux/tcp.h, struct tcp_info: state, unacked segments, bytes_acked, bytes_received,
+# notsent_bytes.
+_INFO = struct.Struct("=B23xI92xQQ8xI")
 _CLOSE_WAIT = 8
 
 CROWDED = 7 / 8
@@ -38,8 +37,9 @@ LOOK_AGAIN_S = 0.05
 """The least time between two looks that requests ask for."""
 
 QUIET_S = 1.0
-"""An HTTP/2 connection that is to end does so when it has had no request for so long: a client that
-sends one request after the other must not meet the end between two."""
+"""A connection that has had its last answer ends after so long without a request. Over HTTP/2 no
+answer says that it is the last, and a client that sends one request after the other must not meet
+the end between two."""
 
 BUSY_TURNS = 4
 """A connection with a request is looked at in one of so many turns."""
@@ -73,6 +73,8 @@ class Connection:
     asked: bool = False
     """Whether a request ever came."""
     http2: bool = False
+    last: bool = False
+    """Whether an answer said that it is the connection's last."""
     fd: int = -1
     inode: int = 0
     """Of its socket; 0 until it was seen among the process's own."""
@@ -80,6 +82,24 @@ class Connection:
     """Bytes from the peer when it became idle; None: not read yet."""
     head_since: float | None = None
     """When more came than that: a request has begun, or something that will never be one."""
+    acked: int = -1
+    """Bytes that the peer's kernel has acknowledged, when there were last some that it had not."""
+    acked_at: float = 0.0
+    """When that was seen to change."""
+
+
+class TcpInfo(NamedTuple):
+    """What the kernel knows of one connection."""
+
+    state: int
+    unacked: int
+    """Segments."""
+    acked: int
+    """Bytes."""
+    received: int
+    """Bytes."""
+    unsent: int
+    """Bytes that lie in the kernel for the peer."""
 
 
 class Connections:
@@ -168,23 +188,31 @@ class Connections:
             self._shut_down(connection, reset=True)
 
     def _look_at_busy(self, connection: Connection, now: float) -> None:
-        stall_s = self._limits.stall_timeout_s
-        if connection.http2:
-            # The kernel sees no stall of a single stream, since the connection's bytes are taken.
-            for exchange in connection.exchanges:
-                since = exchange.sending_since
-                if since is not None and now - since >= stall_s:
-                    self._shut_down(connection, reset=True)
-                    return
-        elif (connection.inode + self._turn) % BUSY_TURNS == 0:
+        blocked = [e.sending_since for e in connection.exchanges if e.sending_since is not None]
+        # The kernel sees no stall of one HTTP/2 stream, since the connection's bytes are taken.
+        if connection.http2 and blocked and now - min(blocked) >= self._limits.stall_timeout_s:
+            self._shut_down(connection, reset=True)
+        elif blocked:
+            if self._stalls(connection, self._info(connection), now):
+                self._shut_down(connection, reset=True)
+        elif not connection.http2 and (connection.inode + self._turn) % BUSY_TURNS == 0:
             # A client that has gone and had sent its next request before: the server does not read
             # that yet, and so does not see the end behind it.
-            with self._socket(connection) as held:
-                gone = held is not None and _info(held)[0] == _CLOSE_WAIT
-            if gone:
+            info = self._info(connection)
+            if info is not None and info.state == _CLOSE_WAIT:
                 for exchange in connection.exchanges:
                     exchange.abandon()
                 self._shut_down(connection, reset=True)
+
+    def _stalls(self, connection: Connection, info: TcpInfo | None, now: float) -> bool:
+        """Whether the peer has taken nothing of what waits for it, for too long."""
+        if info is None or not (info.unacked or info.unsent):
+            connection.acked = -1
+        elif info.acked != connection.acked:
+            connection.acked, connection.acked_at = info.acked, now
+        else:
+            return now - connection.acked_at >= self._limits.stall_timeout_s
+        return False
 
     def _overstays(self, connection: Connection, now: float) -> bool:
         """Of one without a request."""
@@ -195,13 +223,16 @@ class Connections:
         if connection.http2:
             last = self.ending or now >= connection.old_at
             return idle_s >= (min(QUIET_S, limits.keep_alive_s) if last else limits.keep_alive_s)
-        if self.ending:
+        if self.ending or idle_s >= limits.keep_alive_s:
             return True
-        if idle_s >= limits.keep_alive_s:
+        if connection.last and idle_s >= QUIET_S:
+            # The server may wait for the rest of a body that nobody wants.
+            return True
+        info = self._info(connection)
+        if self._stalls(connection, info, now):
             return True
         # Between two requests: whatever comes begins a head, be it only an empty line.
-        with self._socket(connection) as held:
-            received = None if held is None else _info(held)[1]
+        received = None if info is None else info.received
         if connection.received is None:
             connection.received = received
         elif received != connection.received and connection.head_since is None:
@@ -293,6 +324,14 @@ class Connections:
         with _held(connection.fd, connection.inode) as held, suppress(OSError):
             yield held
 
+    def _info(self, connection: Connection) -> TcpInfo | None:
+        """None where the kernel does not tell."""
+        with self._socket(connection) as held:
+            if held is not None and _TCP_INFO is not None:
+                info = held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO.size)
+                return TcpInfo(*_INFO.unpack(info)) if len(info) == _INFO.size else None
+        return None
+
     def _shut_down(self, connection: Connection, *, reset: bool = False) -> None:
         """reset: the kernel keeps nothing for a peer that reads nothing."""
         with self._socket(connection) as held:
@@ -303,18 +342,14 @@ class Connections:
             held.shutdown(socket.SHUT_RDWR)
 
 
-def tune_listeners(host: str, port: int, stall_timeout_s: float) -> bool:
+def tune_listeners(host: str, port: int) -> bool:
     """Sets on the sockets that listen there what the connections they accept inherit: how much the
-    kernel keeps for one, and how long a peer may take nothing of it. Returns whether there is one.
-    """
+    kernel keeps for one. Returns whether there is such a socket."""
     found = False
     for held in _bound(host, port):
         if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             found = True
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            if _USER_TIMEOUT is not None:
-                stall_ms = max(1, round(stall_timeout_s * 1000))
-                held.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, stall_ms)
     return found
 
 
@@ -387,15 +422,6 @@ def _held(fd: int, inode: int) -> Iterator[socket.socket | None]:
         return
     with held:
         yield held if os.fstat(copy).st_ino == inode else None
-
-
-def _info(held: socket.socket) -> tuple[int, int | None]:
-    """The connection's state, and how many bytes have come; None where the kernel does not tell."""
-    if _TCP_INFO is None:
-        return 0, None
-    info = held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
-    received = _BYTES_RECEIVED.unpack_from(info)[0] if len(info) >= _INFO_BYTES else None
-    return _STATE.unpack_from(info)[0], received
 
 
 def _packed(host: str) -> bytes:

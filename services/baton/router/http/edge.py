@@ -144,8 +144,10 @@ class _Sender:
         if message["type"] == "http.response.start":
             self.started = True
             # HTTP/2 has no such header: its connections end when they are idle.
-            if not self._connection.http2 and self._connections.is_last(self._connection):
-                message["headers"] = [*_without_connection(message["headers"]), _CLOSE]
+            if not self._connection.http2:
+                if self._connections.is_last(self._connection) and _CLOSE not in message["headers"]:
+                    message["headers"] = [*message["headers"], _CLOSE]
+                self._connection.last = _CLOSE in message["headers"]
             await self._send(message)
             return
         self._exchange.sending_since = self._now()
@@ -153,7 +155,3 @@ class _Sender:
             await self._send(message)
         finally:
             self._exchange.sending_since = None
-
-
-def _without_connection(headers: Any) -> list[Any]:
-    return [header for header in headers if header[0] != b"connection"]
