@@ -15,12 +15,16 @@ IMAGE_BUILD ?= $(if $(shell docker info >/dev/null 2>&1 && echo yes),docker buil
 IMAGE_REGISTRY ?=
 IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGES ?= cpu engine-cpu
+# A base image instead of the one that the Dockerfile has by its digest, for a builder without a registry.
+IMAGE_BASE ?=
+IMAGE_ARGS = --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-parse HEAD 2>/dev/null || echo unknown) \
+	--build-arg TORCH_INDEX=$(TORCH_INDEX) $(if $(IMAGE_BASE),--build-arg PYTHON=$(IMAGE_BASE))
 
 # Measures figures of docs/benchmarks by name, all of them without one, and writes the tables.
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-k8s images image-locks chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-k8s images image-locks base-locks sbom audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -67,14 +71,28 @@ test-k8s: install ## Tests on the cluster of KUBECONFIG; need kubectl, helm and 
 
 images: ## Build the images IMAGES="cpu engine-cpu" (engine-gpu too, if you name it) with docker or buildah
 	@set -e; for target in $(IMAGES); do \
-		$(IMAGE_BUILD) -f deploy/Dockerfile --target $$target \
-			--build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-parse HEAD 2>/dev/null || echo unknown) \
-			--build-arg TORCH_INDEX=$(TORCH_INDEX) \
+		$(IMAGE_BUILD) -f deploy/Dockerfile --target $$target $(IMAGE_ARGS) \
 			-t $(IMAGE_REGISTRY)baton-$$target:$(IMAGE_TAG) .; \
 	done
 
-image-locks: install ## Resolve again what the images install (pip; downloads CUDA's wheels)
-	@$(BIN)/python scripts/lock_images.py --torch $(TORCH)
+image-locks: install ## Resolve again what the images install, where pyproject.toml changed; all of it with UPGRADE=yes (pip, minutes)
+	@$(BIN)/python scripts/lock_images.py --torch $(TORCH) $(if $(UPGRADE),--upgrade)
+
+base-locks: install ## Pin again the base image (docker, skopeo or crane) and the compiler (apt), both as of today
+	@$(BIN)/python scripts/lock_base.py image
+	@$(BIN)/python scripts/lock_base.py compiler
+
+sbom: install ## Write build/sbom/baton-TARGET.cdx.json of IMAGES: what is really in them (builds them first)
+	@set -e; for target in $(IMAGES); do \
+		$(IMAGE_BUILD) -f deploy/Dockerfile --target inventory --build-arg IMAGE=$$target $(IMAGE_ARGS) \
+			--output type=local,dest=build/sbom/$$target -t baton-inventory:$(IMAGE_TAG) .; \
+		$(BIN)/python scripts/sbom.py $$target --inventory build/sbom/$$target/inventory.json \
+			--out build/sbom/baton-$$target.cdx.json \
+			--version $(IMAGE_TAG) --revision "$$(git rev-parse HEAD 2>/dev/null || echo unknown)"; \
+	done
+
+audit: install ## Look for published vulnerabilities in what the images install; says so where no source of advisories answers
+	@$(BIN)/python scripts/audit.py $(if $(REQUIRED),--required)
 
 fmt: install ## Format the code
 	@$(BIN)/ruff format .
@@ -90,7 +108,7 @@ lint: install ## Style, import rules, stubs in step with the protos, locks with 
 	@$(BIN)/python scripts/gen_values_schema.py --check
 
 type: install ## mypy strict
-	@$(BIN)/mypy services scripts tests
+	@$(BIN)/mypy services scripts tests deploy/image
 
 check: lint type test ## What CI runs
 

@@ -1,20 +1,24 @@
 """Resolves what each image installs into deploy/locks, or checks that against pyproject.toml.
 
-    lock_images.py --torch 2.13.0            resolve; takes a package index, downloads CUDA's wheels
+    lock_images.py --torch 2.13.0            resolve what changed; takes a package index
+    lock_images.py --torch 2.13.0 --upgrade  resolve everything anew
     lock_images.py --torch 2.13.0 --check    compare, without a network
 
-Resolving is pip's own. Knows which of Baton's extras an image has; not how images are built.
+A lock has one line for each package: name, version, and the SHA-256 of the one wheel that pip takes
+for the images' Python on linux/amd64. Resolving is pip's own; the present locks constrain it, so a
+new dependency leaves the versions of the others as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,19 +34,40 @@ PYTHON = "3.11"
 """Of the images."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 RESOLVE_TIMEOUT_S = 1800
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s=*]+)((?: --hash=sha256:[0-9a-f]{64})+)")
 
 
 @dataclass(frozen=True)
 class Image:
-    """extras: Baton's own. torch: how its build is asked for, after the version.
-
-    without: what a dependency asks for and an image does not need. NIXL comes once for each version
-    of CUDA; without CUDA either does.
-    """
+    """What one image installs, apart from Baton's own dependencies."""
 
     extras: tuple[str, ...]
+    """Baton's own."""
     torch: str = ""
+    """How its build of torch is asked for, after the name; empty: it has none."""
     without: frozenset[str] = frozenset()
+    """What a dependency asks for and the image does not need. NIXL comes once for each version of
+    CUDA; without CUDA either does."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One line of a lock."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+    """SHA-256 in hexadecimal digits. One of them is what the file has."""
+
+    @property
+    def public_version(self) -> str:
+        """Without what says how it was built: 2.13.0 of 2.13.0+cpu."""
+        return self.version.partition("+")[0]
+
+    def __str__(self) -> str:
+        return " ".join(
+            [f"{self.name}=={self.version}", *(f"--hash=sha256:{h}" for h in self.hashes)]
+        )
 
 
 IMAGES = {
@@ -51,6 +76,8 @@ IMAGES = {
     # Exactly this version and no local one: torch's own wheel for CUDA 13.
     "engine-gpu": Image(("engine", "otel"), "==={}", frozenset({"nixl-cu12"})),
 }
+LOCKED = (*IMAGES, "build")
+"""What there is a lock of: the images, and what builds Baton's own wheel."""
 PROCESS_1 = "dumb-init>=1.2.5"
 
 
@@ -69,16 +96,18 @@ def asked_of(
     return asked
 
 
-def pins(text: str) -> dict[str, str]:
-    """A lock's versions by normal name. Raises ValueError for a line that is no pin."""
-    found: dict[str, str] = {}
+def pins(text: str) -> dict[str, Pin]:
+    """A lock's lines by normal name. Raises ValueError for a line that is no pin with its hash."""
+    found: dict[str, Pin] = {}
     for line in text.splitlines():
-        name, equal, version = line.partition("==")
-        if not equal or not name or not version or version != version.strip("=* "):
-            raise ValueError(f"not a pin: {line!r}")
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(f"not a pin with its hash: {line!r}")
+        name, version, hashes = match.groups()
         if canonicalize_name(name) in found:
             raise ValueError(f"twice: {name}")
-        found[canonicalize_name(name)] = version
+        digests = tuple(one.removeprefix("--hash=sha256:") for one in hashes.split())
+        found[canonicalize_name(name)] = Pin(name, version, digests)
     return found
 
 
@@ -87,64 +116,111 @@ def faults(
 ) -> list[str]:
     """Why locks are not those of what is asked; empty: they are."""
     said = []
-    seen: dict[str, tuple[str, str]] = {}
-    environment = {str(k): str(v) for k, v in default_environment().items()}
-    environment |= {"python_version": PYTHON, "sys_platform": "linux"}
+    seen: dict[str, tuple[str, Pin]] = {}
     for name, lines in asked.items():
         if was_asked.get(name) != lines:
             said.append(f"{name}: pyproject.toml asks for something else than it was resolved from")
         pinned = pins(locks[name])
-        for line in lines:
-            requirement = Requirement(line)
-            if requirement.marker and not requirement.marker.evaluate(environment):
-                continue
-            version = pinned.get(canonicalize_name(requirement.name))
-            if version is None:
+        for requirement in _that_hold(lines):
+            pin = pinned.get(canonicalize_name(requirement.name))
+            if pin is None:
                 said.append(f"{name}: {requirement.name} is not pinned")
-            elif not requirement.specifier.contains(version, prereleases=True):
-                said.append(f"{name}: {requirement.name} {version} is not what {line} asks for")
-        for package, version in pinned.items():
-            where, other = seen.setdefault(package, (name, version))
-            if other != version:
-                said.append(f"{package} is {other} in {where} and {version} in {name}")
+            elif not requirement.specifier.contains(pin.version, prereleases=True):
+                said.append(
+                    f"{name}: {requirement.name} {pin.version} is not what {requirement} asks for"
+                )
+        for package, pin in pinned.items():
+            where, other = seen.setdefault(package, (name, pin))
+            if other.public_version != pin.public_version:
+                said.append(f"{package} is {other.version} in {where} and {pin.version} in {name}")
+            elif other.version == pin.version and other.hashes != pin.hashes:
+                said.append(f"{package} {pin.version} is another file in {where} than in {name}")
     return said
 
 
-def resolve(lines: Sequence[str], options: Sequence[str] = ()) -> dict[str, str]:
-    """Names and versions of all that pip would install. Raises CalledProcessError."""
+def resolve(
+    lines: Sequence[str], constraints: Sequence[str] = (), options: Sequence[str] = ()
+) -> list[Pin]:
+    """All that pip would install. Raises CalledProcessError."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
+        report, constrained = Path(folder, "report.json"), Path(folder, "constraints.txt")
+        constrained.write_text("".join(f"{line}\n" for line in constraints))
         subprocess.run(
             [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed",
              "--only-binary=:all:", "--python-version", PYTHON, "--target", folder,
-             "--report", str(report), *options, *lines],
+             "--constraint", str(constrained), "--report", str(report), *options, *lines],
             check=True, timeout=RESOLVE_TIMEOUT_S,
         )  # fmt: skip
         installed = json.loads(report.read_text())["install"]
-    return {
-        one["metadata"]["name"]: one["metadata"]["version"].partition("+")[0] for one in installed
-    }
+    return [
+        Pin(
+            one["metadata"]["name"],
+            one["metadata"]["version"],
+            (one["download_info"]["archive_info"]["hashes"]["sha256"],),
+        )
+        for one in installed
+    ]
 
 
-def lock(name: str, lines: list[str], torch: str) -> str:
+def lock(
+    name: str,
+    lines: list[str],
+    torch: str,
+    present: dict[str, Pin],
+    resolve: Callable[[Sequence[str], Sequence[str], Sequence[str]], list[Pin]] = resolve,
+) -> str:
+    """The text of one lock. present: pins to keep where what is asked allows it."""
     image = IMAGES.get(name, Image(()))
     if image.torch:
         lines = [line for line in lines if not line.startswith("torch")]
         lines.append("torch" + image.torch.format(torch))
-    try:
-        found = resolve(lines)
-    except subprocess.CalledProcessError:
-        if "+cpu" not in image.torch:
-            raise
-        found = resolve(lines, ["--extra-index-url", TORCH_INDEX])
-    wanted = [p for p in found if canonicalize_name(p) not in image.without]
-    return "".join(f"{p}=={found[p]}\n" for p in sorted(wanted, key=str.lower))
+    attempts: list[tuple[list[str], list[str]]] = [(_kept(lines, present), []), ([], [])]
+    if "+cpu" in image.torch:
+        attempts += [(kept, ["--extra-index-url", TORCH_INDEX]) for kept, _ in attempts]
+    for number, (kept, options) in enumerate(attempts, 1):
+        try:
+            found = resolve(lines, kept, options)
+            break
+        except subprocess.CalledProcessError:
+            if number == len(attempts):
+                raise
+            print(f"{name}: not to be had like this; trying another way", file=sys.stderr)
+    wanted = [pin for pin in found if canonicalize_name(pin.name) not in image.without]
+    return "".join(f"{pin}\n" for pin in sorted(wanted, key=lambda pin: pin.name.lower()))
+
+
+def _present(name: str, among: Iterable[str]) -> dict[str, Pin]:
+    """The pins of several locks, so that images agree; a lock's own come before the others'."""
+    found: dict[str, Pin] = {}
+    for one in sorted(among, key=lambda other: other == name):
+        file = LOCKS / f"{one}.txt"
+        found |= pins(file.read_text()) if file.exists() else {}
+    return found
+
+
+def _kept(lines: Sequence[str], present: dict[str, Pin]) -> list[str]:
+    """The present pins as constraints, without those that the lines no longer allow."""
+    kept = dict(present)
+    for requirement in _that_hold(lines):
+        pin = present.get(canonicalize_name(requirement.name))
+        if pin and not requirement.specifier.contains(pin.version, prereleases=True):
+            kept.pop(canonicalize_name(requirement.name), None)
+    return [f"{pin.name}=={pin.version}" for pin in kept.values()]
+
+
+def _that_hold(lines: Iterable[str]) -> list[Requirement]:
+    """Requirements whose marker is true in an image."""
+    environment = {str(k): str(v) for k, v in default_environment().items()}
+    environment |= {"python_version": PYTHON, "sys_platform": "linux", "platform_machine": "x86_64"}
+    found = [Requirement(line) for line in lines]
+    return [one for one in found if not one.marker or one.marker.evaluate(environment)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Resolve or check what the images install.")
     parser.add_argument("--torch", required=True, help="the version of torch")
     parser.add_argument("--check", action="store_true", help="compare only; no network")
+    parser.add_argument("--upgrade", action="store_true", help="keep no present version")
     parser.add_argument("images", nargs="*", help="of which images (default: all)")
     args = parser.parse_args(argv)
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -156,10 +232,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"deploy/locks: {line}; run `make image-locks`", file=sys.stderr)
         return 1 if said else 0
     was_asked = json.loads(ASKED.read_text()) if ASKED.exists() else {}
-    for name in args.images or asked:
-        (LOCKS / f"{name}.txt").write_text(lock(name, asked[name], args.torch))
+    changed = [name for name in asked if args.upgrade or was_asked.get(name) != asked[name]]
+    resolved: list[str] = []
+    for name in args.images or changed:
+        present = _present(name, resolved if args.upgrade else asked)
+        (LOCKS / f"{name}.txt").write_text(lock(name, asked[name], args.torch, present))
+        resolved.append(name)
         was_asked[name] = asked[name]
         print(f"deploy/locks/{name}.txt")
+    if not resolved:
+        print("deploy/locks is in step with pyproject.toml; UPGRADE=yes resolves it anew")
     ASKED.write_text(json.dumps(was_asked, indent=2, sort_keys=True) + "\n")
     return 0
 

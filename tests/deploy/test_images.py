@@ -7,12 +7,15 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+import lock_base
 import lock_images
+from lock_images import Pin
 from tests.deploy.dockerfile import Dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,27 +71,75 @@ def test_labels_say_the_same_of_every_image() -> None:
         assert found["org.opencontainers.image.licenses"] == PROJECT["project"]["license"]
 
 
-def test_every_stage_starts_from_the_python_that_is_locked() -> None:
-    outside = {stage.start for stage in FILE.stages.values()} - set(FILE.stages)
-    assert outside == {f"docker.io/library/python:{lock_images.PYTHON}-slim"}
+def test_every_stage_starts_from_one_base_image_by_its_digest() -> None:
+    outside = {stage.start for stage in FILE.stages.values()} - set(FILE.stages) - {"scratch"}
+    assert len(outside) == 1
+    tag, digest = outside.pop().split("@")
+    assert tag == f"docker.io/library/python:{lock_images.PYTHON}-slim-{lock_base.SUITE}"
+    assert re.fullmatch("sha256:[0-9a-f]{64}", digest)
 
 
-def test_pip_takes_what_is_locked_and_nothing_that_follows_from_it() -> None:
-    """Without dependencies of dependencies: a lock names them all."""
-    installs = [
-        (stage.name, command)
+def commands(tool: str) -> list[tuple[str, str]]:
+    """What the Dockerfile runs of a tool, with the stage; `$INSTALL` written out."""
+    install = FILE.pairs("empty", "ENV").get("INSTALL", "$INSTALL")
+    return [
+        (stage.name, command.strip())
         for stage in FILE.stages.values()
         for words in stage.of("RUN")
-        for command in re.split(r"&&|\|\||;|\{|\}", words)
-        if "pip install" in command
+        for command in re.split(r"&&|\|\||;|[{}] ", words.replace("$INSTALL", install))
+        if tool in command
     ]
-    assert installs
+
+
+def test_pip_takes_what_is_locked_with_its_hash_and_nothing_that_follows_from_it() -> None:
+    """Without dependencies of dependencies: a lock names them all."""
+    installs = commands("pip install")
+    assert {name for name, _ in installs} == {"code", *(f"{target}-packages" for target in TARGETS)}
     for name, command in installs:
         assert "--no-deps" in command, (name, command)
-        lock = f"/build/{name.removesuffix('-packages')}.txt" if name != "code" else "build.txt"
-        ours = command.rstrip().endswith(" /build")
-        torch = '"$torch' in command or '"torch==' in command
-        assert lock in command or ours or torch, (name, command)
+        if "file://" in command:
+            assert "--no-index" in command and "#sha256=" in command, command
+            continue
+        assert "--require-hashes --only-binary=:all:" in command, (name, command)
+        lock = "build" if name == "code" else name.removesuffix("-packages")
+        torch = {"/build/torch.txt"} if lock == "engine-cpu" else set()
+        assert set(re.findall(r"-r (\S+)", command)) <= {f"/build/{lock}.txt", *torch}, command
+        assert not re.search(r"\s[A-Za-z][\w-]*(==|>=)", command), f"not of a lock: {command}"
+
+
+def test_batons_own_wheel_is_built_by_what_is_locked() -> None:
+    ((stage, command),) = commands("pip wheel")
+    assert stage == "code"
+    assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(command.split())
+
+
+def test_nothing_is_installed_at_a_version_that_floats() -> None:
+    for tool in ("apt", "curl", "wget", "npm", "git clone", "ensurepip", "easy_install"):
+        assert commands(tool) == [], tool
+    assert not [words for stage in FILE.stages.values() for words in stage.of("ADD")]
+
+
+def test_the_compiler_is_complete_and_has_hashes() -> None:
+    """Of every package that it needs, those of the base image too."""
+    ((stage, command),) = commands("debian.py")
+    assert stage == "compiler"
+    assert [one.name for one in FILE.chain("engine-gpu")] == ["base", "compiler", "engine-gpu"]
+    assert f"/build/{lock_base.COMPILER.name}" in command
+    lines = lock_base.COMPILER.read_text().splitlines()
+    places = [line for line in lines if line.startswith("from ")]
+    assert any(re.search(r"snapshot.*/\d{8}T\d{6}Z/", place) for place in places), (
+        "no lasting place"
+    )
+    names = set()
+    for line in lines[len(places) :]:
+        found = re.fullmatch(
+            r"[0-9a-f]{64} ([a-z-]+) pool/\S+/([^_/]+)_[^_/]+_(amd64|all).deb", line
+        )
+        assert found, line
+        assert found[1] in lock_base.ARCHIVES
+        names.add(found[2])
+    assert {*lock_base.ASKED, "gcc-12", "cpp-12", "binutils", "libc6", "linux-libc-dev"} <= names
+    assert len(names) == len(lines) - len(places)
 
 
 def test_locks_are_in_step_with_the_project() -> None:
@@ -103,6 +154,7 @@ def test_locks_are_in_step_with_the_project() -> None:
         (("grpcio==", "grpcio-without=="), "grpcio is not pinned"),
         (("starlette==", "starlette==0."), "is not what starlette>=1.0 asks for"),
         (("rich==", "rich==99."), "rich is 99"),
+        (("rich==(.*):[0-9a-f]{8}", r"rich==\1:00000000"), "is another file in cpu than in"),
     ],
 )
 def test_a_lock_that_is_out_of_step_is_named(change: tuple[str, str], told: str) -> None:
@@ -119,10 +171,53 @@ def test_a_new_dependency_is_missed() -> None:
     assert lock_images.faults(asked, was, locks)[0].startswith("cpu: pyproject.toml asks")
 
 
-@pytest.mark.parametrize("line", ["grpcio>=1", "grpcio", "grpcio==1.*", "-e .", "grpcio=== 1"])
-def test_a_lock_holds_pins_only(line: str) -> None:
+HASH = f"--hash=sha256:{'0a' * 32}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "grpcio==1.85.1",
+        f"grpcio==1.85.1 {HASH[:-1]}",
+        f"grpcio==1.85.1 {HASH.replace('sha256', 'md5')}",
+        f"grpcio>=1 {HASH}",
+        f"grpcio {HASH}",
+        f"grpcio==1.* {HASH}",
+        f"grpcio=== 1 {HASH}",
+        f"-e . {HASH}",
+        "--extra-index-url https://wheels.example",
+    ],
+)
+def test_a_lock_holds_pins_with_hashes_only(line: str) -> None:
     with pytest.raises(ValueError, match="not a pin"):
-        lock_images.pins(f"rich==15.0.0\n{line}\n")
+        lock_images.pins(f"rich==15.0.0 {HASH}\n{line}\n")
+
+
+@pytest.mark.parametrize("name", lock_images.LOCKED)
+def test_every_line_of_every_lock_has_its_hash(name: str) -> None:
+    text = (DEPLOY / "locks" / f"{name}.txt").read_text()
+    pinned = lock_images.pins(text)
+    assert "".join(f"{pin}\n" for pin in pinned.values()) == text
+    assert all(pin.hashes for pin in pinned.values())
+    assert list(pinned) == sorted(pinned, key=lambda one: pinned[one].name.lower())
+
+
+def test_resolving_keeps_the_present_versions_but_those_that_no_longer_do() -> None:
+    present = lock_images.pins(f"rich==15.0.0 {HASH}\ntorch==2.13.0+cpu {HASH}\n")
+    asked: list[list[str]] = []
+
+    def resolve(lines: Sequence[str], kept: Sequence[str], _: Sequence[str]) -> list[Pin]:
+        asked.append(list(kept))
+        if len(asked) == 1:
+            raise subprocess.CalledProcessError(1, "pip")
+        return [Pin("rich", "16.0", ("0b" * 32,))]
+
+    text = lock_images.lock("cpu", ["rich>=15"], TORCH, present, resolve)
+    assert text == f"rich==16.0 --hash=sha256:{'0b' * 32}\n"
+    assert asked == [["rich==15.0.0", "torch==2.13.0+cpu"], []], "where that fails, without them"
+    asked.clear()
+    lock_images.lock("cpu", ["rich>=16"], TORCH, present, resolve)
+    assert asked[0] == ["torch==2.13.0+cpu"]
 
 
 def test_the_light_image_has_nothing_of_the_engine() -> None:
@@ -132,7 +227,7 @@ def test_the_light_image_has_nothing_of_the_engine() -> None:
     for target in ("engine-cpu", "engine-gpu"):
         pinned = lock_images.pins((DEPLOY / "locks" / f"{target}.txt").read_text())
         assert {"torch", "nixl", "safetensors"} <= set(pinned)
-        assert pinned["torch"] == TORCH
+        assert pinned["torch"].public_version == TORCH
 
 
 def test_all_commands_are_there() -> None:
@@ -140,7 +235,7 @@ def test_all_commands_are_there() -> None:
     processes = {"router", "tokenizer", "prefill", "decode", "detokenizer"}
     expected = {"baton", *(f"baton-{process}" for process in processes)}
     assert set(PROJECT["project"]["scripts"]) == expected
-    assert "--prefix /code /build" in " ".join(FILE.stages["code"].of("RUN"))
+    assert "--prefix /code" in " ".join(FILE.stages["code"].of("RUN"))
     assert (ROOT / "services" / "baton" / "models" / "baton-tiny" / "model.safetensors").is_file()
 
 
@@ -155,7 +250,8 @@ def test_the_context_is_what_is_copied_and_nothing_more() -> None:
         for words in copies(stage, of_context=True)
         for source in words[:-1]
     }
-    folders = {str(Path(source).parent) if "locks/" in source else source for source in copied}
+    parts = ("deploy/locks/", "deploy/image/")
+    folders = {str(Path(one).parent) if one.startswith(parts) else one for one in copied}
     assert folders == admitted
     files = subprocess.run(
         ["git", "ls-files", *sorted(admitted)], cwd=ROOT, capture_output=True, text=True, check=True
