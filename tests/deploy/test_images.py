@@ -299,3 +299,9 @@ def test_make_builds_each_with_the_builder_that_is_named() -> None:
         f"r.example/b/baton-engine-gpu:{tag} .",
     ]
     assert all(line.startswith("build -f deploy/Dockerfile --target ") for line in lines)
+    assert not [line for line in lines if "PYTHON=" in line]
+    done = subprocess.run(
+        [*command, "IMAGES=cpu", "IMAGE_BASE=r.example/python:3.11"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert " --build-arg PYTHON=r.example/python:3.11 " in done.stdout
