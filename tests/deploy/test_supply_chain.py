@@ -234,7 +234,7 @@ def test_a_licence_is_what_the_package_says_best(
 
 
 @pytest.mark.parametrize(
-    "other", [{"name": "stowaway"}, {"version": "0.0.1"}], ids=["absent", "another version"]
+    "other", [{"name": "not-of-the-lock"}, {"version": "0.0.1"}], ids=["absent", "another version"]
 )
 def test_a_package_that_is_not_of_the_lock_is_an_error(
     other: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
