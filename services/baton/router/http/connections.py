@@ -28,7 +28,8 @@ _TCP_INFO = getattr(socket, "TCP_INFO", None)
 # From linux/tcp.h, struct tcp_info: state, unacked segments, bytes_acked, bytes_received,
 # notsent_bytes.
 _INFO = struct.Struct("=B23xI92xQQ8xI")
-_CLOSE_WAIT = 8
+_GONE = (7, 8)
+"""TCP_CLOSE and TCP_CLOSE_WAIT: the peer has reset or ended the connection."""
 
 CROWDED = 7 / 8
 """Of max_connections. Above it idle connections end, first those of the address with the most."""
@@ -199,7 +200,7 @@ class Connections:
             # A client that has gone and had sent its next request before: the server does not read
             # that yet, and so does not see the end behind it.
             info = self._info(connection)
-            if info is not None and info.state == _CLOSE_WAIT:
+            if info is not None and info.state in _GONE:
                 for exchange in connection.exchanges:
                     exchange.abandon()
                 self._shut_down(connection, reset=True)
