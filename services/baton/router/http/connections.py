@@ -34,8 +34,8 @@ _GONE = (7, 8)
 CROWDED = 7 / 8
 """Of max_connections. Above it idle connections end, first those of the address with the most."""
 
-LOOK_AGAIN_S = 0.05
-"""The least time between two looks that requests ask for."""
+LOOK_SHARE = 0.1
+"""Of its time a loop spends on looks that requests ask for, at most."""
 
 QUIET_S = 1.0
 """A connection that has had its last answer ends after so long without a request. Over HTTP/2 no
@@ -88,6 +88,10 @@ class Connection:
     acked_at: float = 0.0
     """When that was seen to change."""
 
+    def abandon(self) -> None:
+        for exchange in self.exchanges:
+            exchange.abandon()
+
 
 class TcpInfo(NamedTuple):
     """What the kernel knows of one connection."""
@@ -122,6 +126,7 @@ class Connections:
         self._per_address: Counter[bytes] = Counter()
         self._turn = 0
         self._found_at = float("-inf")
+        self._find_s = 0.0
 
     def __len__(self) -> int:
         return len(self._by_inode)
@@ -156,7 +161,7 @@ class Connections:
         address = connection.peer[0]
         if not limit or self._per_address[address] <= limit:
             return False
-        if self._now() - self._found_at >= LOOK_AGAIN_S:
+        if self._now() - self._found_at >= self._find_s / LOOK_SHARE:
             self._find()
         return self._per_address[address] > limit
 
@@ -201,8 +206,7 @@ class Connections:
             # that yet, and so does not see the end behind it.
             info = self._info(connection)
             if info is not None and info.state in _GONE:
-                for exchange in connection.exchanges:
-                    exchange.abandon()
+                connection.abandon()
                 self._shut_down(connection, reset=True)
 
     def _stalls(self, connection: Connection, info: TcpInfo | None, now: float) -> bool:
@@ -261,9 +265,12 @@ class Connections:
 
     def _find(self) -> None:
         """Brings the records in step with the process's sockets."""
+        began = self._now()
         gone = dict(self._by_inode)
+        listed = False
         others: set[int] = set()
         for fd, inode in _sockets():
+            listed = True
             known = self._by_inode.get(inode)
             if known is not None:
                 known.fd = fd
@@ -273,14 +280,16 @@ class Connections:
             else:
                 self._saw(peer, fd, inode)
         self._others = others
-        self._found_at = self._now()
         for inode, connection in gone.items():
             if self._by_inode.get(inode) is connection:
                 self._forget(connection)
         for connection in list(self._by_peer.values()):
-            # It closed before it was ever seen.
-            if not connection.inode and not connection.exchanges:
+            # Reset or closed before it was ever seen: a socket without a peer.
+            if listed and not connection.inode:
+                connection.abandon()
                 self._forget(connection)
+        self._found_at = self._now()
+        self._find_s = self._found_at - began
 
     def _saw(self, peer: Peer, fd: int, inode: int) -> None:
         connection = self._by_peer.get(peer)
