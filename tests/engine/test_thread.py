@@ -15,6 +15,7 @@ from baton.core.errors import Internal, NotFound, Overloaded, Unavailable
 from baton.core.events import Failed
 from baton.core.loop import EngineLoop
 from baton.core.plan import StepPlan
+from baton.engine.thread import EngineThread
 from tests.engine.engine_thread import Engine, Heard, Runner, add, attempt, running
 
 
@@ -29,6 +30,27 @@ async def test_tokens_are_delivered_step_by_step_from_one_thread() -> None:
         assert runner.threads.isdisjoint({threading.get_ident()}) and len(runner.threads) == 1
         assert await engine.call(lambda loop: loop.scheduler.has_work) is False
     assert runner.closed
+
+
+async def test_who_left_while_it_starts_is_not_told_how_that_ended() -> None:
+    troubles: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, trouble: troubles.append(trouble))
+    making, go_on = threading.Event(), threading.Event()
+
+    def make_loop() -> EngineLoop[DecodeScheduler]:
+        making.set()
+        go_on.wait(30)
+        raise Internal("it cannot be made")
+
+    engine = EngineThread(make_loop, lambda events: None)
+    starting = asyncio.ensure_future(engine.start())
+    assert await asyncio.to_thread(making.wait, 30)
+    starting.cancel()
+    await asyncio.wait([starting])
+    go_on.set()
+    await engine.stop()
+    await asyncio.sleep(0)
+    assert starting.cancelled() and troubles == []
 
 
 async def test_its_load_is_up_to_date_after_every_call() -> None:

@@ -176,7 +176,7 @@ class EngineThread(Generic[SchedulerT]):
             loop = self._make_loop()
         except BaseException as error:
             self._end()
-            self._tell(self._made.set_exception, error)
+            self._tell(_fail, self._made, error)
             return
         self.load = loop.scheduler.load
         self._runner = loop.runner
@@ -263,8 +263,8 @@ class EngineThread(Generic[SchedulerT]):
             assert call.answer is not None
             if call.error is None:
                 _resolve(call.answer, call.value)
-            elif not call.answer.done():
-                call.answer.set_exception(call.error)
+            else:
+                _fail(call.answer, call.error)
         if events:
             self._deliver(events)
 
@@ -287,5 +287,12 @@ class EngineThread(Generic[SchedulerT]):
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    """Without effect when whoever waits has left: then the future is cancelled."""
     if not future.done():
         future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """As `_resolve`."""
+    if not future.done():
+        future.set_exception(error)

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.cli.bench.beside import Beside
@@ -64,7 +64,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 class _Stamps:
     """One request at decode."""
 
-    ended: asyncio.Future[None]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     landed_at: float = 0.0
     stepped_at: float = 0.0
     received_bytes: int = 0
@@ -136,7 +136,7 @@ class _Round:
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await stamps.ended
+                await stamps.ended.wait()
         except TimeoutError:
             raise BatonError("decode did not get the KV or did not go on from it") from None
         computed_at = said["computed_at"]
@@ -204,7 +204,7 @@ class _Decode:
         self, name: str, prompt: Sequence[int], salt: str, handover_id: bytes
     ) -> tuple[_Stamps, list[int]]:
         """Begins to collect a prompt and to decode from there. The list gets tokens 1 and on."""
-        self._stamps = _Stamps(asyncio.get_running_loop().create_future())
+        self._stamps = _Stamps()
         self._collector.stamps, self._tokens = self._stamps, []
         asked = replace(attempt(name, prompt, OUTPUT_TOKENS), cache_salt=salt.encode())
         self.service.start(
@@ -225,4 +225,4 @@ class _Decode:
                 if tokens.position > 0:
                     self._tokens.extend(tokens.token_ids)
                 if tokens.finish_reason is not None and self._stamps is not None:
-                    self._stamps.ended.set_result(None)
+                    self._stamps.ended.set()

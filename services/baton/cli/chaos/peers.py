@@ -67,8 +67,9 @@ class Peer:
             self._process.stdin.write(json.dumps({"n": number, "do": do, **values}) + "\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
-            self._waiting.pop(number, None)
-            answer.set_exception(PeerGone(f"the {self.role} is gone"))
+            # The thread that reads may have found out first: it answers whom it takes out.
+            if self._waiting.pop(number, None) is not None:
+                answer.set_exception(PeerGone(f"the {self.role} is gone"))
         return answer
 
     def ask(self, do: str, **values: object) -> Said:
@@ -114,9 +115,8 @@ class Peer:
             else:
                 answer.set_result(said)
         gone = PeerGone(f"the {self.role} ended with code {self._process.wait()}")
-        for answer in list(self._waiting.values()):
-            if not answer.done():
-                answer.set_exception(gone)
+        while self._waiting:
+            self._waiting.popitem()[1].set_exception(gone)
 
 
 def result(answer: Future[Said], what: str) -> Said:
