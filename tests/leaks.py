@@ -1,8 +1,8 @@
-"""Asserts that real workers hold nothing once their work is done.
+"""Asserts that real workers and routers hold nothing once their work is done.
 
-Whoever starts workers for tests registers them here (`Relay` does, and `worker` in
-`services/worker/processes.py`); `tests/conftest.py` then looks after every test. Workers that a
-test killed or froze are passed over.
+Whoever starts them for tests registers them here (`Relay` does, and `worker` in
+`services/worker/processes.py`); `tests/conftest.py` then looks after every test. Processes that
+a test killed or froze are passed over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunningWorker:
 
 
 def held(text: str) -> dict[str, float]:
-    """What a worker's metrics say it holds; empty when it is idle and nothing leaked.
+    """What a process's metrics say it holds; empty when it is idle and nothing leaked.
 
     A worker that loads its model serves metrics already and cannot tell yet.
     """
@@ -40,12 +40,13 @@ def held(text: str) -> dict[str, float]:
     if len(kinds) <= 5:
         return {"something that it does not tell": 1.0}
     found = {kind: float(number) for kind, number in kinds}
-    found["attempts"] = float(re.findall(r"^baton_attempts (\S+)$", text, re.MULTILINE)[0])
+    busy = re.findall(r"^baton_(attempts|requests_open) (\S+)$", text, re.MULTILINE)
+    found |= {kind: float(number) for kind, number in busy}
     return {kind: number for kind, number in found.items() if number}
 
 
 def check(worker: RunningWorker, idle_s: float = IDLE_S) -> None:
-    """Waits until the worker is idle and asserts that it holds nothing then."""
+    """Waits until the process is idle and asserts that it holds nothing then."""
     deadline = time.monotonic() + idle_s
     told: object = "nothing"
     while runs(worker.pid):

@@ -120,10 +120,10 @@ class Relay:
         return [p for p in found if role in ("", p["role"])]
 
     def workers(self) -> list[leaks.RunningWorker]:
-        """Those that hold KV; none once it was stopped."""
+        """Those that hold something for requests; none once it was stopped."""
         if not self._state.exists():
             return []
-        found = self.processes("prefill") + self.processes("decode")
+        found = [p for p in self.processes() if p["role"] in ("router", "prefill", "decode")]
         return [leaks.RunningWorker(p["pid"], p["metrics"]) for p in found]
 
     def kill(self, process: dict[str, Any], number: int = signal.SIGKILL) -> None:

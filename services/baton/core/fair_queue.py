@@ -86,6 +86,10 @@ class FairQueue(Generic[T]):
             for entries in self._classes[key].entries.values():
                 yield from entries
 
+    def __contains__(self, entry: Entry[T]) -> bool:
+        class_ = self._classes.get(entry.class_)
+        return class_ is not None and entry in class_.entries.get(entry.tenant, ())
+
     def has_room(self, tenant: str, tokens: int) -> bool:
         """Whether one more of a tenant, that is not resumed, is within the bounds."""
         own_entries = own_tokens = 0
@@ -111,10 +115,10 @@ class FairQueue(Generic[T]):
 
     def remove(self, entry: Entry[T], *, served: bool) -> None:
         """served: its tenant pays for it. Raises ValueError for one that does not wait."""
-        class_ = self._classes.get(entry.class_)
-        entries = class_.entries.get(entry.tenant, []) if class_ is not None else []
-        if class_ is None or entry not in entries:
+        if entry not in self:
             raise ValueError("this entry does not wait here")
+        class_ = self._classes[entry.class_]
+        entries = class_.entries[entry.tenant]
         entries.remove(entry)
         class_.tokens[entry.tenant] -= entry.tokens
         self._count(entry, -1)

@@ -93,6 +93,7 @@ async def serve(config: RouterConfig) -> int:
     )
     unwatch = metrics.watch(fleet, replicas, lambda: pipeline.num_requests)
     unwatch += metrics.watch_gate(pipeline.gate)
+    unwatch += metrics.watch_leaks(lambda: pipeline.num_requests, lambda: pipeline.held)
     unwatch += metrics.watch_targets(config, fleet, pipeline.gate.queue, replicas)
     if config.vllm_aliases:
         unwatch += aliases.watch(pipeline, fleet)

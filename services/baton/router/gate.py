@@ -94,6 +94,17 @@ class Gate:
         self._kv_tokens: int | None = None
         self._looked_at = float("-inf")
 
+    @property
+    def held(self) -> dict[str, int]:
+        """What requests hold here, by kind; 0 each when there are none."""
+        admission = self._admission
+        return {
+            "granted_tokens": admission.tokens,
+            "encoding_tokens": admission.encoding,
+            "unplaced_tokens": admission.unplaced,
+            **self.turnstile.held,
+        }
+
     def glance(self, tenant: Tenant, priority: int) -> None:
         """Raises Refusal when not even the least request of a tenant would be let in."""
         now = self.turnstile.now()

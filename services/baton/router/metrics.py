@@ -7,7 +7,7 @@ others: callers choose no label.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from baton.router.replicas import Replicas
 from baton.router.vllm_times import VllmTimes
 from baton.rpc.metrics import (
     INTER_TOKEN,
+    LEAKS,
     LOCAL_PREFILL,
     PROMPT_TOKENS,
     REGISTRY,
@@ -200,6 +201,18 @@ class RouterMetrics:
             gauge(STANDBYS, standbys, self._registry),
             gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
         ]
+
+    def watch_leaks(
+        self, num_requests: Callable[[], int], held: Callable[[], Mapping[str, int]]
+    ) -> list[Callable[[], None]]:
+        """As `watch`. held: what requests hold, by kind, which is a leak when there are none; for a
+        moment after the last one this may see what is just being freed."""
+
+        def leaks() -> dict[tuple[str, ...], float]:
+            busy = num_requests() > 0
+            return {(kind,): 0.0 if busy else float(number) for kind, number in held().items()}
+
+        return [gauge(LEAKS, leaks, self._registry)]
 
     def watch_targets(
         self,

@@ -24,6 +24,15 @@ class Occupancy:
         self._books: dict[str, Books] = {}
         self._refreshed_at = float("-inf")
 
+    @property
+    def held(self) -> dict[str, int]:
+        """What attempts without a first token have with all workers, by kind."""
+        books = list(self._books.values())
+        return {
+            "computing_tokens": sum(one.computing for one in books),
+            "kv_positions": sum(one.kv for one in books),
+        }
+
     def refresh(self, now: float) -> None:
         """Takes the newest reports, if that was not done a moment ago."""
         if now - self._refreshed_at < REFRESH_S:

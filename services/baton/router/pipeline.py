@@ -86,6 +86,19 @@ class Pipeline:
         """Requests that were admitted and have not ended."""
         return self._num_requests
 
+    @property
+    def held(self) -> dict[str, int]:
+        """What requests hold of this router and count as given to workers, by kind; 0 each when
+        there are no requests."""
+        pools = (self._fleet.prefills, self._fleet.decodes, self._fleet.detokenizers)
+        workers = [worker for pool in pools for worker in pool.workers()]
+        return {
+            **self.gate.held,
+            "placed_sequences": sum(worker.placed_sequences for worker in workers),
+            "placed_tokens": sum(worker.placed_tokens for worker in workers),
+            "suspects": len(self._guards.quarantine.taken),
+        }
+
     def running_by_model(self) -> Counter[str]:
         """Requests whose prompts are encoded and that have not ended, those that wait for workers
         included."""

@@ -71,6 +71,13 @@ class Waiter:
     waited: bool = False
     """Whether there was no place for it at once."""
 
+    @property
+    def gone(self) -> bool:
+        """Whether it wants nothing any more. Whoever is cancelled is gone at once, though its task
+        only takes it out of the queue when it runs again, which may be after the next places were
+        given."""
+        return self.future.cancelled() or self.over()
+
 
 class Claim:
     """What an attempt takes of its workers until its first token. Release it, once or more; the
@@ -147,21 +154,30 @@ class Turnstile:
         Refusal when there will be none in time, Overloaded or Unavailable at give_up."""
         waiter = entry.item
         self._queue.add(entry)
-        self._turn()
-        waiter.waited = not waiter.future.done()
-        if waiter.waited and self._turning is None:
-            self._turning = asyncio.create_task(self._keep_turning())
         try:
+            self._turn()
+            waiter.waited = not waiter.future.done()
+            if waiter.waited and self._turning is None:
+                self._turning = asyncio.create_task(self._keep_turning())
             return await waiter.future
         except BaseException:
-            if not waiter.future.done() or waiter.future.cancelled():
-                self._take_out(entry)
-            elif waiter.future.exception() is None:
+            if entry in self._queue:
+                self._leave(entry, served=False, now=self.now())
+            elif not waiter.future.cancelled() and waiter.future.exception() is None:
                 # Served, and cancelled before it could know.
                 place = waiter.future.result()
                 if place is not None and not isinstance(place, Blocked):
                     place.release()
             raise
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What is taken of workers, and who waits, by kind; 0 each when no request runs."""
+        return {
+            "waiting": len(self._queue),
+            "window_tokens": self.window.tokens,
+            **self.occupancy.held,
+        }
 
     def refused(self) -> None:
         """A worker refused what it was given here."""
@@ -196,16 +212,17 @@ class Turnstile:
         self.occupancy.refresh(now)
         blocked: set[Kind] = set()
         while (found := self._next(blocked)) is not None:
-            entry, place = found
-            self._leave(entry, served=not isinstance(place, Blocked), now=now)
-            entry.item.future.set_result(place)
+            self._end(*found, now)
         self._note_waiting(now)
 
-    def _next(self, blocked: set[Kind]) -> tuple[Entry[Waiter], Place | Blocked] | None:
-        """The first one that need not wait here any longer. Nobody passes another one who wants the
-        same workers and comes before."""
+    def _next(self, blocked: set[Kind]) -> tuple[Entry[Waiter], Place | Blocked | None] | None:
+        """The first one that need not wait here any longer, and what it gets. Nobody passes another
+        one who wants the same workers and comes before. Who is gone gets no place: nobody would
+        give it back."""
         for entry in self._queue.heads():
             waiter = entry.item
+            if waiter.gone:
+                return entry, None
             if waiter.kind in blocked:
                 continue
             found: Place | Blocked = Blocked.BUSY
@@ -230,7 +247,7 @@ class Turnstile:
         )
 
     def _sweep(self, now: float) -> None:
-        """Ends the waiting of those who are over, or for whom it is in vain."""
+        """Ends the waiting of those who are gone, or for whom it is in vain."""
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
@@ -238,9 +255,8 @@ class Turnstile:
         if any(head.item.blocked is Blocked.ABSENT for head in heads):
             self._present_since = now
         for entry in list(self._queue):
-            if entry.item.over():
-                self._leave(entry, served=False, now=now)
-                entry.item.future.set_result(None)
+            if entry.item.gone:
+                self._end(entry, None, now)
             elif now >= entry.item.give_up:
                 self._fail(entry, self._nowhere(entry.item, heads), now)
         # Whoever was let in has waited already: it is refused early only when it is certain.
@@ -274,12 +290,15 @@ class Turnstile:
         bounded = self._queue.num_bounded
         self._drain.waiting(now, self._queue.tokens / bounded if bounded else None)
 
+    def _end(self, entry: Entry[Waiter], found: Place | Blocked | None, now: float) -> None:
+        """What was found is the waiter's from here on, also to release."""
+        self._leave(entry, served=found is not None and not isinstance(found, Blocked), now=now)
+        if not entry.item.future.cancelled():
+            entry.item.future.set_result(found)
+
     def _fail(self, entry: Entry[Waiter], error: BatonError, now: float) -> None:
         self._leave(entry, served=False, now=now)
         entry.item.future.set_exception(error)
-
-    def _take_out(self, entry: Entry[Waiter]) -> None:
-        self._leave(entry, served=False, now=self.now())
 
     def _leave(self, entry: Entry[Waiter], *, served: bool, now: float) -> None:
         self._queue.remove(entry, served=served)

@@ -83,7 +83,7 @@ REQUESTS_OPEN = Spec("baton_requests_open", "Requests that have not ended.")
 TASKS = Spec("baton_tasks", "Tasks of the process's event loop.")
 LEAKS = Spec(
     "baton_leaks",
-    "Things held while no attempt and no probe is here; what stays is owned by nobody.",
+    "Things held while no request, attempt or probe is here; what stays is owned by nobody.",
     ("kind",),
 )
 PROCESS = Spec("baton_process_info", "Always 1. What this process is.", ("role", "version"))

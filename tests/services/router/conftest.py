@@ -179,14 +179,17 @@ class World:
         """No worker holds anything of any request, and neither does the router."""
         return (
             self.pipeline.num_requests == 0
+            and not any(self.pipeline.held.values())
             and not any(decode.holds() for decode in self.decodes)
             and not any(prefill.held or prefill.running for prefill in self.prefills)
             and not any(detokenizer.texts for detokenizer in self.detokenizers)
         )
 
     async def close(self) -> None:
+        held: dict[str, int] = {}
         if self.router is not None:
             await self.router.close()
+            held = {kind: number for kind, number in self.router.held.items() if number}
         if self.moving is not None:
             self.moving.cancel()
             await asyncio.gather(self.moving, return_exceptions=True)
@@ -196,6 +199,7 @@ class World:
             await self.channels.close()
         for worker in (*self.tokenizers, *self.prefills, *self.decodes, *self.detokenizers):
             await worker.kill()
+        assert not held, f"the router still holds {held}"
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
+from baton.core.fair_queue import Entry
 from baton.core.refusal import Limit, Refusal
 from baton.core.request import TextPrompt
 from baton.core.speed import WorkerSpeed
 from baton.core.tenants import Tenant
 from baton.router.config import RouterConfig
+from baton.router.turnstile import Turnstile, Waiter
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import REQUEST, check
 
@@ -27,19 +29,6 @@ async def few_at_a_time(world: World, places: int = 1, **options: object) -> Non
     world.decodes.append(decode)
     await world.start(config, decodes=0)
     decode.stepping.clear()
-
-
-def nothing_held(world: World) -> bool:
-    gate = world.pipeline.gate
-    admission, turnstile = gate._admission, gate.turnstile
-    return (
-        world.nothing_left()
-        and admission.num_requests == admission.tokens == admission.unplaced == 0
-        and admission.encoding == 0
-        and len(gate.queue) == gate.queue.tokens == 0
-        and turnstile.window.tokens == 0
-        and all(books.is_empty for books in turnstile.occupancy._books.values())
-    )
 
 
 def ask(world: World, *tenants: Tenant, **more: object) -> list[asyncio.Task[Answer]]:
@@ -60,7 +49,40 @@ async def test_a_flood_waits_here_and_another_tenant_is_next(world: World) -> No
     decode.stepping.set()
     await asyncio.gather(*flood, other)
     assert [attempt.tenant for attempt in decode.starts[:3]] in (["a", "b", "a"], ["a", "a", "b"])
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
+
+
+async def test_one_cancelled_as_its_turn_comes_leaves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room comes free and the one that waits for it is cancelled, before the loop comes round."""
+    turn_soon, wait = Turnstile.turn_soon, Turnstile.wait
+    waiting: list[asyncio.Task[object]] = []
+
+    async def and_note(turnstile: Turnstile, entry: Entry[Waiter]) -> object:
+        task = asyncio.current_task()
+        assert task is not None
+        waiting.append(task)
+        return await wait(turnstile, entry)
+
+    def and_cancel(turnstile: Turnstile) -> None:
+        turn_soon(turnstile)
+        if not worker.placed_sequences:
+            waiting[1].cancel()
+            second.cancel()
+
+    monkeypatch.setattr(Turnstile, "wait", and_note)
+    await few_at_a_time(world)
+    first, second, third = ask(world, A, A, A)
+    await until(lambda: len(world.pipeline.gate.queue) == 2)
+    assert world.fleet is not None
+    (worker,) = world.fleet.decodes.workers()
+    monkeypatch.setattr(Turnstile, "turn_soon", and_cancel)
+    world.decodes[0].stepping.set()
+    await asyncio.gather(first, third)
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    await until(world.nothing_left)
 
 
 async def test_priority_comes_before_turns(world: World) -> None:
@@ -87,7 +109,7 @@ async def test_a_full_queue_refuses_at_once_and_keeps_room_for_others(world: Wor
     await until(lambda: len(world.pipeline.gate.queue) == 3)
     world.decodes[0].stepping.set()
     await asyncio.gather(*waiting)
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_who_waits_for_longer_than_is_allowed_is_refused(world: World) -> None:
@@ -100,7 +122,7 @@ async def test_who_waits_for_longer_than_is_allowed_is_refused(world: World) -> 
     assert world.counted("baton_refusals_total", reason="wait") == 1
     world.decodes[0].stepping.set()
     await running
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_all_that_waited_count_towards_the_drain(
@@ -123,7 +145,7 @@ async def test_all_that_waited_count_towards_the_drain(
     world.decodes[0].stepping.set()
     await asyncio.gather(*running, *waiting)
     assert len(counted) == 4
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_who_would_be_refused_anyway_is_turned_away_unread(world: World) -> None:
@@ -138,7 +160,7 @@ async def test_who_would_be_refused_anyway_is_turned_away_unread(world: World) -
     world.pipeline.turn_away(B, 0)
     world.decodes[0].stepping.set()
     await asyncio.gather(*waiting)
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_what_goes_on_is_not_refused_however_long_it_waits(world: World) -> None:
@@ -163,7 +185,7 @@ async def test_what_goes_on_is_not_refused_however_long_it_waits(world: World) -
     world.decodes[1].stepping.set()
     for answer in await asyncio.gather(*asked):
         check(answer)
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 @pytest.mark.parametrize("way", ["cancelled", "deadline"])
@@ -182,7 +204,7 @@ async def test_who_leaves_while_waiting_leaves_nothing(world: World, way: str) -
     assert len(world.decodes[0].starts) == 1
     world.decodes[0].stepping.set()
     await running
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_prompts_wait_here_and_not_at_the_prefill_worker(world: World) -> None:
@@ -198,7 +220,7 @@ async def test_prompts_wait_here_and_not_at_the_prefill_worker(world: World) -> 
     assert sum(tokens[:-1]) < 2 * 16, "two steps' worth, and whom the last of it was given to"
     prefill.computing.set()
     await asyncio.gather(*asked)
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_a_short_prompt_does_not_wait_for_prefill_behind_long_ones(world: World) -> None:
@@ -215,7 +237,7 @@ async def test_a_short_prompt_does_not_wait_for_prefill_behind_long_ones(world: 
     assert len(world.pipeline.gate.queue) == 2
     prefill.computing.set()
     await asyncio.gather(*asked)
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 LIMITS = [
@@ -240,7 +262,7 @@ async def test_a_tenant_gets_no_more_than_its_limits(
     world.decodes[0].stepping.set()
     check(await world.ask(replace(REQUEST, tenant=B)))
     await stream.aclose()
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_more_urgency_than_a_tenant_may_have_names_the_field(world: World) -> None:

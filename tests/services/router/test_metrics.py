@@ -43,6 +43,23 @@ async def test_what_really_happened_is_counted(world: World) -> None:
     assert outcomes == {"finished": 2, "model_not_found": 1, "cancelled": 1}
 
 
+async def test_what_is_held_is_a_leak_only_without_requests(world: World) -> None:
+    await world.start()
+    requests = [1]
+    metrics = RouterMetrics(registry := CollectorRegistry())
+    unwatch = metrics.watch_leaks(lambda: requests[0], lambda: world.pipeline.held)
+    window = world.pipeline.gate.turnstile.window
+    window.take(7)
+    told = {"kind": "window_tokens"}
+    assert registry.get_sample_value("baton_leaks", told) == 0
+    requests[0] = 0
+    assert registry.get_sample_value("baton_leaks", told) == 7
+    window.give_back(7)
+    assert registry.get_sample_value("baton_leaks", told) == 0
+    for stop in unwatch:
+        stop()
+
+
 async def test_tenants_are_counted_by_name(world: World) -> None:
     await world.start(RouterConfig(local_prefill_tokens=4))
     acme = replace(REQUEST, tenant=Tenant("acme"))

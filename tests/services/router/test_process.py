@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.ports import free_ports
 from baton.core.api_keys import KeyBook, Limits
 from baton.core.key_document import render
+from tests import leaks
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
@@ -49,7 +50,8 @@ def test_it_serves_before_there_are_workers_and_is_not_ready() -> None:
                 error.close()
             url = f"http://{said['http']}/metrics"
             with urllib.request.urlopen(url, timeout=20) as answer:
-                assert b"baton_requests_open 0.0" in answer.read()
+                told = answer.read().decode()
+            assert "baton_requests_open 0.0" in told and leaks.held(told) == {}
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         finally:
