@@ -21,6 +21,7 @@ from baton.core.prompt_logprobs import PromptLogprobs
 from baton.core.routing import is_stalled
 from baton.router.notice import Notice
 from baton.router.shared_stream import SharedStream, WorkerStalled
+from baton.rpc.awake import Clock
 from baton.rpc.convert import (
     attempt_to_proto,
     choice_tokens_from_proto,
@@ -94,8 +95,9 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         worker: WorkerIdentity,
         router: WorkerIdentity,
         changed: Notice,
+        awake: Clock,
     ) -> None:
-        super().__init__(changed)
+        super().__init__(changed, awake)
         self._stub = DecodeStub(channel)
         self._worker = worker
         self._router = router

@@ -18,6 +18,7 @@ import grpc
 from baton.core.errors import BatonError, Unavailable
 from baton.router.notice import Notice
 from baton.router.shared_stream import SharedStream
+from baton.rpc.awake import Clock
 from baton.rpc.convert import error_from_proto, to_ms, token_ids_to_bytes
 from baton.v1.detokenizer_pb2 import (
     AppendTokens,
@@ -89,8 +90,8 @@ class TextSource(Protocol):
 class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSessionResponse]):
     """See the module. The outbox holds at most one entry per text."""
 
-    def __init__(self, channel: grpc.aio.Channel, changed: Notice) -> None:
-        super().__init__(changed)
+    def __init__(self, channel: grpc.aio.Channel, changed: Notice, awake: Clock) -> None:
+        super().__init__(changed, awake)
         self._stub = DetokenizerStub(channel)
         self._ids = count(1)
         self._sources: dict[int, TextSource] = {}

@@ -18,6 +18,7 @@ from baton.router.notice import Notice
 from baton.router.pools import Pool
 from baton.router.prefill_client import PrefillClient
 from baton.router.tokenizer_client import TokenizerClient
+from baton.rpc.awake import AwakeClock
 from baton.rpc.channels import Channels
 
 
@@ -33,6 +34,8 @@ class Fleet:
         index_entries: int = MAX_ENTRIES,
     ) -> None:
         self.changed = Notice()
+        self.awake = AwakeClock()
+        """What silence of workers is measured with."""
         self.misfits = Misfits()
         self.tokenizers = Pool(
             "tokenizer",
@@ -41,6 +44,7 @@ class Fleet:
             router,
             _tokenizer_client,
             self.changed,
+            self.awake,
         )
         self.prefills = Pool(
             "prefill",
@@ -49,6 +53,7 @@ class Fleet:
             router,
             lambda channel, worker: PrefillClient(channel, worker.identity, router),
             self.changed,
+            self.awake,
             PrefixIndex(index_entries),
         )
         self.decodes = Pool(
@@ -56,8 +61,11 @@ class Fleet:
             discovery,
             channels,
             router,
-            lambda channel, worker: DecodeSession(channel, worker.identity, router, self.changed),
+            lambda channel, worker: DecodeSession(
+                channel, worker.identity, router, self.changed, self.awake
+            ),
             self.changed,
+            self.awake,
             PrefixIndex(index_entries),
         )
         self.detokenizers = Pool(
@@ -65,12 +73,14 @@ class Fleet:
             discovery,
             channels,
             router,
-            lambda channel, worker: DetokenizerSession(channel, self.changed),
+            lambda channel, worker: DetokenizerSession(channel, self.changed, self.awake),
             self.changed,
+            self.awake,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        self.awake.start()
         self._tasks = [
             asyncio.create_task(self.tokenizers.run()),
             asyncio.create_task(self.prefills.run()),
@@ -79,6 +89,7 @@ class Fleet:
         ]
 
     async def close(self) -> None:
+        self.awake.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

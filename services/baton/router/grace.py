@@ -7,7 +7,8 @@ worker's address refused several tries in a row: then nobody listens there and w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+
+from baton.rpc.awake import Clock
 
 SILENCE_S = 2.0
 """No message at all for this long means dead: workers send a sign of life every 500 ms."""
@@ -18,9 +19,9 @@ LONGEST_PAUSE_S = 1.0
 
 
 class Grace:
-    """The patience with one worker's stream. clock: seconds, monotonic."""
+    """The patience with one worker's stream. clock: see `AwakeClock`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since = clock()
         self._failures = 0

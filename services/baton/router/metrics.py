@@ -99,6 +99,13 @@ MOVES = Spec(
     "Running sequences that were to leave a decode worker with their KV, by what became of it.",
     ("outcome",),
 )
+LOOP_STALLS = Spec(
+    "baton_loop_stalls_total",
+    "Times that the event loop did not come round for half a second: stopped, or without CPU.",
+)
+LOOP_STALLED = Spec(
+    "baton_loop_stalled_seconds_total", "Time in which the event loop did not come round."
+)
 REPLICAS = Spec("baton_routers", "Live routers, as this one knows: budgets are shared by them.")
 
 PREDICTIONS = Spec(
@@ -199,6 +206,8 @@ class RouterMetrics:
             gauge(REQUESTS_OPEN, lambda: {(): float(num_requests())}, self._registry),
             gauge(WORKERS, workers, self._registry),
             gauge(STANDBYS, standbys, self._registry),
+            totals(LOOP_STALLS, lambda: {(): float(fleet.awake.stalls)}, self._registry),
+            totals(LOOP_STALLED, lambda: {(): fleet.awake.stalled_s}, self._registry),
             gauge(REPLICAS, lambda: {(): float(replicas.live_replicas())}, self._registry),
         ]
 

@@ -29,6 +29,7 @@ from baton.router.discovery import Discovery
 from baton.router.notice import Notice
 from baton.router.worker import C, Worker
 from baton.router.worker_link import STATES, MakeClient, WorkerLink
+from baton.rpc.awake import Clock
 from baton.rpc.channels import Channels
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _SERVING = WorkerState.SERVING.name.lower()
 
 class Pool(Generic[C]):
     """All workers of a role. `changed` is set whenever a snapshot may differ. index: of what they
-    have cached; None where they cache nothing.
+    have cached; None where they cache nothing. awake: what their silence is measured with.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Pool(Generic[C]):
         router: WorkerIdentity,
         make_client: MakeClient[C],
         changed: Notice,
+        awake: Clock,
         index: PrefixIndex | None = None,
     ) -> None:
         self.index = index
@@ -58,6 +60,7 @@ class Pool(Generic[C]):
         self._router = router
         self._make_client = make_client
         self._changed = changed
+        self._awake = awake
         self._breakers = Breakers()
         self._links: dict[str, tuple[WorkerLink[C], asyncio.Task[None]]] = {}
 
@@ -157,6 +160,7 @@ class Pool(Generic[C]):
             self._router,
             self._make_client,
             self._changed,
+            self._awake,
             self._breakers,
             self.index,
             doubted=lambda: self._discovery.look_again(self.role),

@@ -19,6 +19,8 @@ from baton.core.errors import BatonError, WorkerLost
 from baton.router.cancellation import cancelled_here
 from baton.router.grace import SILENCE_S, Grace
 from baton.router.notice import Notice
+from baton.router.stall import StepLimit
+from baton.rpc.awake import Clock
 from baton.rpc.calls import abandon
 
 Up = TypeVar("Up")
@@ -41,19 +43,21 @@ class SharedStream(ABC, Generic[Up, Down]):
     """Lives as long as the worker's incarnation does; `run` is cancelled when that is gone.
 
     ready: the stream stands and new work may be put on it; `changed` is set when that changes.
+    awake: what the worker's silence is measured with.
     """
 
     resumable = False
     """Whether the worker keeps what hung on a broken stream until a new one comes."""
 
-    def __init__(self, changed: Notice) -> None:
+    def __init__(self, changed: Notice, awake: Clock) -> None:
         self.ready = False
         self._changed = changed
+        self._awake = awake
         self._waiting = asyncio.Event()
 
     async def run(self) -> None:
         """Keeps the stream open. On the way out everyone who uses it is told that it is lost."""
-        grace = Grace(asyncio.get_running_loop().time)
+        grace = Grace(self._awake)
         try:
             while True:
                 try:
@@ -109,21 +113,21 @@ class SharedStream(ABC, Generic[Up, Down]):
         call = self.connect()
         writer: asyncio.Task[None] | None = None
         try:
-            for message in self.greeting():
-                async with asyncio.timeout(SILENCE_S):
-                    await call.write(message)
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    answer: Any = await call.read()
-                if answer is grpc.aio.EOF:
-                    return
-                self.incoming(answer)
-                grace.alive()
-                if writer is None:
-                    # Not before the worker has answered: until then it may be another incarnation.
-                    writer = asyncio.create_task(self._write(call))
-                    writer.add_done_callback(lambda task: _end_with(task, call))
-                    self._set_ready(True)
+            async with StepLimit(SILENCE_S, self._awake) as silence:
+                for message in self.greeting():
+                    await silence.watch(call.write(message))
+                while True:
+                    answer: Any = await silence.watch(call.read())
+                    if answer is grpc.aio.EOF:
+                        return
+                    self.incoming(answer)
+                    grace.alive()
+                    if writer is None:
+                        # Not before the worker has answered: until then it may be another
+                        # incarnation.
+                        writer = asyncio.create_task(self._write(call))
+                        writer.add_done_callback(lambda task: _end_with(task, call))
+                        self._set_ready(True)
         finally:
             self._set_ready(False)
             if writer is not None:
@@ -134,12 +138,12 @@ class SharedStream(ABC, Generic[Up, Down]):
     async def _write(self, call: grpc.aio.StreamStreamCall[Up, Down]) -> None:
         """Until the call breaks."""
         self._waiting.set()
-        while True:
-            await self._waiting.wait()
-            self._waiting.clear()
-            for message in self.outgoing():
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await call.write(message)
+        async with StepLimit(WRITE_TIMEOUT_S, self._awake) as stall:
+            while True:
+                await self._waiting.wait()
+                self._waiting.clear()
+                for message in self.outgoing():
+                    await stall.watch(call.write(message))
 
     def _set_ready(self, ready: bool) -> None:
         if ready != self.ready:

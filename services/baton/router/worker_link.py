@@ -24,7 +24,9 @@ from baton.router.cancellation import cancelled_here
 from baton.router.grace import SILENCE_S, Grace
 from baton.router.notice import Notice
 from baton.router.shared_stream import BROKEN, WorkerStalled
+from baton.router.stall import StepLimit
 from baton.router.worker import C, Worker
+from baton.rpc.awake import Clock
 from baton.rpc.convert import identity_to_proto
 from baton.rpc.worker import cache_from_proto, description_from_proto, load_from_proto
 from baton.v1.worker_pb2 import WatchRequest
@@ -57,8 +59,9 @@ class WorkerLink(Generic[C]):
     whether discovery names the address; set from outside. `stands_by`: whether who was last met
     here does.
 
-    index: where what it has cached is kept; None where workers cache nothing. doubted: called
-    whenever nobody answers here. known: whether an incarnation has another link.
+    awake: what its silence is measured with. index: where what it has cached is kept; None where
+    workers cache nothing. doubted: called whenever nobody answers here. known: whether an
+    incarnation has another link.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class WorkerLink(Generic[C]):
         router: WorkerIdentity,
         make_client: MakeClient[C],
         changed: Notice,
+        awake: Clock,
         breakers: Breakers,
         index: PrefixIndex | None = None,
         *,
@@ -87,6 +91,7 @@ class WorkerLink(Generic[C]):
         self._router = router
         self._make_client = make_client
         self._changed = changed
+        self._awake = awake
         self._breakers = breakers
         self._index = index
 
@@ -102,7 +107,7 @@ class WorkerLink(Generic[C]):
 
     async def run(self) -> None:
         """Until cancelled, or until nobody lives here and nobody is expected to."""
-        grace = Grace(asyncio.get_running_loop().time)
+        grace = Grace(self._awake)
         try:
             while self.listed or self.worker is not None:
                 try:
@@ -136,22 +141,22 @@ class WorkerLink(Generic[C]):
             WatchRequest(watcher=identity_to_proto(self._router))
         )
         try:
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    answer: Any = await call.read()
-                if answer is grpc.aio.EOF:
-                    return False
-                match answer.WhichOneof("message"):
-                    case "description":
-                        await self._meet(description_from_proto(answer.description))
-                    case "load":
-                        self._take_load(load_from_proto(answer.load))
-                    case "cache":
-                        if not self._take_cache(cache_from_proto(answer.cache)):
-                            return True
-                    case _:
-                        pass
-                grace.alive()
+            async with StepLimit(SILENCE_S, self._awake) as silence:
+                while True:
+                    answer: Any = await silence.watch(call.read())
+                    if answer is grpc.aio.EOF:
+                        return False
+                    match answer.WhichOneof("message"):
+                        case "description":
+                            await self._meet(description_from_proto(answer.description))
+                        case "load":
+                            self._take_load(load_from_proto(answer.load))
+                        case "cache":
+                            if not self._take_cache(cache_from_proto(answer.cache)):
+                                return True
+                        case _:
+                            pass
+                    grace.alive()
         finally:
             call.cancel()
 

@@ -124,23 +124,22 @@ class World:
         detokenizers: int = 1,
     ) -> Pipeline:
         """Starts so many workers of each role, and a router that knows them all."""
+        self.add(tokenizers, prefills, decodes, detokenizers)
+        return await self.run(config)
+
+    def add(
+        self, tokenizers: int = 1, prefills: int = 1, decodes: int = 1, detokenizers: int = 1
+    ) -> None:
+        """Makes so many workers of each role."""
         self.tokenizers += [FakeTokenizer() for _ in range(tokenizers)]
         self.prefills += [self.new_prefill() for _ in range(prefills)]
         self.decodes += [self.new_decode() for _ in range(decodes)]
         self.detokenizers += [FakeDetokenizer() for _ in range(detokenizers)]
-        return await self.run(config)
 
     async def run(self, config: RouterConfig | None = None) -> Pipeline:
         """Starts the workers there are, and the router; returns when it has met all of them."""
         self.config = config or RouterConfig(local_prefill_tokens=0)
-        groups: dict[str, list[FakeWorker]] = {
-            "tokenizer": [*self.tokenizers],
-            "prefill": [*self.prefills],
-            "decode": [*self.decodes],
-            "detokenizer": [*self.detokenizers],
-        }
-        for role, workers in groups.items():
-            self.addresses[role] = tuple([await worker.start() for worker in workers])
+        await self.serve()
         self.channels = Channels()
         self.listed = {role: Listed(found) for role, found in self.addresses.items()}
         self.fleet = Fleet(
@@ -154,8 +153,20 @@ class World:
         )
         self.fleet.start()
         self.moving = asyncio.create_task(Mover(self.fleet, metrics).run())
-        await until(lambda: self.met() == {role: len(found) for role, found in groups.items()})
+        everybody = {role: len(found) for role, found in self.addresses.items()}
+        await until(lambda: self.met() == everybody)
         return self.router
+
+    async def serve(self) -> None:
+        """Starts the workers there are, without a router."""
+        groups: dict[str, list[FakeWorker]] = {
+            "tokenizer": [*self.tokenizers],
+            "prefill": [*self.prefills],
+            "decode": [*self.decodes],
+            "detokenizer": [*self.detokenizers],
+        }
+        for role, workers in groups.items():
+            self.addresses[role] = tuple([await worker.start() for worker in workers])
 
     def met(self) -> dict[str, int]:
         """Live workers by role, as the router sees them."""

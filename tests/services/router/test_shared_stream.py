@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class Refused(SharedStream[bytes, bytes]):
     resumable = True
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        super().__init__(Notice())
+        super().__init__(Notice(), time.monotonic)
         self._method: Any = channel.stream_stream(METHOD)
         self.called = asyncio.Event()
         self.lost = False

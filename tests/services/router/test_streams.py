@@ -79,7 +79,7 @@ def kinds(messages: Collection[decode_pb2.SessionRequest]) -> list[str | None]:
 
 
 async def test_a_start_is_sent_once_with_its_source(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
     session.start(attempt(), Sink(), handover_id=b"h" * 16, giver=PREFILL, max_unconfirmed=8)
     (message,) = session.outgoing()
     assert message.start.source.handover_id == b"h" * 16
@@ -89,14 +89,14 @@ async def test_a_start_is_sent_once_with_its_source(channel: grpc.aio.Channel) -
 
 
 async def test_what_was_never_sent_needs_no_cancel(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
     session.start(attempt(), Sink())
     session.release(attempt().key, cancel=True)
     assert session.outgoing() == []
 
 
 async def test_a_choice_is_cancelled_after_its_start(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
     session.start(attempt(), Sink())
     session.cancel(attempt().key, 1)
     assert kinds(session.outgoing()) == ["start", "cancel"]
@@ -108,7 +108,7 @@ async def test_a_choice_is_cancelled_after_its_start(channel: grpc.aio.Channel) 
 
 
 async def test_only_the_newest_confirmation_is_sent(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
     for position in (1, 5, 9):
         session.confirm(SequenceKey("r", 0, 0), position)
     (message,) = session.outgoing()
@@ -117,7 +117,7 @@ async def test_only_the_newest_confirmation_is_sent(channel: grpc.aio.Channel) -
 
 async def test_confirmations_are_said_again_over_a_new_stream(channel: grpc.aio.Channel) -> None:
     """One that was on its way when the stream broke would else hold its sequence for ever."""
-    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
     session.start(attempt(0), Sink())
     session.start(attempt(1), Sink())
     session.confirm(SequenceKey("r", 0, 0), 5)
@@ -133,7 +133,7 @@ async def test_confirmations_are_said_again_over_a_new_stream(channel: grpc.aio.
 
 
 async def test_a_hand_over_is_asked_for_until_it_is_answered(channel: grpc.aio.Channel) -> None:
-    session, sink = DecodeSession(channel, DECODE, ROUTER, Notice()), Sink()
+    session, sink = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic), Sink()
     session.start(attempt(), sink)
     for choice in range(2):
         session.hand_over(SequenceKey("r", choice, 0), bytes([choice]) * 16, PREFILL)
@@ -158,7 +158,7 @@ async def test_a_hand_over_is_asked_for_until_it_is_answered(channel: grpc.aio.C
 
 
 async def test_a_hello_resumes_what_the_worker_knows(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
     session.start(attempt(0), Sink({SequenceKey("r", 0, 0): 7}))
     session.outgoing()
     session.start(attempt(1), Sink({SequenceKey("r", 1, 1): 0}))
@@ -169,7 +169,7 @@ async def test_a_hello_resumes_what_the_worker_knows(channel: grpc.aio.Channel) 
 
 
 async def test_frames_go_to_their_attempt_and_nowhere_else(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice())
+    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
     sinks = [Sink(), Sink()]
     for number, sink in enumerate(sinks):
         session.start(attempt(number), sink)
@@ -226,7 +226,7 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
     channel: grpc.aio.Channel, ending: str
 ) -> None:
     """It may still be marked as having more tokens: that must not end the stream for all others."""
-    session, source = DetokenizerSession(channel, Notice()), Source()
+    session, source = DetokenizerSession(channel, Notice(), time.monotonic), Source()
     text_id = session.open(source, time.monotonic() + 60)
     assert operations(session) == [], "until there are tokens the worker need not know"
     session.touch(text_id)
@@ -246,7 +246,7 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
 
 
 async def test_many_texts_share_messages_of_bounded_size(channel: grpc.aio.Channel) -> None:
-    session = DetokenizerSession(channel, Notice())
+    session = DetokenizerSession(channel, Notice(), time.monotonic)
     for _ in range(200):
         session.touch(session.open(Source(), time.monotonic() + 60))
     messages = session.outgoing()

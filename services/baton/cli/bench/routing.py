@@ -118,12 +118,22 @@ class _StandingPool(Pool[Any]):
     def __init__(self, role: str, workers: int, draw: random.Random) -> None:
         self.known = PrefixIndex()
         me = WorkerIdentity("router", "r" * 32, "")
-        super().__init__(role, Discovery({}), Channels(), me, _Client, Notice(), self.known)
+        super().__init__(
+            role, Discovery({}), Channels(), me, _Client, Notice(), time.monotonic, self.known
+        )
         self.standing = [self._worker(role, number, draw) for number in range(workers)]
         nobody: Any = None
         for worker in self.standing:
             link: WorkerLink[Any] = WorkerLink(
-                nobody, role, me, _Client, Notice(), Breakers(), doubted=nobody, known=nobody
+                nobody,
+                role,
+                me,
+                _Client,
+                Notice(),
+                time.monotonic,
+                Breakers(),
+                doubted=nobody,
+                known=nobody,
             )
             link.worker, link.settled = worker, True
             self._links[worker.identity.address] = (link, nobody)
