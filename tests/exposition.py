@@ -41,7 +41,9 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "gen_ai_response_model": re.compile(r"(?:[\w./-]{1,128})?"),
     "kind": {
         *("blocks", "swap_blocks", "sequences", "slots", "handovers", "farewells", "offers"),
-        *("streams", "tasks"),  # of what may leak
+        *("streams", "tasks"),  # of what may leak on a worker
+        *("granted_tokens", "encoding_tokens", "unplaced_tokens", "waiting", "window_tokens"),
+        *("computing_tokens", "kv_positions", "placed_sequences", "placed_tokens", "suspects"),
         *("swap_host", "swap_disk", "recompute"),  # of preemptions
         *("announcement", "header", "digest"),  # of what did not verify
         *("decode", "detokenizer"),  # of streams

@@ -45,7 +45,7 @@ async def test_it_ticks_by_itself_and_sees_that_the_loop_was_held_up() -> None:
     awake = AwakeClock()
     awake.start()
     began = time.monotonic(), awake()
-    time.sleep(3 * LONGEST_TURN_S)
+    time.sleep(3 * LONGEST_TURN_S)  # noqa: ASYNC251 (it is to be held up)
     held_up = awake() - began[1]
     async with asyncio.timeout(20):
         while not awake.stalls:  # noqa: ASYNC110 (it ticks by itself)

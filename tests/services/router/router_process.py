@@ -37,7 +37,7 @@ class RouterProcess:
     async def until(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """The first metrics that fulfil it."""
         async with asyncio.timeout(PATIENCE_S):
-            while not condition(told := await self.metrics()):
+            while not condition(told := await self.metrics()):  # noqa: ASYNC110 (a process)
                 await asyncio.sleep(0.02)
         return told
 
