@@ -42,7 +42,7 @@ def test_it_never_stands_still_for_one_that_is_always_late() -> None:
 
 
 async def test_it_ticks_by_itself_and_sees_that_the_loop_was_held_up() -> None:
-    awake = AwakeClock()
+    awake = AwakeClock(time.monotonic)
     awake.start()
     began = time.monotonic(), awake()
     time.sleep(3 * LONGEST_TURN_S)  # noqa: ASYNC251 (it is to be held up)

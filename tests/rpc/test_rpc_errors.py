@@ -40,6 +40,8 @@ def test_codes_agree_with_each_other(reason: Reason) -> None:
     outcome = TABLE[reason]
     assert outcome.openai_type in OPENAI_TYPES
     assert outcome.grpc is not grpc.StatusCode.OK
+    error = from_reason(reason, "it failed")
+    assert openai_error(error)["error"]["retryable"] is error.retryable
     ours = outcome.openai_type == "server_error"
     assert ours == (outcome.http >= 499) or reason is Reason.UNIMPLEMENTED
 
@@ -55,6 +57,7 @@ def test_what_clients_know_by_name() -> None:
             "type": "rate_limit_error",
             "param": None,
             "code": "overloaded",
+            "retryable": True,
         }
     }
     assert retry_after_headers(error) == {"retry-after": "2", "retry-after-ms": "1200"}

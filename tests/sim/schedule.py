@@ -206,15 +206,16 @@ class _Schedule:
             self._violated("KV is still on offer")
         if self.pipeline.num_requests:
             self._violated("the router still counts requests")
-        if self.pipeline._guards.quarantine.taken:
-            self._violated("the quarantine is not empty")
+        held = {kind: n for kind, n in self.pipeline.held.items() if n}
+        if held:
+            self._violated(f"the router still holds {held}")
         for decode in self.fleet.decodes.workers():
-            if decode.client.sinks() or decode.placed_sequences or decode.placed_tokens:
+            if decode.client.sinks():
                 self._violated("the router still has sequences on a decode worker")
             if decode.client.outgoing():
                 self._violated("the router still has something to tell a decode worker")
         for detokenizer in self.fleet.detokenizers.workers():
-            if detokenizer.client.num_texts or detokenizer.placed_sequences:
+            if detokenizer.client.num_texts:
                 self._violated("the router still has texts at a detokenizer")
 
     def _violated(self, what: str) -> None:

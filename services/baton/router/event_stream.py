@@ -12,9 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from baton.core.answer_deltas import AnswerDeltas
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, Unavailable
 from baton.core.request import Accepted, Event
 from baton.router.relay import Relay
+
+
+def left() -> BatonError:
+    """What a request ends with, or is refused with, because its router leaves."""
+    return Unavailable("This router is leaving.", retry_after_s=1.0)
 
 
 class EventStream(AsyncIterator[Event]):
@@ -76,6 +81,11 @@ class EventStream(AsyncIterator[Event]):
 
     def _raise_failure(self) -> None:
         """Of a task that is over."""
+        if self._task.cancelled():
+            # By the router, which closes: whoever reads ends its request by `aclose`.
+            error = left()
+            error.request_id = self._relay.journey.request_id
+            raise error
         try:
             self._task.result()
         except BatonError as error:

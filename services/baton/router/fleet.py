@@ -34,7 +34,7 @@ class Fleet:
         index_entries: int = MAX_ENTRIES,
     ) -> None:
         self.changed = Notice()
-        self.awake = AwakeClock()
+        self.awake = AwakeClock(asyncio.get_running_loop().time)
         """What silence of workers is measured with."""
         self.misfits = Misfits()
         self.tokenizers = Pool(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 
-from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
+from baton.core.errors import BatonError, DeadlineExceeded
 from baton.core.model import ModelDescription
 from baton.core.pace import Pace
 from baton.core.refusal import Refusal
@@ -21,7 +21,7 @@ from baton.core.request_record import RequestRecord
 from baton.core.tenants import Tenant
 from baton.core.validation import validate
 from baton.router.config import RouterConfig
-from baton.router.event_stream import EventStream
+from baton.router.event_stream import EventStream, left
 from baton.router.fleet import Fleet
 from baton.router.gate import Gate, Pass
 from baton.router.guards import Guards
@@ -145,7 +145,7 @@ class Pipeline:
                 finally:
                     self._preparing.discard(preparing)
         except TimeoutError:
-            error = _left() if self._cut else DeadlineExceeded("The request ran out of time.")
+            error = left() if self._cut else DeadlineExceeded("The request ran out of time.")
             self._end(request_id, held, stages, error)
             raise error from None
         except BaseException as failure:
@@ -170,12 +170,12 @@ class Pipeline:
         self._relays.add(relay)
         task.add_done_callback(ended)
         if self._cut:
-            relay.fail(_left())
+            relay.fail(left())
         stream = EventStream(relay, task, made.accepted, observe_first_token, made.parts)
         try:
             await held.placed.wait()
             if not held.was_placed and task.cancelled():
-                raise Cancelled("The request was cancelled.")
+                raise left()
             if not held.was_placed:
                 task.result()
         except BaseException as failure:
@@ -202,7 +202,7 @@ class Pipeline:
         """The deadline of what takes no turn and no worker but a tokenizer."""
         validate(request)
         if self._draining:
-            raise _left()
+            raise left()
         return asyncio.get_running_loop().time() + self._config.request_timeout_s
 
     def leave(self) -> None:
@@ -220,11 +220,11 @@ class Pipeline:
         for preparing in self._preparing:
             preparing.reschedule(asyncio.get_running_loop().time())
         for relay in self._relays:
-            relay.fail(_left())
+            relay.fail(left())
 
     async def close(self) -> None:
         """Cancels what still runs."""
-        self._leaving = self._draining = True
+        self.cut()
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -234,7 +234,7 @@ class Pipeline:
 
     def _check_open(self) -> None:
         if self._draining:
-            raise _left()
+            raise left()
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
@@ -287,7 +287,3 @@ class Pipeline:
 
     def _background(self, coroutine: Coroutine[None, None, None]) -> None:
         self._keep(coroutine)
-
-
-def _left() -> BatonError:
-    return Unavailable("This router is leaving.", retry_after_s=1.0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -27,7 +26,8 @@ a peer counts as dead, and above what a busy event loop takes to come round."""
 class AwakeClock:
     """A `Clock` of one event loop; it goes between `start` and `stop`."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock) -> None:
+        """clock: the event loop's own time."""
         self.stalls = 0
         """How often the loop did not come round for longer than LONGEST_TURN_S."""
         self.stalled_s = 0.0

@@ -103,7 +103,7 @@ def with_hint(error: BatonError) -> BatonError:
 
 
 def openai_error(error: BatonError) -> dict[str, Any]:
-    """The JSON body of an OpenAI error."""
+    """The JSON body of an OpenAI error, and whether the same request may do better."""
     outcome = TABLE[error.reason]
     return {
         "error": {
@@ -111,6 +111,7 @@ def openai_error(error: BatonError) -> dict[str, Any]:
             "type": outcome.openai_type,
             "param": error.field or None,
             "code": outcome.openai_code or None,
+            "retryable": error.retryable,
         }
     }
 

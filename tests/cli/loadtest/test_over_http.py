@@ -95,6 +95,27 @@ def test_nobody_listens() -> None:
     assert {one.end for one in asked("127.0.0.1:1", rate=5).samples} == {"no connection"}
 
 
+async def test_an_end_without_done_is_no_answer() -> None:
+    """As a proxy may end a stream whose server was killed: the body is whole, the answer is not."""
+    event = b'data: {"choices": [{"text": "", "token_ids": [5]}]}\n\n'
+
+    async def end_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(end_early, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        client = OverHttp(Access(f"{host}:{port}"), "")
+        heard: list[int] = []
+        end = await client.ask(client.prepare((1,), 2), lambda ids, number: heard.extend(ids))
+        await client.close()
+    assert (end, heard) == ("ended early", [5])
+
+
 def test_an_address_that_is_none() -> None:
     with pytest.raises(InvalidArgument) as caught:
         OverHttp(Access("nowhere"), "")

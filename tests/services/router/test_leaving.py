@@ -84,6 +84,7 @@ async def router(world: World, config: RouterConfig = CONFIG) -> AsyncIterator[R
         await pipeline.close()
         await server.stop(0)
         await http.close()
+        assert not any(pipeline.held.values()), pipeline.held
 
 
 async def generate(stub: inference_pb2_grpc.InferenceAsyncStub) -> int:
@@ -152,6 +153,34 @@ async def test_what_does_not_end_in_time_is_told_to_try_again(world: World) -> N
         assert rest == "" and '"code":"unavailable"' in last
         for answer in (await whole, await waiting):
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    await until(world.nothing_left)
+
+
+async def test_what_still_runs_at_the_end_is_told_to_try_again(world: World) -> None:
+    """The process was told to stop at once: nothing is drained."""
+    await world.start(CONFIG)
+    async with (
+        router(world) as leaver,
+        httpx.AsyncClient(base_url=f"http://{leaver.http.address}", trust_env=False) as client,
+        grpc.aio.insecure_channel(leaver.grpc) as channel,
+    ):
+        world.decodes[0].step_s = 0.05
+        running = asyncio.create_task(generate(inference_pb2_grpc.InferenceStub(channel)))
+        streaming = asyncio.create_task(
+            client.post("/v1/completions", json={**BODY, "stream": True})
+        )
+        await until(lambda: len(world.decodes[0].starts) == 2)
+        world.decodes[0].stepping.clear()
+        unplaced = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await until(lambda: leaver.pipeline.num_requests == 3)
+        await leaver.pipeline.close()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await running
+        error = from_rpc_error(failed.value)
+        assert isinstance(error, Unavailable) and error.retry_after_s == 1.0
+        *_, last, rest = (await streaming).text.split("\n\n")
+        assert rest == "" and '"code":"unavailable"' in last and '"retryable":true' in last
+        assert (await unplaced).status_code == 503
     await until(world.nothing_left)
 
 

@@ -31,7 +31,8 @@ async def refusal(http: httpx.AsyncClient, path: str, body: bytes) -> tuple[int,
     """Status and param; every error has the four fields of OpenAI's errors and an id."""
     response = await http.post(path, content=body, headers=JSON)
     error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    assert error.keys() == {"message", "type", "param", "code", "retryable"}
+    assert error["retryable"] is False
     assert error["message"] and error["type"]
     assert response.headers["x-request-id"]
     if error["param"]:

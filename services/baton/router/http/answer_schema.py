@@ -237,12 +237,13 @@ class Version(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
-    """param: the field at fault, if one is."""
+    """param: the field at fault, if one is. retryable: whether the same request may do better."""
 
     message: str
     type: str
     param: str | None
     code: str | None
+    retryable: bool
 
 
 class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):

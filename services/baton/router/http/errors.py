@@ -1,5 +1,7 @@
 """Failures as OpenAI's error bodies: `{"error": {message, type, param, code}}` with a status.
 
+One field more than OpenAI's says whether the same request may do better: `retryable`.
+
 `baton.rpc.errors` knows core's failures; here are those that only HTTP has. Every text is ours.
 """
 
@@ -23,7 +25,7 @@ class HttpError(Exception):
 
     def body(self) -> Json:
         error = {"type": "invalid_request_error", "param": None, "code": self.code}
-        return {"error": {"message": self.message, **error}}
+        return {"error": {"message": self.message, **error, "retryable": False}}
 
 
 def described(error: BatonError | HttpError | HTTPException) -> tuple[int, Json, list[Header]]:

@@ -6,6 +6,7 @@ Raw ASGI: nothing stands between an event and the socket. Knows neither API's wo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import BatonError, Internal
 from baton.core.request import Accepted, Delta, Finished, Request
 from baton.core.trace_context import TraceContext
+from baton.router.event_stream import left
 from baton.router.http import timings
 from baton.router.http.answer import Answer
 from baton.router.http.body import ClientGone, read_json_body
@@ -52,13 +54,20 @@ class Generation:
         tenant = caller(scope)
         self.frontend.turn_away(tenant, most_urgent(body, tenant))
         call = self.parse(body).of(tenant, _trace(scope))
+        writer = EventWriter(send)
         try:
             asked = timings.asked_for(dict(scope["headers"]))
-            await while_connected(receive, self._respond(call, asked, send))
+            await while_connected(receive, self._respond(call, asked, send, writer))
+        except asyncio.CancelledError:
+            # The server closes; what the request held has been given back.
+            await writer.break_off(described(left())[1])
+            raise
         except BatonError as error:
             raise call.in_client_words(error) from error
 
-    async def _respond(self, call: Call, wants_timings: bool, send: Send) -> None:
+    async def _respond(
+        self, call: Call, wants_timings: bool, send: Send, writer: EventWriter
+    ) -> None:
         async with _opened(self.frontend, call.requests) as streams:
             accepted = [first for first, _ in streams]
             answer = self.answer(call, accepted, int(time.time()))
@@ -66,7 +75,6 @@ class Generation:
             usage = Usage(accepted)
             events = [stream for _, stream in streams]
             if call.stream:
-                writer = EventWriter(send)
                 await writer.start(headers)
                 about = named(accepted[0].request_id, accepted[0].trace_id)
                 await writer.end(

@@ -72,7 +72,7 @@ would change the answer and are not offered, so they are refused: {refused}; in 
 
 Paths that begin with `/v1` are served without it, too, and `/tokenize` and `/detokenize` also with
 it. A streamed answer is a series of server-sent events; each but the last, `[DONE]`, is a chunk or
-an error document.
+an error document. A stream that ends without `[DONE]` has failed.
 """
 _HEADERS = {
     "x-request-id": "The client's own `request_id`, or the one that this server gave.",

@@ -6,6 +6,7 @@ Knows JSON documents; knows neither what they say nor where they come from.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,10 @@ from starlette.types import Send
 from baton.router.http.respond import Header, Json, encode
 
 KEEP_ALIVE_S = 10.0
+FAREWELL_S = 0.5
+"""What a client gets to take the last event when the server closes."""
+
+log = logging.getLogger(__name__)
 
 _HEAD = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -32,9 +37,11 @@ class EventWriter:
     def __init__(self, send: Send):
         self._send = send
         self._idle = True
+        self._open = False
 
     async def start(self, headers: Sequence[Header]) -> None:
         head = [*_HEAD, *headers]
+        self._open = True
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
     async def write(self, documents: Iterable[Json]) -> None:
@@ -50,7 +57,19 @@ class EventWriter:
         """Ends the stream: with [DONE], or with an error document in its place."""
         data = b"[DONE]" if last is None else encode(last)
         event = b"data: %b\n\n" % data
+        self._open = False
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def break_off(self, error: Json) -> None:
+        """Ends a stream that has begun and has no end yet, with an error. Bounded, and without
+        effect where nobody takes it."""
+        if not self._open:
+            return
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self.end(error)
+        except Exception as failure:
+            log.debug("a client was not told that its stream ends: %r", failure)
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
