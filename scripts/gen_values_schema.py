@@ -41,7 +41,8 @@ CONFIGS: dict[str, type] = {
 OWNED = frozenset(
     (
         *("listen", "grpc_listen", "http_listen", "metrics_listen", "health_listen", "advertise"),
-        *("allow_anonymous", "keys", "tls_cert", "tls_key", "tls_ca", "tls_terminated"),
+        *("allow_anonymous", "keys", "tls_cert", "tls_key", "tls_ca", "peer_token"),
+        "tls_terminated",
         *("public_tls_cert", "public_tls_key", "public_tls_ca", "kv_network"),
         *("tokenizers", "prefills", "decodes", "detokenizers", "routers", "replicas"),
         *("dns_interval_s", "kubernetes_config", "model", "model_name", "vllm_tokenizer"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import state
-from baton.cli.access import Access, access_of, add_arguments
+from baton.cli.access import Access, access_of, add_arguments, peer_token
 from baton.core.errors import InvalidArgument
 
 
@@ -31,7 +31,7 @@ def test_the_running_batons_ca_is_trusted_there_and_nowhere_else(tmp_path: Path)
     (tmp_path / "ca.pem").write_bytes(b"up's")
     (tmp_path / "other.pem").write_bytes(b"other")
     ca = str(tmp_path / "ca.pem")
-    state.write({"grpc": "127.0.0.1:2", "ca": ca, "pid": os.getpid()})
+    state.write({"grpc": "127.0.0.1:2", "ca": ca, **state.process(os.getpid())})
     assert found() == Access("127.0.0.1:2", b"up's")
     assert found("--grpc", "127.0.0.1:3") == Access("127.0.0.1:3")
     assert found("--ca", str(tmp_path / "other.pem")).ca == b"other"
@@ -41,7 +41,7 @@ def test_the_running_batons_ca_is_trusted_there_and_nowhere_else(tmp_path: Path)
 def test_either_face_of_the_running_baton_is_found(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_bytes(b"up's")
     told = {"http": "https://127.0.0.1:3", "grpc": "127.0.0.1:2", "ca": str(tmp_path / "ca.pem")}
-    state.write({**told, "pid": os.getpid()})
+    state.write(told | state.process(os.getpid()))
     args = argparse.Namespace(http=None, ca=None, tls=False, api_key="")
     assert access_of(args, "127.0.0.1:1", "http") == Access("127.0.0.1:3", b"up's")
     args.http = "127.0.0.1:2"
@@ -65,3 +65,16 @@ def test_what_cannot_be_used_is_named(words: tuple[str, str]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         found(*words)
     assert caught.value.field == words[0].removeprefix("--").replace("-", "_")
+
+
+def test_workers_of_the_running_baton_are_shown_its_token_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("BATON_PEER_TOKEN", raising=False)
+    assert peer_token(["127.0.0.1:5"]) == ""
+    said = {"token": "t", "processes": [{"grpc": "127.0.0.1:5"}, {"grpc": "127.0.0.1:6"}]}
+    state.write(said | state.process(os.getpid()))
+    assert peer_token(["127.0.0.1:5", "127.0.0.1:6"]) == "t"
+    assert peer_token(["127.0.0.1:5", "10.0.0.1:6"]) == ""
+    monkeypatch.setenv("BATON_PEER_TOKEN", "given")
+    assert peer_token(["10.0.0.1:6"]) == "given"

@@ -20,18 +20,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_written_read_removed() -> None:
     assert state.read() is None
-    state.write({"pid": os.getpid(), "http": "h"})
-    assert state.read() == {"pid": os.getpid(), "http": "h"}
-    state.remove(os.getpid() + 1)
-    assert state.read() is not None
-    state.remove(os.getpid())
+    me = state.process(os.getpid())
+    with state.locked():
+        state.write(me | {"http": "h"})
+        assert state.read() == me | {"http": "h"}
     assert not state.state_file().exists()
+    assert [path.name for path in state.folder().iterdir()] == ["up.lock"]
+
+
+def test_a_second_one_is_told_of_the_first() -> None:
+    with state.locked():
+        with pytest.raises(state.AlreadyRuns, match="is starting"), state.locked():
+            pass
+        state.write(state.process(os.getpid()) | {"http": "http://h"})
+        with pytest.raises(state.AlreadyRuns, match="already running at http://h"), state.locked():
+            pass
+        assert state.read() is not None
+    with state.locked():
+        pass
 
 
 def test_a_dead_supervisor_counts_as_none() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    state.write({"pid": ended.pid})
+    state.write(state.process(os.getpid()) | {"pid": ended.pid})
     assert state.read() is None
 
 
@@ -40,7 +52,7 @@ def test_a_zombie_is_not_alive() -> None:
     assert zombie.stdout is not None
     zombie.stdout.read()
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    assert not state.alive(zombie.pid)
+    assert not state.alive(state.process(zombie.pid))
     zombie.stdout.close()
     zombie.wait()
 

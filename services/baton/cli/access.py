@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from baton.cli import state
 from baton.core.errors import InvalidArgument
 from baton.rpc import api_key
 from baton.rpc.address import split
+from baton.rpc.peer_token import VARIABLE
 
 if TYPE_CHECKING:
     import grpc
@@ -48,6 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE, ""),
         help=f"default: ${KEY_VARIABLE}, which other users of this machine cannot see",
     )  # fmt: skip
+
+
+def peer_token(addresses: Iterable[str]) -> str:
+    """What to show workers at these addresses: the environment's token, else that of the Baton that
+    `baton up` runs, where all of them are its own; or ""."""
+    if given := os.environ.get(VARIABLE, ""):
+        return given
+    running = state.read() or {}
+    own = {process["grpc"] for process in running.get("processes", ())}
+    return str(running.get("token", "")) if own.issuperset(addresses) else ""
 
 
 def access_of(args: argparse.Namespace, default: str, face: str = "grpc") -> Access:

@@ -65,6 +65,7 @@ async def serve(options: DetokenizerConfig) -> int:
         reflection=options.reflection,
         probes=probes,
         certificates=options.certificates(),
+        token=options.peer_token,
     )
     metrics.gauge(metrics.STREAMS, lambda: {(ROLE,): servicer.num_sessions})
     metrics.gauge(metrics.SEQUENCES, lambda: {("running",): servicer.num_texts})

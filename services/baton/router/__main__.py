@@ -63,7 +63,7 @@ async def serve(config: RouterConfig) -> int:
         log.warning("%s", warning)
     door = KeyedDoor(config.keys) if config.keys else OpenDoor()
     certificates = config.public_certificates()
-    channels = Channels(config.certificates())
+    channels = Channels(config.certificates(), token=config.peer_token)
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
     metrics = RouterMetrics(gen_ai=config.gen_ai_metrics, vllm=config.vllm_aliases)
     tracer = config.tracer("router", identity.incarnation)
@@ -110,7 +110,10 @@ async def serve(config: RouterConfig) -> int:
         )
         pages = playground_routes() if config.playground else []
         http_door = HttpDoor(
-            door, open_metrics=config.metrics_open, pages=[page.path for page in pages]
+            door,
+            open_metrics=config.metrics_open,
+            pages=[page.path for page in pages],
+            token=config.peer_token,
         )
         shown = TenantBlind(REGISTRY) if config.keys else REGISTRY
         app = HttpApp(pipeline, shown, http_door, pages)

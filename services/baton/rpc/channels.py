@@ -14,9 +14,12 @@ from baton.rpc.transport import open_channel
 class Channels:
     """Owns its channels until `drop` or `close`. Used on one event loop."""
 
-    def __init__(self, certificates: Certificates | None = None) -> None:
-        """certificates: what this process shows its peers; None: there is no TLS inside Baton."""
+    def __init__(self, certificates: Certificates | None = None, *, token: str = "") -> None:
+        """certificates: what this process shows its peers; None: there is no TLS inside Baton.
+        token: what it shows them with every call, see `baton.rpc.peer_token`.
+        """
         self._certificates = certificates
+        self._token = token
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._closed = False
 
@@ -31,7 +34,7 @@ class Channels:
         if channel is None:
             if self._certificates is not None and not role:
                 raise Internal("a peer without a role cannot be checked")
-            channel = open_channel(target, self._certificates, role)
+            channel = open_channel(target, self._certificates, role, token=self._token)
             self._channels[target, role] = channel
         return channel
 

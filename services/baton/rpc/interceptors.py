@@ -45,10 +45,14 @@ Check = Callable[[str, _Context], None]
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Wraps every handler of a server. check: is asked before each call."""
+    """Wraps every handler of a server. checks: all are asked before each call."""
 
-    def __init__(self, check: Check | None = None) -> None:
-        self._check = check or _anyone
+    def __init__(self, *checks: Check) -> None:
+        self._checks = checks
+
+    def _check(self, method: str, context: _Context) -> None:
+        for check in self._checks:
+            check(method, context)
 
     async def intercept_service(
         self,
@@ -79,10 +83,6 @@ class ErrorInterceptor(aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(
             _stream(handler.stream_stream, method, self._check, each), *codecs
         )
-
-
-def _anyone(_: str, __: _Context) -> None:
-    return None
 
 
 def _unary(handler: _Handler, method: str, check: Check, receive: _Handler) -> _Handler:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.errors import Internal
-from baton.rpc import options
+from baton.rpc import options, peer_token
 from baton.rpc.address import PortInUse as PortInUse
 from baton.rpc.address import check, is_loopback, join, split
 from baton.rpc.interceptors import Check, ErrorInterceptor
@@ -56,14 +56,16 @@ class ProcessServer:
         limits: options.PublicLimits | None = None,
         field: str = "listen",
         certificates: Certificates | None = None,
+        token: str = "",
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         """public: others than Baton's own may call, so messages, streams and connections are
         limited, by limits.
 
         field: the option that `listen` came from, for errors to name. certificates: speaks TLS;
-        callers that are Baton's own are then held to `baton.rpc.roles`. interceptors: see the
-        call before the services do; what they raise reaches the caller as a handler's error does.
+        callers that are Baton's own are then held to `baton.rpc.roles`. token: what they have to
+        show, see `baton.rpc.peer_token`; empty: nothing. interceptors: see the call before the
+        services do; what they raise reaches the caller as a handler's error does.
         probes: opened by `start` where they are not yet, and closed by `stop`. None: there are no
         ports besides `listen`.
         """
@@ -78,6 +80,7 @@ class ProcessServer:
         if self._limits is not None:
             self._arguments = options.public_server(self._limits)
         self._certificates = certificates
+        self._token = token
         self._interceptors = tuple(interceptors)
         self._health = self._probes.health
         self._server: grpc.aio.Server | None = None
@@ -100,14 +103,16 @@ class ProcessServer:
         host, _ = split(self._listen, self._field)
         if not (self._public or self._certificates or is_loopback(host)):
             log.warning(
-                "%s is plain text and asks nobody who they are: whoever reaches it can use this "
-                "worker (--tls-cert, --tls-key and --tls-ca end that)",
+                "%s is plain text%s: whoever %s can use this worker (--tls-cert, --tls-key and "
+                "--tls-ca end that)",
                 self._listen,
+                "" if self._token else " and asks nobody who they are",
+                "reads the network" if self._token else "reaches it",
             )
         # Asked first, because gRPC does not say why a port cannot be had.
         check(self._listen, self._field)
         server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(self._check()), *self._interceptors],
+            interceptors=[ErrorInterceptor(*self._checks()), *self._interceptors],
             options=self._arguments,
         )
         for service in self._services:
@@ -170,8 +175,13 @@ class ProcessServer:
             # Last, so that probes are answered for as long as anybody is.
             await self._probes.close()
 
-    def _check(self) -> Check | None:
-        return check_caller if self._certificates is not None and not self._public else None
+    def _checks(self) -> Iterator[Check]:
+        if self._public:
+            return
+        if self._certificates is not None:
+            yield check_caller
+        if self._token:
+            yield peer_token.checking(self._token)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         try:

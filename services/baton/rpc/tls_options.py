@@ -1,4 +1,4 @@
-"""The options of every process for TLS inside Baton; knows not where values come from."""
+"""The options of every process for how Baton's processes know each other."""
 
 from __future__ import annotations
 
@@ -24,13 +24,22 @@ class TlsOptions:
     )
     tls_key: str = option("", "PEM file: the certificate's key", unit="file")
     tls_ca: str = option("", "PEM file: the CA of all of Baton's processes", unit="file")
+    peer_token: str = option(
+        "",
+        "secret that Baton's processes show each other, all the same one; empty: none. Set it in "
+        "the environment: all users of a machine can read command lines",
+        secret=True,
+    )
     allow_anonymous: bool = option(
         False, "let callers in from other machines that nobody can tell who they are"
     )
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for a set with something missing."""
+        """Raises InvalidArgument for a set with something missing, and for a token that cannot be
+        sent."""
         needs_all(self, ("tls_cert", "tls_key", "tls_ca"))
+        if not all("!" <= letter <= "~" for letter in self.peer_token):
+            raise InvalidArgument("must be printable ASCII without blanks", field="peer_token")
 
     def certificates(self) -> Certificates | None:
         """None: no TLS inside. Raises InvalidArgument when the files cannot be used."""

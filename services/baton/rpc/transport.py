@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from baton.rpc import peer_token
 from baton.rpc.options import INTERNAL_CLIENT, PUBLIC_CLIENT, Arguments
 from baton.rpc.roles import server_name
 from baton.rpc.tls import Certificates, Pems, channel_credentials
@@ -27,14 +28,16 @@ def open_channel(
     certificates: Certificates | None = None,
     role: str = "",
     *,
+    token: str = "",
     plain: Arguments = INTERNAL_CLIENT,
 ) -> grpc.aio.Channel:
-    """A channel to "host:port". role: of the peer, which its certificate has to name. plain: the
-    arguments of one without certificates.
+    """A channel to "host:port". role: of the peer, which its certificate has to name. token: shown
+    with every call, see `baton.rpc.peer_token`; empty: none. plain: the arguments of a channel
+    without certificates.
     """
-    if certificates is None:
+    if certificates is None and not token:
         return grpc.aio.insecure_channel(target, options=plain)
-    return RenewingChannel(target, certificates, role)
+    return PeerChannel(target, certificates, role, token=token, plain=plain)
 
 
 def open_blocking_channel(target: str, ca: bytes | None = None) -> grpc.Channel:
@@ -56,32 +59,46 @@ def open_client_channel(target: str, ca: bytes | None = None) -> grpc.aio.Channe
     return grpc.aio.secure_channel(target, credentials, options=PUBLIC_CLIENT)
 
 
-class RenewingChannel(grpc.aio.Channel):
-    """A channel whose calls begin with the certificate that is current then.
+class PeerChannel(grpc.aio.Channel):
+    """A channel whose calls begin with the certificate that is current then, and show the token.
 
     gRPC gives a channel its certificate for good. So there is a new one beneath when it changed:
     calls that are open stay on the old one until they end, and it is closed after them.
     """
 
-    def __init__(self, target: str, certificates: Certificates, role: str) -> None:
+    def __init__(
+        self,
+        target: str,
+        certificates: Certificates | None,
+        role: str,
+        *,
+        token: str,
+        plain: Arguments,
+    ) -> None:
         self._target, self._certificates = target, certificates
-        self._options = (*INTERNAL_CLIENT, ("grpc.ssl_target_name_override", server_name(role)))
+        self._plain = plain
+        self._secure = (*INTERNAL_CLIENT, ("grpc.ssl_target_name_override", server_name(role)))
         self._pems: Pems | None = None
         self._channel: grpc.aio.Channel | None = None
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+        self.metadata = ((peer_token.KEY, token),) if token else ()
+        """Of every call, besides its own."""
 
     def current(self) -> grpc.aio.Channel:
         """The channel beneath, for one call that begins now."""
-        pems = self._certificates.current()
+        pems = None if self._certificates is None else self._certificates.current()
         if self._channel is None or pems is not self._pems:
             if self._channel is not None:
                 ending = asyncio.ensure_future(self._channel.close(LONGEST_CALL_S))
                 self._retired[ending] = self._channel
                 ending.add_done_callback(self._retired.pop)
             self._pems = pems
-            self._channel = grpc.aio.secure_channel(
-                self._target, channel_credentials(pems), options=self._options
-            )
+            if pems is None:
+                self._channel = grpc.aio.insecure_channel(self._target, options=self._plain)
+            else:
+                self._channel = grpc.aio.secure_channel(
+                    self._target, channel_credentials(pems), options=self._secure
+                )
         return self._channel
 
     async def close(self, grace: float | None = None) -> None:
@@ -114,7 +131,7 @@ class RenewingChannel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         await self.current().channel_ready()
 
-    async def __aenter__(self) -> RenewingChannel:
+    async def __aenter__(self) -> PeerChannel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -125,7 +142,7 @@ class _Method:
     """One method of a stub, on whichever channel is current."""
 
     def __init__(
-        self, owner: RenewingChannel, kind: str, args: tuple[Any, ...], options: dict[str, Any]
+        self, owner: PeerChannel, kind: str, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         self._owner, self._kind, self._args, self._options = owner, kind, args, options
         self._channel: grpc.aio.Channel | None = None
@@ -136,4 +153,6 @@ class _Method:
         if channel is not self._channel:
             self._channel = channel
             self._call = getattr(channel, self._kind)(*self._args, **self._options)
+        if self._owner.metadata:
+            options["metadata"] = (*(options.get("metadata") or ()), *self._owner.metadata)
         return self._call(*args, **options)

@@ -100,6 +100,7 @@ async def serve(options: TokenizerConfig) -> int:
             reflection=options.reflection,
             probes=probes,
             certificates=options.certificates(),
+            token=options.peer_token,
         )
         metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.num_inputs})
         address = await server.start()

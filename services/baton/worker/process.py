@@ -145,7 +145,7 @@ async def run_worker(
         ends.callback(tracer.close)
         await ends.enter_async_context(probes)
         certificates = options.certificates()
-        channels = Channels(certificates)
+        channels = Channels(certificates, token=options.peer_token)
         ends.push_async_callback(channels.close)
         metrics.tell_role(role)
         engine: EngineThread[Scheduler] = EngineThread(make_loop, deliver, on_step=count_step)
@@ -197,6 +197,7 @@ async def run_worker(
             reflection=options.reflection,
             probes=probes,
             certificates=certificates,
+            token=options.peer_token,
         )
         listening = await server.start()
         server.set_serving(True)

@@ -80,10 +80,11 @@ class Router:
 
 
 @asynccontextmanager
-async def serving(*, open_metrics: bool = False) -> AsyncIterator[Router]:
+async def serving(*, open_metrics: bool = False, token: str = "") -> AsyncIterator[Router]:
     book, key = KeyBook().with_key("acme", LIMITS, "")
     door, frontend = IndexDoor(book), Scripted()
-    app = HttpApp(frontend, CollectorRegistry(), HttpDoor(door, open_metrics=open_metrics))
+    http_door = HttpDoor(door, open_metrics=open_metrics, token=token)
+    app = HttpApp(frontend, CollectorRegistry(), http_door)
     pipeline = cast(Pipeline, frontend)
     servicer = InferenceServicer(pipeline, stall_timeout_s=20)
     engine = engine_service(pipeline, cast(Fleet, None), RouterConfig(vllm_engine=True))
@@ -143,6 +144,19 @@ async def test_metrics_are_open_only_where_that_was_said() -> None:
         assert (await router.http.get("/metrics")).status_code == 200
         assert (await router.http.post("/metrics")).status_code == 401
         assert (await router.http.get("/v1/models")).status_code == 401
+
+
+async def test_batons_own_token_opens_metrics_and_nothing_else() -> None:
+    async with serving(token="t0ken") as router:
+        for shown, code in (("Bearer t0ken", 200), ("Bearer t0ke", 401), ("Bearer", 401)):
+            headers = {"authorization": shown}
+            assert (await router.http.get("/metrics", headers=headers)).status_code == code
+            assert (await router.http.post("/metrics", headers=headers)).status_code == 401
+            assert (await router.http.get("/v1/models", headers=headers)).status_code == 401
+    async with serving() as router:
+        for shown in ("Bearer", ""):
+            headers = {"authorization": shown}
+            assert (await router.http.get("/metrics", headers=headers)).status_code == 401
 
 
 async def test_every_call_but_health_refuses_who_shows_no_key() -> None:

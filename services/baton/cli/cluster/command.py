@@ -172,6 +172,7 @@ def _pods(seen: Answer, events: Answer) -> Finding:
 
 
 def _workers(args: argparse.Namespace, found: list[Json]) -> Finding:
+    from baton.cli.access import peer_token
     from baton.cli.cluster.workers import Where, ask, workers
     from baton.rpc.address import join
     from baton.rpc.tls_options import TlsOptions
@@ -185,7 +186,8 @@ def _workers(args: argparse.Namespace, found: list[Json]) -> Finding:
         and not pod["metadata"].get("deletionTimestamp")
         for port in _ports(pod)
     ]
-    return workers(asyncio.run(ask(where, tls.certificates() if args.tls_cert else None)))
+    token = peer_token(each.address for each in where)
+    return workers(asyncio.run(ask(where, tls.certificates(), token)))
 
 
 def _ports(pod: Json) -> Iterator[int]:

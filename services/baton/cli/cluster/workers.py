@@ -32,10 +32,12 @@ class Where(NamedTuple):
     address: str
 
 
-async def ask(where: Iterable[Where], certificates: Certificates | None = None) -> Told:
+async def ask(
+    where: Iterable[Where], certificates: Certificates | None = None, token: str = ""
+) -> Told:
     """All at once; takes a few seconds at most."""
     places = list(where)
-    channels = Channels(certificates)
+    channels = Channels(certificates, token=token)
     try:
         found = await asyncio.gather(*(_ask(channels, place) for place in places))
     finally:

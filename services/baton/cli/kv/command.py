@@ -20,10 +20,12 @@ from typing import Any
 
 from rich.console import Console
 
+from baton.cli.access import peer_token
 from baton.cli.findings import Finding, document, fail, failed, show
 from baton.cli.kv import fabric, ucx_log, verdicts
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import split
+from baton.rpc.peer_token import VARIABLE
 from baton.rpc.roles import DOCTOR
 
 DEADLINE_S = 60.0
@@ -91,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
         from baton.cli.kv.listen import listen
 
         certificates = tls.certificates()
-        return asyncio.run(listen(args.listen, args.transport, ucx, args.json, certificates))
+        token = os.environ.get(VARIABLE, "")
+        return asyncio.run(listen(args.listen, args.transport, ucx, args.json, certificates, token))
     task = {
         "peer": args.peer,
         "kv_network": ucx.network.value,
@@ -125,7 +128,12 @@ def run(args: argparse.Namespace) -> int:
 def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | None]:
     """What the probe told, and what is to be said of a probe that did not end as it should."""
     command = [sys.executable, "-m", "baton.cli.kv.probe", json.dumps(task)]
-    environment = {**os.environ, **ucx_log.environment(log), "BATON_PARENT_PID": str(os.getpid())}
+    environment = {
+        **os.environ,
+        **ucx_log.environment(log),
+        "BATON_PARENT_PID": str(os.getpid()),
+        VARIABLE: peer_token([task["peer"]]),
+    }
     stuck = None
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -23,7 +23,12 @@ LAYOUT = KvLayout("00" * 32, "float32", num_layers=1, num_kv_heads=1, key_size=3
 
 
 async def listen(
-    address: str, transport: str, ucx: Ucx, as_json: bool, certificates: Certificates | None
+    address: str,
+    transport: str,
+    ucx: Ucx,
+    as_json: bool,
+    certificates: Certificates | None,
+    token: str = "",
 ) -> int:
     """Serves until it is told to stop. Returns the exit code; raises as a worker's start does."""
     me = WorkerIdentity("doctor", new_incarnation(), address)
@@ -51,6 +56,7 @@ async def listen(
                 worker_service(lambda: description, lambda: load),
             ],
             certificates=certificates,
+            token=token,
         )
         listening = await server.start()
         server.set_serving(True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from baton.kv.ucx import KvNetwork, choose, inherited
 from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.lifecycle import die_with_parent, new_incarnation
+from baton.rpc.peer_token import VARIABLE
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
 from baton.v1 import worker_pb2
@@ -65,7 +67,9 @@ async def probe(task: Task, tell: Tell) -> None:
         inherited=inherited(),
     )
     async with AsyncExitStack() as ends:
-        channels = Channels(Certificates(*task.tls) if task.tls else None)
+        channels = Channels(
+            Certificates(*task.tls) if task.tls else None, token=os.environ.get(VARIABLE, "")
+        )
         ends.push_async_callback(channels.close)
         channel = channels.get(task.peer, task.peer_role)
         peer = await _who(channel)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 
+from baton.cli.access import peer_token
 from baton.cli.planning.measured import Told, ask, speed_of
 from baton.cli.simulating.calibration import Calibration
 from baton.core.errors import InvalidArgument
@@ -20,7 +21,9 @@ def asked(args: argparse.Namespace) -> Sequence[Told]:
     for address in args.calibrate:
         split(address, "calibrate")
     tls = TlsOptions(args.tls_cert, args.tls_key, args.tls_ca)
-    return asyncio.run(ask(args.calibrate, tls.certificates())) if args.calibrate else ()
+    if not args.calibrate:
+        return ()
+    return asyncio.run(ask(args.calibrate, tls.certificates(), peer_token(args.calibrate)))
 
 
 def calibration_of(told: Sequence[Told]) -> Calibration:

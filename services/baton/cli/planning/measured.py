@@ -39,9 +39,11 @@ class Told:
         return self.description.identity.role
 
 
-async def ask(addresses: Iterable[str], certificates: Certificates | None) -> list[Told]:
+async def ask(
+    addresses: Iterable[str], certificates: Certificates | None, token: str = ""
+) -> list[Told]:
     """All at once, each within 5 s. Raises BatonError, which names the address."""
-    channels = Channels(certificates)
+    channels = Channels(certificates, token=token)
     roles = ("",) if certificates is None else ROLES
     try:
         asking = (_ask(channels, address, roles) for address in addresses)
