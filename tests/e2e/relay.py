@@ -19,6 +19,7 @@ import grpc
 
 from baton.cli.layout import APART
 from baton.cli.ports import free_ports
+from baton.rpc import peer_token
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests import leaks
 
@@ -70,6 +71,27 @@ def options(
     )
 
 
+class _WithToken(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Shows a token with every call, as Baton's own channels do."""
+
+    def __init__(self, token: str) -> None:
+        self._shown = (peer_token.KEY, token)
+
+    def _call(self, proceed: Any, details: Any, sent: Any) -> Any:
+        metadata = [*(details.metadata or ()), self._shown]
+        return proceed(details._replace(metadata=metadata), sent)
+
+    intercept_unary_unary: Any = _call
+    intercept_unary_stream: Any = _call
+    intercept_stream_unary: Any = _call
+    intercept_stream_stream: Any = _call
+
+
 class Relay:
     """One `baton up --detach` with a state folder of its own."""
 
@@ -86,7 +108,7 @@ class Relay:
         self.description = json.loads(started.stdout)
         state = json.loads((folder / "baton" / "up.json").read_text())
         self.supervisor = int(state["pid"])
-        self._state = folder / "baton" / "up.json"
+        self.state_file = folder / "baton" / "up.json"
         self.channel = grpc.insecure_channel(self.description["grpc"])
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
         leaks.SOURCES[self] = self.workers
@@ -116,15 +138,21 @@ class Relay:
 
     def processes(self, role: str = "") -> list[dict[str, Any]]:
         """As the state file says now; pids change when a process was restarted."""
-        found: list[dict[str, Any]] = json.loads(self._state.read_text())["processes"]
+        found: list[dict[str, Any]] = json.loads(self.state_file.read_text())["processes"]
         return [p for p in found if role in ("", p["role"])]
 
     def workers(self) -> list[leaks.RunningWorker]:
         """Those that hold something for requests; none once it was stopped."""
-        if not self._state.exists():
+        if not self.state_file.exists():
             return []
         found = [p for p in self.processes() if p["role"] in ("router", "prefill", "decode")]
         return [leaks.RunningWorker(p["pid"], p["metrics"]) for p in found]
+
+    def channel_to(self, process: dict[str, Any], options: Any = None) -> grpc.Channel:
+        """A channel as Baton's own processes have them. Close it."""
+        token = json.loads(self.state_file.read_text())["token"]
+        channel = grpc.insecure_channel(process["grpc"], options=options)
+        return grpc.intercept_channel(channel, _WithToken(token))
 
     def kill(self, process: dict[str, Any], number: int = signal.SIGKILL) -> None:
         os.kill(process["pid"], number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -58,8 +59,9 @@ def small(folder: Path) -> Relay:
     return Relay(folder, "--runner", "fake")
 
 
-def pids(relay: Relay) -> list[int]:
-    return [p["pid"] for p in relay.processes()] + [relay.supervisor]
+def all_of(relay: Relay) -> list[dict[str, Any]]:
+    """As `state.alive` takes them."""
+    return [*relay.processes(), state.process(relay.supervisor)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -67,7 +69,7 @@ def test_no_process_outlives_the_supervisor(tmp_path: Path, number: int) -> None
     before = abandoned()
     relay = small(tmp_path)
     relay.generate(PROMPT, options(max_tokens=8))
-    everyone = pids(relay)
+    everyone = all_of(relay)
     os.kill(relay.supervisor, number)
     eventually(lambda: not any(map(state.alive, everyone)), 30, "all processes ended")
     eventually(lambda: abandoned() <= before, 30, "its shared memory given back")
@@ -79,7 +81,7 @@ def test_down_and_up_again(tmp_path: Path) -> None:
     second = relay.baton("up", "--detach")
     assert second.returncode == 1
     assert "already running" in second.stderr
-    everyone = pids(relay)
+    everyone = all_of(relay)
     assert relay.baton("down").returncode == 0
     assert not any(map(state.alive, everyone))
     relay.channel.close()

@@ -16,7 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
-from tests.e2e.relay import eventually
+from baton.rpc.roles import DOCTOR, ROLES
+from baton.v1 import worker_pb2
+from baton.v1.worker_pb2_grpc import WorkerStub
+from tests.e2e.relay import Relay, eventually
 
 PROMPT = "hello " * 60
 """Long enough to be prefilled on the prefill worker."""
@@ -74,8 +77,15 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
             assert json.load(models)["data"]
 
         # KV really went from prefill to decode, under both their certificates.
-        with urllib.request.urlopen(f"{said['http']}/metrics", context=trust, timeout=20) as read:
+        metrics = f"{said['http']}/metrics"
+        shown = urllib.request.Request(metrics, headers={"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(shown, context=trust, timeout=20) as read:
             assert b"baton_remote_prefill_total 1.0" in read.read()
+        # They need a key, like all else, which `baton top` does without on this machine.
+        assert refuses(urllib.request.Request(metrics))
+        watched = baton("top", "--json", "--interval", "0.1")
+        assert watched.returncode == 0, watched.stderr
+        assert all(pool["asked"] for pool in json.loads(watched.stdout)["pools"])
 
         # No worker answers who shows no certificate, in plain text or not.
         root = grpc.ssl_channel_credentials(Path(said["ca"]).read_bytes())
@@ -94,9 +104,31 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
         (key_id,) = (line.split()[0] for line in baton("keys", "list", keys).stdout.splitlines())
         assert baton("keys", "remove", key_id, keys).returncode == 0
         eventually(lambda: refuses(wanted), 60, "the removed key opens nothing")
-        for secret in (key, key.removeprefix("baton-")):
+        token = json.loads((tmp_path / "baton" / "up.json").read_text())["token"]
+        assert token and token not in started.stdout + started.stderr
+        for secret in (key, key.removeprefix("baton-"), token):
             assert secret not in log.read_text()
     finally:
         stopped = baton("down")
     assert stopped.returncode == 0, stopped.stderr
     assert not list((tmp_path / "baton").glob("tls-*")), "the CA was thrown away"
+
+
+def test_without_tls_workers_answer_batons_own_processes_only(relay: Relay) -> None:
+    workers = [process for process in relay.processes() if process["role"] != "router"]
+    assert {process["role"] for process in workers} == ROLES - {"router", DOCTOR}
+    for process in workers:
+        with grpc.insecure_channel(process["grpc"]) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                next(WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=20))
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=20
+            )
+        with relay.channel_to(process) as channel:
+            first = next(WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=20))
+            assert first.description.identity.role == process["role"]
+        # Nor can another user see the token: command lines are everybody's.
+        token = json.loads(relay.state_file.read_text())["token"]
+        command = Path(f"/proc/{process['pid']}/cmdline").read_bytes()
+        assert token.encode() not in command

@@ -39,12 +39,11 @@ def all_rpcs() -> tuple[Rpc, ...]:
     return tuple(rpc for file in _files() for rpc in _rpcs(file))
 
 
-def served_at(address: str) -> set[str]:
+def served_at(channel: grpc.Channel) -> set[str]:
     """The services that a process says it serves."""
     ask = reflection_pb2.ServerReflectionRequest(list_services="")
-    with grpc.insecure_channel(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=20))
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=20, wait_for_ready=True))
     return {service.name for service in answer.list_services_response.service}
 
 

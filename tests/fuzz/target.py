@@ -41,15 +41,11 @@ class Target:
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
-        self.faces = [
-            Face(
-                process["role"],
-                process["grpc"],
-                served_at(process["grpc"]),
-                grpc.insecure_channel(process["grpc"], options=OPTIONS),
-            )
-            for process in relay.processes()
-        ]
+        self.faces = []
+        for process in relay.processes():
+            channel = relay.channel_to(process, OPTIONS)
+            services = served_at(channel)
+            self.faces.append(Face(process["role"], process["grpc"], services, channel))
         for face in self.faces:
             grpc.channel_ready_future(face.channel).result(timeout=20)
         workers = [self._describe(role) for role in ("prefill", "decode")]

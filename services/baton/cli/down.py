@@ -1,17 +1,20 @@
-"""`baton down`: stops what `baton up` started; knows only the supervisor's pid."""
+"""`baton down`: stops what `baton up` started, within STOP_BOUND_S and a few seconds."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from baton.cli import state
+from baton.cli.supervisor import KILL_S, STOP_BOUND_S
 
-PATIENCE_S = 60.0
+PATIENCE_S = STOP_BOUND_S + 2.0
+"""What the supervisor gets to end everything by itself before it is killed."""
+LOOK_S = 0.05
 
 
 def add_parser(subparsers: Any) -> None:
@@ -19,17 +22,33 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    running = state.read()
-    if running is None:
+    running = state.read() or {}
+    supervisor = state.stop()
+    if supervisor is None:
         print("baton down: nothing runs", file=sys.stderr)
         return 0
-    pid = int(running["pid"])
-    os.kill(pid, signal.SIGTERM)
-    print(f"Stopping {len(running['processes'])} processes", file=sys.stderr)
-    deadline = time.monotonic() + PATIENCE_S
-    while state.alive(pid):
+    processes = running.get("processes", ())
+    said = f"Stopping {len(processes)} processes" if running else "Stopping what was starting"
+    print(said, file=sys.stderr)
+    if _gone([supervisor], PATIENCE_S):
+        return 0
+    print(f"baton down: process {supervisor['pid']} hangs and is killed", file=sys.stderr)
+    # Its children end with it, but for those whose system cannot do that.
+    everyone = [supervisor, *processes]
+    for each in everyone:
+        state.send(each, signal.SIGKILL)
+    if _gone(everyone, KILL_S):
+        return 0
+    left = ", ".join(str(each["pid"]) for each in everyone if state.alive(each))
+    print(f"baton down: cannot be killed: {left}", file=sys.stderr)
+    return 1
+
+
+def _gone(processes: Sequence[dict[str, Any]], timeout_s: float) -> bool:
+    """Whether all of them end in time."""
+    deadline = time.monotonic() + timeout_s
+    while any(map(state.alive, processes)):
         if time.monotonic() > deadline:
-            print(f"baton down: the supervisor {pid} did not end in time", file=sys.stderr)
-            return 1
-        time.sleep(0.05)
-    return 0
+            return False
+        time.sleep(LOOK_S)
+    return True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
@@ -85,6 +86,9 @@ class Layout:
     threads: int
     ca: str = ""
     """File of the CA that all of them trust; empty: no TLS."""
+    peer_token: str = field(default="", repr=False)
+    """What the processes show each other, by the option of that name; empty: nothing. It is given
+    to them in their environment, because everybody can read command lines."""
 
     def metrics_url(self, spec: ProcessSpec) -> str:
         """A router's are its HTTP face's; those of the others are not for strangers to reach."""
@@ -176,7 +180,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     ]
     if options.keys:
         keys = str(Path(options.keys).expanduser().resolve())
-        lists += ["--keys", keys, "--metrics-open", "true"]
+        lists += ["--keys", keys]
     if options.vllm_engine:
         lists += ["--vllm-engine", "true", "--vllm-tokenizer", str(model)]
     if options.local_prefill_tokens >= 0:
@@ -195,6 +199,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         f"{HOST}:{options.grpc_port}",
         threads,
         str(ca.ca) if ca else "",
+        secrets.token_hex(32),
     )
 
 

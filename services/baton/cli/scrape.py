@@ -7,6 +7,7 @@ import ssl
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
+from http.client import HTTPException
 
 TIMEOUT_S = 10.0
 MAX_BYTES = 64 << 20
@@ -22,7 +23,7 @@ def scrape(
     """All samples by name and labels, as they are written there. Blocks. Raises OSError, and
     ValueError for what is no metrics.
 
-    key: an API key, or "".
+    key: an API key, the token of Baton's own processes, or "".
     """
     asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     with urllib.request.urlopen(asked, timeout=timeout_s, context=trust) as answer:
@@ -40,11 +41,11 @@ def total(found: Mapping[str, float], name: str, *labels: str) -> float:
     )
 
 
-def met(url: str, trust: ssl.SSLContext | None) -> Counter[str]:
+def met(url: str, trust: ssl.SSLContext | None, key: str = "") -> Counter[str]:
     """How many workers of each role a router knows; none while it does not answer. Blocks."""
     try:
-        found = scrape(url, trust=trust, timeout_s=2.0)
-    except OSError:
+        found = scrape(url, trust=trust, key=key, timeout_s=2.0)
+    except (OSError, HTTPException, ValueError):
         return Counter()
     serving = (_SERVING.fullmatch(sample) for sample in found)
     return Counter({one[1]: int(found[one[0]]) for one in serving if one and found[one[0]]})

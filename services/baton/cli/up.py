@@ -12,10 +12,17 @@ import contextlib
 import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +31,20 @@ from baton.cli.access import KEY_VARIABLE, Access
 from baton.cli.greeting import greeting
 from baton.cli.layout import BUNDLED, Layout, UpOptions, plan
 from baton.cli.progress import Progress
-from baton.cli.supervisor import StartFailed, Supervisor
+from baton.cli.supervisor import (
+    KILL_S,
+    START_TIMEOUT_S,
+    STOP_BOUND_S,
+    StartFailed,
+    Supervisor,
+)
 from baton.core.errors import InvalidArgument
 
 DEMO_PROMPT = "Tell me a story about yourself."
+NOTICES = 1024
+"""So many things that happened wait to be told; older ones are then dropped."""
+NOTICES_S = 2.0
+"""How long the end waits for them to be told."""
 _COUNTS = ("prefill", "decode", "tokenizer", "detokenizer", "routers")
 
 
@@ -95,17 +112,20 @@ def _best_transport() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    running = state.read()
-    if running is not None:
-        raise InvalidArgument(
-            f"already running at {running['http']} (process {running['pid']}); "
-            "'baton down' stops it"
-        )
+    if running := state.who_runs():
+        raise InvalidArgument(running)
     if args.demo and args.keys and not os.environ.get(KEY_VARIABLE):
         raise InvalidArgument(f"needs a key of --keys in ${KEY_VARIABLE}", field="demo")
     if args.detach:
         return _detach(args)
-    return asyncio.run(_supervise(args))
+    notices = _Notices()
+    code = 1
+    try:
+        code = asyncio.run(_supervise(args, notices))
+    finally:
+        if not notices.close():
+            os._exit(code)  # Nobody reads what this process writes.
+    return code
 
 
 def _options(args: argparse.Namespace) -> UpOptions:
@@ -113,89 +133,169 @@ def _options(args: argparse.Namespace) -> UpOptions:
     return UpOptions(**{name: getattr(args, name) for name in names})
 
 
-async def _supervise(args: argparse.Namespace) -> int:
-    ca = throwaway_ca.make(state.folder()) if args.tls else None
+async def _supervise(args: argparse.Namespace, notices: _Notices) -> int:
+    ca = throwaway_ca.make(state.make_folder()) if args.tls else None
     try:
-        return await _run(args, plan(_options(args), ca))
+        layout = plan(_options(args), ca)
+        if args.report_fd < 0:
+            await _run(layout, notices, _Terminal(args, layout))
+            return 0
+        report = _Report(args.report_fd)
+        try:
+            await _run(layout, notices, report)
+        except StartFailed as failure:
+            notices.add(partial(report.show, "failed", failure.message))
+            return 1
+        return 0
     finally:
         if ca is not None:
             shutil.rmtree(ca.folder, ignore_errors=True)
 
 
-async def _run(args: argparse.Namespace, layout: Layout) -> int:
-    report = _Report(args.report_fd) if args.report_fd >= 0 else None
-    progress = None if report else Progress(len(layout.processes))
-    ready = asyncio.Event()
+async def _run(layout: Layout, notices: _Notices, reader: _Report | _Terminal) -> None:
+    """Until it is stopped. Raises StartFailed, and what the reader raises once all is ready."""
+    loop = asyncio.get_running_loop()
+    shown: asyncio.Future[None] = loop.create_future()
 
     def notify(what: str, *details: Any) -> None:
+        notices.add(partial(reader.show, what, *details))
         if what == "ready":
-            ready.set()
-        if report is not None:
-            report.send([what, *details])
-        elif progress is not None:
-            progress.show(what, *details)
+            notices.add(partial(_tell, loop, shown, reader, supervisor.description()))
 
     supervisor = Supervisor(layout, notify)
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, supervisor.stop)
     running = asyncio.create_task(supervisor.run())
-    waiting = asyncio.create_task(ready.wait())
     try:
-        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.is_set():
-            if report is not None:
-                report.send(["description", supervisor.description()])
-                report.close()
-            else:
-                await asyncio.to_thread(_after_start, args, supervisor.description())
-                print("\nCtrl-C stops everything.", file=sys.stderr)
+        await asyncio.wait({running, shown}, return_when=asyncio.FIRST_COMPLETED)
+        if shown.done():
+            shown.result()
         await running
-    except StartFailed as failure:
-        if report is None:
-            raise
-        report.send(["failed", failure.message])
-        return 1
     finally:
-        waiting.cancel()
-        if progress is not None:
-            progress.close()
-    return 0
+        supervisor.stop()
+        await asyncio.wait({running})
+        shown.cancel()
+        notices.add(reader.close)
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop,
+    shown: asyncio.Future[None],
+    reader: _Report | _Terminal,
+    description: dict[str, Any],
+) -> None:
+    """On the thread of notices: says where Baton is, and then resolves `shown`."""
+
+    def settle(error: Exception | None) -> None:
+        if shown.done():
+            return
+        if error is None:
+            shown.set_result(None)
+        else:
+            shown.set_exception(error)
+
+    failure: Exception | None = None
+    try:
+        reader.ready(description)
+    except Exception as error:
+        failure = error
+    with contextlib.suppress(RuntimeError):  # the loop is closed: everything was stopped meanwhile
+        loop.call_soon_threadsafe(settle, failure)
+
+
+class _Notices:
+    """Runs what tells somebody something on a thread of its own.
+
+    Who reads a terminal or a pipe may be slow, stopped or gone; the supervisor does not wait for
+    it. The oldest notices are dropped when too many wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque(maxlen=NOTICES)
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="notices", daemon=True)
+        self._thread.start()
+
+    def add(self, notice: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append(notice)
+            self._changed.notify()
+
+    def close(self) -> bool:
+        """Whether all was told, within NOTICES_S."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(NOTICES_S)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self._closed):
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                notice = self._waiting.popleft()
+            # A closed terminal or pipe: nobody is there to be told.
+            with contextlib.suppress(OSError, ValueError):
+                notice()
 
 
 class _Report:
-    """Tells the starting process, by JSON lines, what happens. Its absence stops nothing later."""
+    """Tells the process that started this one, by JSON lines, what happens. Its absence stops
+    nothing."""
 
     def __init__(self, fd: int) -> None:
         self._file = os.fdopen(fd, "w", buffering=1)
 
-    def send(self, said: list[Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ValueError):
+    def show(self, *said: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
             self._file.write(json.dumps(said) + "\n")
 
+    def ready(self, description: dict[str, Any]) -> None:
+        self.show("description", description)
+        self.close()
+
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._file.close()
+
+
+class _Terminal:
+    """Tells the user of this terminal what happens."""
+
+    def __init__(self, args: argparse.Namespace, layout: Layout) -> None:
+        self._args = args
+        self._progress = Progress(len(layout.processes))
+        self.show, self.close = self._progress.show, self._progress.close
+
+    def ready(self, description: dict[str, Any]) -> None:
+        _after_start(self._args, description)
+        print("\nCtrl-C stops everything.", file=sys.stderr)
 
 
 def _detach(args: argparse.Namespace) -> int:
     layout = plan(_options(args))
     reader, writer = os.pipe()
     flags = [a for a in sys.argv[1:] if a not in ("--detach", "--demo")]
-    supervisor = subprocess.Popen(
-        [sys.executable, "-m", "baton.cli.main", *flags, "--report-fd", str(writer)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        pass_fds=(writer,),
-        start_new_session=True,
-    )
-    os.close(writer)
-    progress = Progress(len(layout.processes))
-    try:
-        with os.fdopen(reader) as reports:
-            for line in reports:
-                what, *details = json.loads(line)
+    # Not a pipe: the supervisor would wait for whoever does not read it.
+    with tempfile.TemporaryFile() as complaints, os.fdopen(reader, "rb", buffering=0) as reports:
+        try:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "baton.cli.main", *flags, "--report-fd", str(writer)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaints,
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+        progress = Progress(len(layout.processes))
+        try:
+            for what, *details in _reported(reports.fileno()):
                 if what == "failed":
                     raise StartFailed(details[0])
                 if what == "description":
@@ -206,16 +306,38 @@ def _detach(args: argparse.Namespace) -> int:
                         print(json.dumps({k: v for k, v in details[0].items() if k != "pid"}))
                     return 0
                 progress.show(what, *details)
-        assert supervisor.stderr is not None
-        words = supervisor.stderr.read().decode(errors="replace").strip().splitlines()
-        raise StartFailed(words[-1] if words else "the supervisor ended")
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            supervisor.terminate()
-        supervisor.wait()
-        raise
-    finally:
-        progress.close()
+            complaints.seek(0)
+            words = complaints.read().decode(errors="replace").strip().splitlines()
+            raise StartFailed(words[-1].removeprefix("baton up: ") if words else "it ended")
+        except BaseException:
+            _end(supervisor)
+            raise
+        finally:
+            progress.close()
+
+
+def _reported(reports: int) -> Iterator[list[Any]]:
+    """What a supervisor says, to its end. Raises StartFailed when it says nothing for too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S + STOP_BOUND_S
+    held = b""
+    while True:
+        if not select.select([reports], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise StartFailed("the supervisor hangs")
+        data = os.read(reports, 1 << 16)
+        if not data:
+            return
+        *lines, held = (held + data).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _end(supervisor: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        supervisor.terminate()
+    try:
+        supervisor.wait(STOP_BOUND_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait(KILL_S)
 
 
 def _after_start(args: argparse.Namespace, description: dict[str, Any]) -> None:

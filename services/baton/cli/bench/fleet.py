@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from baton.cli.layout import Layout, UpOptions, plan
 from baton.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
@@ -14,8 +16,23 @@ from baton.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
 async def fleet(options: UpOptions) -> AsyncIterator[tuple[Layout, Supervisor]]:
     """All processes, ready. Raises StartFailed. They are gone on leaving."""
     layout = plan(options)
-    async with supervised(layout, lambda *_: None) as supervisor:
-        yield layout, supervisor
+    with apart():
+        async with supervised(layout, lambda *_: None) as supervisor:
+            yield layout, supervisor
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """What is supervised meanwhile has a folder of its own, beside a `baton up` of the user's."""
+    before = os.environ.get("XDG_STATE_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_STATE_HOME"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["XDG_STATE_HOME"]
+            if before is not None:
+                os.environ["XDG_STATE_HOME"] = before
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from baton.cli.bench.beside import Beside
-from baton.cli.bench.fleet import supervised
+from baton.cli.bench.fleet import apart, supervised
 from baton.cli.bench.pairs import check_count, ratio
 from baton.cli.bench.process import check_cpu_clock, cpu_spent_s, say
 from baton.cli.bench.report import Report
@@ -149,8 +149,9 @@ class _Bench:
     @classmethod
     @asynccontextmanager
     async def started(cls, layout: Layout) -> AsyncIterator[_Bench]:
-        async with supervised(layout, lambda *_: None) as supervisor:
-            yield cls(layout, supervisor)
+        with apart():
+            async with supervised(layout, lambda *_: None) as supervisor:
+                yield cls(layout, supervisor)
 
     def spent_s(self) -> dict[str, float]:
         """Processor time so far, by role."""

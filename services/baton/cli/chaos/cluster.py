@@ -9,12 +9,13 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from baton.cli.chaos.peers import Broken
 from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
+from baton.cli.log_file import LogFile
 from baton.cli.ports import free_ports
 from baton.cli.process import Child
 from baton.cli.scrape import scrape, total
@@ -61,10 +62,14 @@ async def cluster(
     layout = _routed(plan(options), routed or {}, flags or {})
     variables = {"BATON_KV_FAULTS": faults, "BATON_ALLOW_KV_FAULTS": "true"} if faults else {}
     children: list[Child] = []
-    with tempfile.TemporaryDirectory() as folder, environment(variables):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(LogFile(Path(folder, "log"))) as log,
+        environment(variables),
+    ):
         try:
             for spec in layout.processes:
-                children.append(await Child.start(spec, Path(folder, "log"), 1, lambda *_: None))
+                children.append(await Child.start(spec, log, 1, lambda *_: None))
             started = Cluster(layout, children)
             await _ready(started, bool(routed))
             yield started

@@ -97,12 +97,12 @@ def _sources(args: argparse.Namespace) -> Callable[[], Sequence[Source]]:
 
     def running() -> list[Source]:
         """Ports stay when a process is started again; the file goes when all have ended."""
-        found = (state.read() or {}).get("processes", ())
+        said = state.read() or {}
         return [
-            Source(each["metrics"], trusted, there.key)
+            Source(each["metrics"], trusted, said.get("token", ""))
             if each["role"] == "router"
             else Source(each["metrics"])
-            for each in found
+            for each in said.get("processes", ())
         ]
 
     return running
