@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.model_cache import MANIFEST, fetched, whole
+from baton.cli.model_cache import fetched, whole
 from baton.cli.model_source import File, FolderSource, HubSource, source_of
 from baton.core.errors import InvalidArgument, Overloaded, Unavailable
+from baton.engine.digest import MANIFEST, fetched_digest, model_digest
 from tests.cli.hub import MODEL, Hub
 
 FILES = {
@@ -61,19 +63,19 @@ def test_without_weights(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_cut_short_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
-    partial = tmp_path / "cache" / ".made.partial"
+    partial = tmp_path / "cache" / f".{FolderSource(folder).name}.partial"
     partial.mkdir(parents=True)
     (partial / "model.safetensors").write_bytes(FILES["model.safetensors"][:1000])
     assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
 
 
 def test_the_beginning_of_another_file_is_found_out(folder: Path, tmp_path: Path) -> None:
-    partial = tmp_path / "cache" / ".made.partial"
+    partial = tmp_path / "cache" / f".{FolderSource(folder).name}.partial"
     partial.mkdir(parents=True)
     (partial / "model.safetensors").write_bytes(b"another" * 100)
     with pytest.raises(Unavailable, match=r"model\.safetensors is another file"):
         fetch(FolderSource(folder), tmp_path / "cache")
-    assert not whole(tmp_path / "cache" / "made")
+    assert not whole(tmp_path / "cache" / FolderSource(folder).name)
     assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
 
 
@@ -84,12 +86,80 @@ def test_what_is_not_whole_any_more_is_made_again(folder: Path, tmp_path: Path) 
     assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
 
 
+def test_models_in_folders_of_one_name_are_two_models(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent / "model").mkdir(parents=True)
+        (tmp_path / parent / "model" / "config.json").write_text(f'{{"of": "{parent}"}}')
+    found = {}
+    for parent in ("a", "b", "a"):
+        source = source_of(str(tmp_path / parent / "model"))
+        assert isinstance(source, FolderSource)
+        found[parent] = fetch(source, tmp_path / "cache")
+        assert json.loads((found[parent] / "config.json").read_text()) == {"of": parent}
+    assert found["a"] != found["b"]
+
+
+def test_revisions_that_differ_in_a_slash_are_two() -> None:
+    names = {HubSource("some/model", revision).name for revision in ("a/b", "a-b", "a%2Fb", "")}
+    assert len(names) == 4
+    assert all("/" not in name for name in names)
+
+
+def test_a_source_that_changed_is_fetched_again(folder: Path, tmp_path: Path) -> None:
+    found = fetch(FolderSource(folder), tmp_path / "cache")
+    # Of the same size: another fine-tuning of the same model.
+    (folder / "model.safetensors").write_bytes(bytes(len(FILES["model.safetensors"])))
+    assert fetch(FolderSource(folder), tmp_path / "cache") == found
+    assert (found / "model.safetensors").read_bytes() == bytes(len(FILES["model.safetensors"]))
+    copied = (found / "model.safetensors").stat().st_ino
+    # What was only touched is not.
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert fetch(FolderSource(folder), tmp_path / "cache") == found
+    assert (found / "model.safetensors").stat().st_ino == copied
+
+
+def test_a_copy_that_was_changed_is_made_again(folder: Path, tmp_path: Path) -> None:
+    found = fetch(FolderSource(folder), tmp_path / "cache")
+    data = FILES["model.safetensors"]
+    (found / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert not whole(found)
+    assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
+    os.utime(found / "config.json", ns=(1, 1))
+    assert whole(found)
+
+
+def test_what_another_version_fetched_is_not_believed(folder: Path, tmp_path: Path) -> None:
+    found = fetch(FolderSource(folder), tmp_path / "cache")
+    sizes = {name: len(data) for name, data in FILES.items()}
+    (found / MANIFEST).write_text(json.dumps({"files": sizes}))
+    assert not whole(found)
+    assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
+
+
+def test_files_of_an_older_try_are_not_taken_for_the_models(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "cache" / f".{FolderSource(folder).name}.partial"
+    partial.mkdir(parents=True)
+    (partial / "model-00002.safetensors").write_bytes(b"of another revision")
+    assert holds(fetch(FolderSource(folder), tmp_path / "cache")) == FILES
+
+
+def test_the_manifest_has_the_digest_that_workers_of_these_weights_have(
+    folder: Path, tmp_path: Path
+) -> None:
+    found = fetch(FolderSource(folder), tmp_path / "cache")
+    digest = model_digest(folder / "config.json", [folder / "model.safetensors"])
+    assert fetched_digest(found) == digest
+    light = fetch(FolderSource(folder), tmp_path / "cache", weights=False)
+    assert fetched_digest(light) == ""
+    assert fetched_digest(folder) == ""
+
+
 def test_nothing_is_begun_that_does_not_fit(tmp_path: Path) -> None:
     class Large(FolderSource):
         def files(self, *, weights: bool) -> list[File]:
             return [File("model.safetensors", 1 << 60)]
 
-        def copy(self, file: File, into: Path) -> None:
+        def copy(self, file: File, into: Path) -> str:
             raise AssertionError("begun")
 
     with pytest.raises(Overloaded, match="GB are free there"):
@@ -100,11 +170,11 @@ def test_two_at_once_fetch_once(folder: Path, tmp_path: Path) -> None:
     copying, go_on, copied = threading.Event(), threading.Event(), []
 
     class Slow(FolderSource):
-        def copy(self, file: File, into: Path) -> None:
+        def copy(self, file: File, into: Path) -> str:
             copying.set()
             assert go_on.wait(20)
             copied.append(file.name)
-            super().copy(file, into)
+            return super().copy(file, into)
 
     def one(say: threading.Event) -> None:
         fetched(Slow(folder), tmp_path / "cache", lambda _: say.set(), weights=True, wait_s=20)
@@ -120,13 +190,13 @@ def test_two_at_once_fetch_once(folder: Path, tmp_path: Path) -> None:
     for thread in (first, second):
         thread.join(20)
     assert sorted(copied) == sorted(FILES)
-    assert holds(tmp_path / "cache" / "made") == FILES
+    assert holds(tmp_path / "cache" / FolderSource(folder).name) == FILES
 
 
 def test_nobody_waits_for_ever(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
-    with (cache / ".made.lock").open("w") as held:
+    with (cache / f".{FolderSource(folder).name}.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(Unavailable, match="another process"):
             fetch(FolderSource(folder), cache)

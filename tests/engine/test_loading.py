@@ -15,6 +15,8 @@ import pytest
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.engine.config import EngineConfig
+from baton.engine.digest import MANIFEST
+from baton.engine.guards import UnsupportedModel
 from baton.engine.runner import TorchRunner
 from baton.engine.threads import configure
 from tests.engine.tiny_models import VOCAB, save_tiny_model
@@ -155,3 +157,16 @@ def test_the_fake_and_the_settings_need_no_torch() -> None:
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_weights_that_are_not_those_that_were_fetched_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "m")
+    digest = load(folder).model.digest
+    (folder / MANIFEST).write_text(json.dumps({"digest": digest}))
+    assert load(folder).model.digest == digest
+    (weights,) = folder.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(UnsupportedModel, match="not those that 'baton fetch' put there"):
+        load(folder)

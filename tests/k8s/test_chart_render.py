@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import gen_values_schema as generator
+from baton.cli.model_source import FolderSource, HubSource
 from baton.rpc import config as configuration
 from tests.k8s.charts import (
     CHART,
@@ -164,7 +165,9 @@ def test_a_gpu_comes_with_its_image_and_its_device() -> None:
 
 def test_a_model_is_fetched_to_where_the_process_looks() -> None:
     """Weights for engines only; the names are those that `baton fetch` gives its folders."""
-    for name, folder in (("gpu-tcp", "Qwen--Qwen3-8B@refs-pr-1"), ("gpu-rdma", "llama-3")):
+    of_hub = HubSource("Qwen/Qwen3-8B", "refs/pr/1").name
+    of_volume = FolderSource(Path("/source/chart/models/llama-3")).name
+    for name, folder in (("gpu-tcp", of_hub), ("gpu-rdma", of_volume)):
         for component, pod in pods(rendered(CHART / f"ci/{name}-values.yaml")).items():
             if component in ("router", "test"):
                 assert "initContainers" not in pod

@@ -1,8 +1,9 @@
 """A folder of models that the pods of one node share: each is there whole, or not at all.
 
 What is being fetched lies in a folder whose name begins with a dot, and gets its name when every
-file was checked. Who fetches holds a lock that the kernel drops with its process, so that others
-wait for it, and go on with what it left if it dies. Knows no source.
+file was checked. Its manifest is written last: it says what each file is, and is compared with what
+is there whenever the folder is asked for. Who fetches holds a lock that the kernel drops with its
+process, so that others wait for it, and go on with what it left if it dies.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from baton.cli.model_source import File, Source
+from baton.cli.model_source import WEIGHTS, File, Source, sha256_of
 from baton.core.errors import Overloaded, Unavailable
+from baton.engine.digest import MANIFEST, model_digest
 
-MANIFEST = ".baton.json"
 COPIES = 4
 SAY_EVERY_S = 5.0
 LOOK_EVERY_S = 0.5
@@ -32,40 +34,87 @@ Say = Callable[[str], None]
 def fetched(source: Source, into: Path, say: Say, *, weights: bool, wait_s: float) -> Path:
     """The folder with all of a source's files. Raises BatonError, and OSError for `into`.
 
-    What is there whole is taken without asking the source. wait_s: for somebody else who fetches.
+    What is there whole is taken without asking a hub. wait_s: for somebody else who fetches.
     """
     into.mkdir(parents=True, exist_ok=True)
     name = source.name if weights else f"{source.name}.tokenizer"
     target = into / name
-    if whole(target):
+    if _usable(target, source, weights):
         return target
     with _locked(into / f".{name}.lock", say, wait_s):
-        if whole(target):
+        if _usable(target, source, weights):
             return target
         partial = into / f".{name}.partial"
         partial.mkdir(exist_ok=True)
         files = source.files(weights=weights)
         if not files:
             raise Unavailable("there is nothing that could be fetched")
+        for stray in {path.name for path in partial.glob("*.*")} - {file.name for file in files}:
+            if (partial / stray).is_file():
+                (partial / stray).unlink()
         _check_room(partial, files)
-        _copy(source, files, partial, say)
+        copied = _copy(source, files, partial, say)
         shutil.rmtree(partial / ".cache", ignore_errors=True)
-        sizes = {file.name: file.size for file in files}
-        (partial / MANIFEST).write_text(json.dumps({"files": sizes}, indent=2) + "\n")
+        _write_manifest(partial, copied)
         if target.exists():
-            say(f"{name} was not whole: it is made again")
+            say(f"{name} was not whole, or is another model now: it is made again")
             shutil.rmtree(target)
         os.replace(partial, target)
         return target
 
 
 def whole(folder: Path) -> bool:
-    """Whether all files are there, in the size that they were checked in."""
+    """Whether all files are there as they were checked. Only one that was touched since is read."""
+    known = _known(folder)
     try:
-        sizes = json.loads((folder / MANIFEST).read_text())["files"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+        return bool(known) and all(
+            _is(folder / file.name, file, checked_ns) for file, checked_ns in known.values()
+        )
+    except OSError:
         return False
+
+
+def _usable(folder: Path, source: Source, weights: bool) -> bool:
+    if not whole(folder):
+        return False
+    known = {name: file for name, (file, _) in _known(folder).items()}
+    return not source.differs(known, weights=weights)
+
+
+def _is(path: Path, file: File, checked_ns: int) -> bool:
+    """Raises OSError."""
+    status = path.stat()
+    if status.st_size != file.size:
+        return False
+    return status.st_mtime_ns == checked_ns or sha256_of(path) == file.sha256
+
+
+def _known(folder: Path) -> dict[str, tuple[File, int]]:
+    """By name: each file, and when it was changed here last; {} without a manifest of this form."""
+    try:
+        entries = json.loads((folder / MANIFEST).read_text())["files"]
+        return {
+            entry["file"]["name"]: (File(**entry["file"]), int(entry["checked_ns"]))
+            for entry in entries
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write_manifest(folder: Path, files: list[File]) -> None:
+    """What is in the folder, and the digest that workers of these weights have, who compare it when
+    they load them."""
+    entries = [
+        {"file": asdict(file), "checked_ns": (folder / file.name).stat().st_mtime_ns}
+        for file in files
+    ]
+    config, weights = folder / "config.json", sorted(folder.glob(WEIGHTS))
+    digest = model_digest(config, weights) if weights and config.is_file() else ""
+    text = json.dumps({"files": entries, "digest": digest}, indent=2) + "\n"
+    with (folder / MANIFEST).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _check_room(partial: Path, files: list[File]) -> None:
@@ -78,18 +127,20 @@ def _check_room(partial: Path, files: list[File]) -> None:
         )
 
 
-def _copy(source: Source, files: list[File], partial: Path, say: Say) -> None:
+def _copy(source: Source, files: list[File], partial: Path, say: Say) -> list[File]:
+    """The files, with their digests."""
     total = sum(file.size for file in files)
     began, at_first, said = time.monotonic(), _size(partial), time.monotonic()
     pool = ThreadPoolExecutor(COPIES, "fetch")
     # The largest first, so that none is left alone at the end.
     ordered = sorted(files, key=lambda file: -file.size)
     running = [pool.submit(_one, source, file, partial) for file in ordered]
+    copied = []
     try:
         for future in running:
             while True:
                 try:
-                    future.result(LOOK_EVERY_S)
+                    copied.append(future.result(LOOK_EVERY_S))
                     break
                 except TimeoutError:
                     if future.done():
@@ -101,15 +152,11 @@ def _copy(source: Source, files: list[File], partial: Path, say: Say) -> None:
                     say(f"{percent:.0f} % of {total / 1e9:.1f} GB, {speed:.0f} MB/s")
     finally:
         pool.shutdown(cancel_futures=True)
+    return copied
 
 
-def _one(source: Source, file: File, partial: Path) -> None:
-    """Raises Unavailable for a file that is not what the source said; it is thrown away."""
-    path = partial / file.name
-    source.copy(file, partial)
-    if not file.is_at(path):
-        path.unlink()
-        raise Unavailable(f"{file.name} came damaged and is thrown away; try again")
+def _one(source: Source, file: File, partial: Path) -> File:
+    return replace(file, sha256=source.copy(file, partial))
 
 
 @contextmanager

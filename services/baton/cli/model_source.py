@@ -1,12 +1,13 @@
 """Where a model's files come from, a folder or the hub: names, sizes, and how each is copied.
 
-Knows no cache: whoever asks says where the files go. Copies that were cut short are gone on with.
+Whoever asks says where the files go. Copies that were cut short are gone on with.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,39 +17,39 @@ from baton.core.errors import InvalidArgument, Unavailable
 
 WEIGHTS = "*.safetensors"
 OTHERS = ("*.json", "*.jinja")
+PATH_DIGITS = 12
+"""Of the SHA-256 of a folder's path, in hex. The Helm chart makes the same names."""
 _COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """sha256, git_id: in hex, the latter as git names a file's contents; "" when the source does
-    not say.
-    """
+    """A file of a model, as its source describes it."""
 
     name: str
     size: int
     sha256: str = ""
+    """In hex; "" where the source does not say."""
     git_id: str = ""
-
-    def is_at(self, path: Path) -> bool:
-        """Whether that is the file that the source spoke of, as far as it said."""
-        if path.stat().st_size != self.size:
-            return False
-        if self.sha256:
-            return sha256_of(path) == self.sha256
-        return not self.git_id or _git_id(path) == self.git_id
+    """In hex, as git names a file's contents; "" where the source does not say."""
+    mtime_ns: int = 0
+    """When the source's file was changed; 0 where the source does not say."""
 
 
 class Source(Protocol):
-    """name: of the folder that its files belong into."""
+    """name: of the folder that its files belong into. No other source has it."""
 
     name: str
 
     def files(self, *, weights: bool) -> list[File]:
         """What a server of the model reads. Raises BatonError."""
 
-    def copy(self, file: File, into: Path) -> None:
-        """The whole file is there afterwards, or BatonError is raised."""
+    def copy(self, file: File, into: Path) -> str:
+        """Returns the file's SHA-256 in hex, and the whole file is there, or raises BatonError."""
+
+    def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
+        """Whether a file is another one than the one that is known, or none is known of its name;
+        as far as this machine can tell."""
 
 
 def may_be_hub_id(model: str) -> bool:
@@ -63,27 +64,45 @@ def source_of(model: str, revision: str = "") -> Source:
     if path.is_dir():
         if revision:
             raise InvalidArgument("a folder has no revisions", field="revision")
-        return FolderSource(path.resolve())
+        return FolderSource(Path(os.path.abspath(path)))
     if not may_be_hub_id(model):
         raise InvalidArgument(f"{model!r} is neither a folder nor a hub id", field="model")
     return HubSource(model, revision)
 
 
 class FolderSource:
-    """A folder that is slow, or that pods on other nodes share."""
+    """A folder that is slow, or that pods on other nodes share.
+
+    Its name ends with a digest of its path, because many models lie in folders of one name.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.name = folder.name
+        """folder: an absolute path."""
+        path = hashlib.sha256(str(folder).encode()).hexdigest()
+        self.name = f"{folder.name}-{path[:PATH_DIGITS]}"
         self._folder = folder
 
     def files(self, *, weights: bool) -> list[File]:
-        return [
-            File(path.name, path.stat().st_size)
-            for path in sorted(self._folder.iterdir())
-            if path.is_file() and _wanted(path.name, weights)
-        ]
+        found = []
+        for path in sorted(self._folder.iterdir()):
+            if path.is_file() and _wanted(path.name, weights):
+                status = path.stat()
+                found.append(File(path.name, status.st_size, mtime_ns=status.st_mtime_ns))
+        return found
 
-    def copy(self, file: File, into: Path) -> None:
+    def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
+        """Files that are gone are no difference: what was copied is still that model."""
+        return any(self._differs(file, known) for file in self.files(weights=weights))
+
+    def _differs(self, file: File, known: Mapping[str, File]) -> bool:
+        before = known.get(file.name)
+        if before is None or before.size != file.size:
+            return True
+        if before.mtime_ns == file.mtime_ns:
+            return False
+        return sha256_of(self._folder / file.name) != before.sha256
+
+    def copy(self, file: File, into: Path) -> str:
         target, origin = into / file.name, self._folder / file.name
         try:
             with origin.open("rb") as source, target.open("ab") as copied:
@@ -94,9 +113,11 @@ class FolderSource:
                 os.fsync(copied.fileno())
         except OSError as error:
             raise Unavailable(f"{file.name} cannot be copied: {error.strerror}") from error
-        if sha256_of(target) != sha256_of(origin):
+        digest = sha256_of(target)
+        if digest != sha256_of(origin):
             target.unlink()
             raise Unavailable(f"{file.name} is another file now; what was copied is thrown away")
+        return digest
 
 
 class HubSource:
@@ -105,7 +126,9 @@ class HubSource:
     """
 
     def __init__(self, model: str, revision: str) -> None:
-        self.name = model.replace("/", "--") + (f"@{revision.replace('/', '-')}" * bool(revision))
+        # The hub's ids have no "--". Of revisions, "a/b" and "a-b" may both be there.
+        escaped = revision.replace("%", "%25").replace("/", "%2F")
+        self.name = model.replace("/", "--") + (f"@{escaped}" if revision else "")
         self._model = model
         self._revision = revision or None
         self._commit = ""
@@ -134,7 +157,11 @@ class HubSource:
                 found.append(file)
         return found
 
-    def copy(self, file: File, into: Path) -> None:
+    def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
+        """Only the hub could tell, and it is not asked for what is there."""
+        return False
+
+    def copy(self, file: File, into: Path) -> str:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -144,6 +171,16 @@ class HubSource:
             raise _refused(self._model, error.response.status_code) from error
         except Exception as error:  # as above
             raise Unavailable(f"{file.name} could not be had from the hub; try again") from error
+        path = into / file.name
+        digest = sha256_of(path)
+        if (
+            path.stat().st_size != file.size
+            or (file.sha256 and file.sha256 != digest)
+            or (file.git_id and file.git_id != _git_id(path))
+        ):
+            path.unlink()
+            raise Unavailable(f"{file.name} came damaged and is thrown away; try again")
+        return digest
 
 
 def sha256_of(path: Path) -> str:

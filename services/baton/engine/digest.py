@@ -9,6 +9,7 @@ collision. The digest is of the pieces' digests; one that is made otherwise is a
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,9 @@ from xxhash import xxh3_128
 
 PIECE_BYTES = 32 << 20
 """Part of the digest: another size makes other digests."""
+
+MANIFEST = ".baton.json"
+"""In a folder that `baton fetch` made: what is in it."""
 
 READERS = 8
 _READ_BYTES = 4 << 20
@@ -59,6 +63,15 @@ def model_digest(
             digest.update(found)
             read(count)
     return digest.hexdigest() + ("" if quantize == "none" else f"-{quantize}")
+
+
+def fetched_digest(folder: Path) -> str:
+    """The digest that the weights had when `baton fetch` checked them against their source; "" for
+    any other folder."""
+    try:
+        return str(json.loads((folder / MANIFEST).read_text()).get("digest", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def _in_order(

@@ -20,7 +20,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.model import ModelDescription
 from baton.engine.attention import INTERFACE
 from baton.engine.config import EngineConfig
-from baton.engine.digest import model_digest
+from baton.engine.digest import fetched_digest, model_digest
 from baton.engine.guards import UnsupportedModel, check_class, check_files, rope_limit
 from baton.engine.int8 import check_int8
 from baton.engine.progress import Bar, Progress, quiet
@@ -62,6 +62,12 @@ def load(
     total = 2 * sum(file.stat().st_size for file in weights)
     bar = Bar(progress, total)
     digest = model_digest(folder / "config.json", weights, config.quantize, bar.advance)
+    fetched = fetched_digest(folder)
+    if fetched and fetched != digest.partition("-")[0]:
+        raise UnsupportedModel(
+            f"the weights in {folder.name} are not those that 'baton fetch' put there: delete the "
+            "folder and fetch the model again"
+        )
     dtype = _dtype(config.dtype, device, settings)
     network = (build or _network)(model_class, folder, settings, dtype, bar)
     return LoadedModel(

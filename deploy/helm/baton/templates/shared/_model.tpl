@@ -16,12 +16,13 @@ should be when the volume is slower than the node's own disk. Tokenizer and deto
 {{- with (index $m $m.source).path }}{{ if ne $m.source "hostPath" }}/{{ trimAll "/" . }}{{ end }}{{ end }}
 {{- end }}
 
-{{/* Where the volume is mounted for `baton fetch`, which names its copy by the folder's name: not all alike. */}}
+{{/* Where the volume is mounted for `baton fetch`, which names its copy by the folder's path: no two volumes that pods
+share a cache of have one path. */}}
 {{- define "baton.model.mounted" -}}
 {{- $m := .Values.model -}}
-{{- if eq $m.source "hostPath" }}/source/{{ base $m.hostPath.path }}
-{{- else if eq $m.source "pvc" }}/source/{{ $m.pvc.claimName }}
-{{- else }}/source/{{ $m.image.reference | base | replace ":" "-" | replace "@" "-" }}
+{{- if eq $m.source "hostPath" }}/source/{{ trimAll "/" $m.hostPath.path }}
+{{- else if eq $m.source "pvc" }}/source/{{ .Release.Namespace }}/{{ $m.pvc.claimName }}
+{{- else }}/source/{{ $m.image.reference | sha256sum | trunc 12 }}/{{ $m.image.reference | base | replace ":" "-" | replace "@" "-" }}
 {{- end }}
 {{- end }}
 
@@ -36,8 +37,9 @@ should be when the volume is slower than the node's own disk. Tokenizer and deto
 {{- if eq $m.source "bundled" }}{{ $m.bundled.path }}
 {{- else if not (include "baton.model.fetched" .root) }}/models{{ include "baton.model.below" .root }}
 {{- else -}}
-{{- if eq $m.source "hub" }}/models/{{ $m.hub.id | replace "/" "--" }}{{ with $m.hub.revision }}@{{ . | replace "/" "-" }}{{ end }}
-{{- else }}/models/{{ include "baton.model.origin" .root | base }}
+{{- if eq $m.source "hub" }}/models/{{ $m.hub.id | replace "/" "--" }}{{ with $m.hub.revision }}@{{ . | replace "%" "%25" | replace "/" "%2F" }}{{ end }}
+{{- else }}
+{{- $origin := include "baton.model.origin" .root }}/models/{{ base $origin }}-{{ $origin | sha256sum | trunc 12 }}
 {{- end }}
 {{- if not (include "baton.isEngine" .) }}.tokenizer{{ end }}
 {{- end }}
