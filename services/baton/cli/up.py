@@ -137,15 +137,17 @@ async def _supervise(args: argparse.Namespace, notices: _Notices) -> int:
     ca = throwaway_ca.make(state.make_folder()) if args.tls else None
     try:
         layout = plan(_options(args), ca)
-        if args.report_fd < 0:
-            await _run(layout, notices, _Terminal(args, layout))
-            return 0
-        report = _Report(args.report_fd)
+        detached = args.report_fd >= 0
+        reader = _Report(args.report_fd) if detached else _Terminal(args, layout)
         try:
-            await _run(layout, notices, report)
+            await _run(layout, notices, reader)
         except StartFailed as failure:
-            notices.add(partial(report.show, "failed", failure.message))
+            if not detached:
+                raise
+            notices.add(partial(reader.show, "failed", failure.message))
             return 1
+        finally:
+            notices.add(reader.close)
         return 0
     finally:
         if ca is not None:
@@ -175,7 +177,6 @@ async def _run(layout: Layout, notices: _Notices, reader: _Report | _Terminal) -
         supervisor.stop()
         await asyncio.wait({running})
         shown.cancel()
-        notices.add(reader.close)
 
 
 def _tell(
