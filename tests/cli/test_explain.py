@@ -61,8 +61,8 @@ def disturbed() -> RequestRecord:
     return told
 
 
-def drawn(told: RequestRecord, encoding: str = "utf-8") -> str:
-    words = msgspec.json.encode(explained(told, 9.0))
+def drawn(told: RequestRecord, *, whole: bool = True) -> str:
+    words = msgspec.json.encode(explained(told, 9.0, whole=whole))
     out = StringIO()
     console = Console(file=out, highlight=False, soft_wrap=True, width=120)
     show(msgspec.json.decode(words, type=Explained), console)
@@ -85,6 +85,20 @@ def test_the_picture_says_what_happened() -> None:
     ):
         assert part in said, (part, said)
     assert "\x1b" not in said
+
+
+def test_a_tenants_picture_has_its_own_times_and_no_workers_places() -> None:
+    said = drawn(disturbed(), whole=False)
+    for part in (
+        "abc  text of m: finished after 2000.0 ms",
+        "decode             1500.0 ms",
+        "attempt 0 failed",
+        "prefill   pppppppp  queued 10.0 ms, computed 200.0 ms, 64 tokens cached",
+        "lost decode at 1000.0 ms: unavailable: An operator's key shows more.",
+    ):
+        assert part in said, (part, said)
+    for part in ("10.0.0.", "cost", "picked", "not serving", "predicted", "It is gone"):
+        assert part not in said, (part, said)
 
 
 def test_a_request_without_workers_yet() -> None:

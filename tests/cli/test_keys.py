@@ -48,6 +48,23 @@ def test_a_key_is_made_listed_and_removed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["keys.json"]
 
 
+def test_an_operators_key_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.json"
+    assert main(["keys", "new", "--tenant", "acme", str(file)]) == 0
+    tenants = capsys.readouterr().out.strip()
+    assert "operator" not in file.read_text(), "what an older router cannot read"
+    assert main(["keys", "new", "--tenant", "acme", "--operator", str(file)]) == 0
+    staff = capsys.readouterr().out.strip()
+    door = KeyedDoor(str(file), CollectorRegistry())
+    found = [door.admit([f"Bearer {key}"]) for key in (tenants, staff)]
+    assert [(one.name, one.operator) for one in found] == [("acme", False), ("acme", True)]
+    assert main(["keys", "list", str(file)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert ["operator" in line for line in said] == [False, True]
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -113,6 +113,10 @@ def test_a_request_has_its_tenant_and_salt_from_the_edge() -> None:
         ({"keys": {}}, "keys"),
         ({"keys": [{"id": "k", "hash": "00", "tenant": "a"}]}, "keys[0].hash"),
         ({"keys": [{"id": "k", "hash": "00" * 32, "tenant": "b"}]}, "keys[0].tenant"),
+        (
+            {"keys": [{"id": "k", "hash": "00" * 32, "tenant": "a", "operator": "yes"}]},
+            "keys[0].operator",
+        ),
         ({"keys": [{"id": "", "hash": "00" * 32, "tenant": "a"}]}, "keys[0].id"),
         ({"keys": [{"id": "k", "hash": "00" * 32, "tenant": "a"}] * 2}, "keys"),
         ({"tenants": []}, "tenants"),

@@ -81,6 +81,9 @@ def test_nobody_sees_what_others_asked() -> None:
     with pytest.raises(NotFound) as unknown:
         history.find("never", "other")
     assert others.value.message == unknown.value.message
+    assert history.find("r", None), "an operator asks for anybody's"
+    with pytest.raises(NotFound):
+        history.find("never", None)
 
 
 def test_none_is_remembered_where_none_shall_be() -> None:

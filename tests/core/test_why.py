@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from baton.core.attempt_record import AttemptRecord
 from baton.core.load import WorkerState
 from baton.core.routing import Decision, PoolView, RoutingPolicy, WorkerSnapshot, decide
 from baton.core.speed import WorkerSpeed
-from baton.core.why import why
+from baton.core.why import outline, why
 from tests.core.test_routing import DEMAND, LAYOUT, worker
 
 BY_SPEED = RoutingPolicy()
@@ -102,3 +105,29 @@ def test_one_token_and_moves() -> None:
     assert "first token" in said([worker("p", "prefill")], outputs=False)
     moved = Decision(None, worker("d").identity, "moves", ())
     assert "another decode worker" in why(moved, BY_LENGTH, split=True, moved=True)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "moved", "outlined"),
+    [
+        (True, True, False, "Prefill and decode ran apart."),
+        (False, True, False, "Prefilled on decode."),
+        (True, False, False, "Every choice ends at its first token, which prefill makes: "),
+        (False, True, True, "Its KV came from another decode worker: nothing was prefilled."),
+    ],
+)
+def test_the_outline_has_nothing_of_workers_in_it(
+    prefill: bool, decode: bool, moved: bool, outlined: str
+) -> None:
+    attempt = AttemptRecord(
+        number=0,
+        position=0,
+        input_tokens=9,
+        choices=1,
+        moved=moved,
+        prefill=worker("p", "prefill").identity if prefill else None,
+        decode=worker("d").identity if decode else None,
+        why="1 worker: is full",
+        began_s=0.0,
+    )
+    assert outline(attempt).startswith(outlined) and "full" not in outline(attempt)

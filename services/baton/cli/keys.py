@@ -46,6 +46,11 @@ def add_parser(subparsers: Any) -> None:
             metavar=_TYPES.get(limit.name, int).__name__.upper(),
             help=f"{_HELP[limit.name]} (of the tenant, with all its keys)",
         )
+    new.add_argument(
+        "--operator", action="store_true",
+        help="the key may also see workers' addresses, metrics, and all tenants' requests "
+        "(this key alone)",
+    )  # fmt: skip
     for name, words in (("list", "list keys, without the keys themselves"), ("remove", "a key")):
         action = actions.add_parser(name, help=words)
         if name == "remove":
@@ -74,7 +79,9 @@ def _new(args: argparse.Namespace) -> None:
         known = asdict(book.tenants.get(tenant, Limits()))
         limits = known | {name: value for name, value in given.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        changed, key = book.with_key(tenant, parse_limits(tenant, limits), now)
+        changed, key = book.with_key(
+            tenant, parse_limits(tenant, limits), now, operator=args.operator
+        )
         _replace(args.file, changed)
     print(f"{changed.keys[-1].id} of {tenant}; this is the only time the key is shown:",
           file=sys.stderr)  # fmt: skip
@@ -86,7 +93,8 @@ def _list(file: Path) -> None:
     for key in book.keys:
         limits = asdict(book.tenants[key.tenant]).items()
         told = " ".join(f"{name}={value}" for name, value in limits if value not in (None, ""))
-        print(f"{key.id}  {key.created or '-':25}  {key.tenant}  {told}")
+        kind = "operator " if key.operator else ""
+        print(f"{key.id}  {key.created or '-':25}  {key.tenant}  {kind}{told}".rstrip())
 
 
 @contextmanager

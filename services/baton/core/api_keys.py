@@ -46,12 +46,14 @@ _LIMITS = tuple(f.name for f in fields(Limits) if f.name != "cache_group")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """id: names it to people. hash: all that is kept of it. created: when, in words."""
+    """id: names it to people. hash: all that is kept of it. created: when, in words. operator: as
+    in `Tenant`, of this key alone."""
 
     id: str
     hash: bytes
     tenant: str
     created: str = ""
+    operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,12 @@ class KeyBook:
     tenants: Mapping[str, Limits] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
 
-    def with_key(self, tenant: str, limits: Limits, created: str) -> tuple[KeyBook, str]:
+    def with_key(
+        self, tenant: str, limits: Limits, created: str, *, operator: bool = False
+    ) -> tuple[KeyBook, str]:
         """A book with one more key, and the key itself, which is not in the book."""
         text = PREFIX + secrets.token_urlsafe(KEY_BYTES)
-        key = Key(f"k-{secrets.token_hex(4)}", self.hash(text), tenant, created)
+        key = Key(f"k-{secrets.token_hex(4)}", self.hash(text), tenant, created, operator)
         tenants = {**self.tenants, tenant: limits}
         return replace(self, tenants=tenants, keys=(*self.keys, key)), text
 
@@ -101,7 +105,10 @@ class KeyIndex:
     def __init__(self, book: KeyBook) -> None:
         self._book = book
         tenants = {name: book.tenant(name) for name in book.tenants}
-        self._found = {key.hash: (key.hash, tenants[key.tenant]) for key in book.keys}
+        self._found = {
+            key.hash: (key.hash, replace(tenants[key.tenant], operator=key.operator))
+            for key in book.keys
+        }
         # A hash that no key has: the comparison happens for unknown keys too.
         self._nobody = (secrets.token_bytes(HASH_BYTES), Tenant())
 

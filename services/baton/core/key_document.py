@@ -2,7 +2,8 @@
 
     {"salt": "64 hex digits",
      "tenants": {"acme": {"tokens_per_minute": 100000, "weight": 2.0}},
-     "keys": [{"id": "k-3f2a19c0", "hash": "64 hex digits", "tenant": "acme", "created": "..."}]}
+     "keys": [{"id": "k-3f2a19c0", "hash": "64 hex digits", "tenant": "acme", "created": "..."},
+              {"id": "k-77c0d1e2", ..., "tenant": "staff", "operator": true}]}
 
 Every fault is an InvalidArgument whose field is the place in the document.
 """
@@ -62,6 +63,7 @@ def render(book: KeyBook) -> str:
         },
         "keys": [
             {"id": key.id, "hash": key.hash.hex(), "tenant": key.tenant, "created": key.created}
+            | ({"operator": True} if key.operator else {})
             for key in book.keys
         ],
     }
@@ -105,14 +107,18 @@ def _check_limit(where: str, name: str, value: object) -> None:
 
 
 def _key(entry: object, where: str, tenants: Mapping[str, Limits]) -> Key:
-    table = _table(entry, where, ("id", "hash", "tenant", "created"))
+    table = _table(entry, where, ("id", "hash", "tenant", "created", "operator"))
     texts = {name: table.get(name, "") for name in ("id", "tenant", "created")}
     for name, value in texts.items():
         if not isinstance(value, str) or (name == "id" and not value):
             raise InvalidArgument("must be a text", field=f"{where}.{name}")
     if texts["tenant"] not in tenants:
         raise InvalidArgument("is none of tenants", field=f"{where}.tenant")
-    return Key(hash=_hex(table.get("hash"), f"{where}.hash", HASH_BYTES), **texts)
+    operator = table.get("operator", False)
+    if not isinstance(operator, bool):
+        raise InvalidArgument("must be true or false", field=f"{where}.operator")
+    key_hash = _hex(table.get("hash"), f"{where}.hash", HASH_BYTES)
+    return Key(hash=key_hash, operator=operator, **texts)
 
 
 def _table(value: object, where: str, known: Iterable[str]) -> dict[str, Any]:

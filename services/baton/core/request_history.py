@@ -44,10 +44,10 @@ class RequestHistory:
             _, oldest = self._over.popitem(last=False)
             self._bytes -= oldest.size
 
-    def find(self, request_id: str, tenant: str) -> RequestRecord:
-        """Raises NotFound, of another tenant's request as of one that never was: nobody learns
-        which ids others have."""
+    def find(self, request_id: str, tenant: str | None) -> RequestRecord:
+        """tenant: whose it has to be; None: anybody's. Raises NotFound, of another tenant's request
+        as of one that never was: nobody learns which ids others have."""
         record = self._running.get(request_id) or self._over.get(request_id)
-        if record is None or record.tenant != tenant:
+        if record is None or tenant not in (None, record.tenant):
             raise NotFound("This router remembers no such request of yours.", field="request_id")
         return record

@@ -7,7 +7,7 @@ which one it is in. Nothing here is called once per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.core.model import WorkerIdentity
@@ -69,6 +69,10 @@ class StageTimes:
             "decode": self.decode_s,
             "detokenize": self.detokenize_s,
         }
+
+    def without_addresses(self) -> StageTimes:
+        """For clients that are no operators: of its workers they see roles and names only."""
+        return replace(self, workers=tuple(replace(each, address="") for each in self.workers))
 
 
 class StageClock:

@@ -26,6 +26,15 @@ class Tenant:
     """At a time."""
     max_tokens: int | None = None
     """Of all its running and waiting requests together: prompts and the longest outputs."""
+    operator: bool = False
+    """The caller runs this Baton: it may see where workers are, what was predicted of them, and
+    what other tenants do. Of the key that was shown, not of the tenant's other keys."""
+
+    @property
+    def sees_others(self) -> bool:
+        """Whether it may see the load that all tenants make together. Without keys there are no
+        other tenants."""
+        return self.operator or not self.name
 
     def salted(self, salt: bytes) -> bytes:
         """The salt of a request of this tenant that asked for one, or for b"". A tenant's own keys
@@ -37,4 +46,7 @@ class Tenant:
 
 
 ANYONE = Tenant()
-"""Whoever calls a router that asks for no keys."""
+"""Whoever calls a router that asks for no keys and that other machines reach."""
+
+OWNER = Tenant(operator=True)
+"""Whoever calls a router that asks for no keys and that only its own machine reaches."""

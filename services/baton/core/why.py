@@ -1,4 +1,4 @@
-"""Why an attempt ran where it did, in one sentence with the numbers; decides nothing itself.
+"""Why an attempt ran where it did, in one sentence, with the numbers or without; decides nothing.
 
 Where a prefill pool is configured and an attempt was prefilled on decode, the sentence says what
 kept the pool out: that is how a pool which is never used is noticed.
@@ -9,31 +9,46 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from baton.core.attempt_record import AttemptRecord
 from baton.core.candidates import Candidate, Fate
 from baton.core.routing import ALONE, CHEAPER, NO_PREFILL, SHORT, Decision, RoutingPolicy
 
 MAX_DETAIL = 200
 """Characters that are told of what one worker's fate adds."""
 
+_MOVED = "Its KV came from another decode worker: nothing was prefilled."
+_ALONE = "Every choice ends at its first token, which prefill makes: no decode is needed."
+_LOCAL = "Prefilled on decode"
+_APART = "Prefill and decode ran apart"
+
+
+def outline(attempt: AttemptRecord) -> str:
+    """The same without what was known of workers, for those who may not see it."""
+    if attempt.moved:
+        return _MOVED
+    if attempt.decode is None:
+        return _ALONE
+    return f"{_LOCAL if attempt.prefill is None else _APART}."
+
 
 def why(decision: Decision, policy: RoutingPolicy, *, split: bool, moved: bool = False) -> str:
     """split: a prefill pool is configured. moved: the attempt goes on with KV that there is."""
     if moved:
-        return "Its KV came from another decode worker: nothing was prefilled."
+        return _MOVED
     match decision.reason:
         case reason if reason == ALONE:
-            return "Every choice ends at its first token, which prefill makes: no decode is needed."
+            return _ALONE
         case reason if reason == NO_PREFILL:
-            return f"Prefilled on decode: {_nobody(decision.candidates, split=split)}"
+            return f"{_LOCAL}: {_nobody(decision.candidates, split=split)}"
         case reason if reason == SHORT:
-            return f"Prefilled on decode: {_short(decision.uncached_tokens, policy)}"
+            return f"{_LOCAL}: {_short(decision.uncached_tokens, policy)}"
         case reason if reason == CHEAPER:
             return (
-                "Prefilled on decode: that is predicted to cost less, "
+                f"{_LOCAL}: that is predicted to cost less, "
                 f"{_both(decision)}, for {_tokens(decision.uncached_tokens)}."
             )
         case _:
-            return f"Prefill and decode ran apart: {_apart(decision, policy)}"
+            return f"{_APART}: {_apart(decision, policy)}"
 
 
 def _both(decision: Decision) -> str:

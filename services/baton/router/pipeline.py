@@ -186,7 +186,8 @@ class Pipeline:
         return stream
 
     def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
-        """What is remembered of a tenant's request that was let in. Raises NotFound."""
+        """What is remembered of a request that was let in: of a tenant's own, or for an operator of
+        anybody's. Raises NotFound."""
         return self.records.find(request_id, tenant)
 
     async def tokenize(self, request: Request) -> tuple[Encoded, ModelDescription]:

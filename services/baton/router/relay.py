@@ -90,6 +90,7 @@ class Relay:
         """Of the prompt's tokens, when the journey asks for them and an attempt has told."""
         self.stages = stages
         self._tell_stages = limits.timings
+        self._tell_addresses = standing.tenant.operator
         self.placement = Placement(
             fleet,
             turnstile,
@@ -189,12 +190,15 @@ class Relay:
 
     def finished(self, reasoning_tokens: int) -> Finished:
         """Of a request that has ended well."""
+        times = self.stages.times() if self._tell_stages else None
+        if times is not None and not self._tell_addresses:
+            times = times.without_addresses()
         return Finished(
             prompt_tokens=len(self.journey.prompt),
             completion_tokens=sum(len(log) for log in self.journey.logs),
             cached_tokens=self.cached_tokens,
             reasoning_tokens=reasoning_tokens,
-            stages=self.stages.times() if self._tell_stages else None,
+            stages=times,
         )
 
     def cancel(self) -> None:

@@ -747,7 +747,9 @@ class ServingWorker(_message.Message):
     incarnation: _builtins.str
     """First 8 hex digits of its incarnation."""
     address: _builtins.str
-    """host:port where routers reach it."""
+    """host:port where routers reach it. Empty unless the caller shows an operator's key, or the
+    router asks for none and is reached by its own machine only.
+    """
     def __init__(
         self,
         *,

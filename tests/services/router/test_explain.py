@@ -197,6 +197,84 @@ async def test_only_its_own_tenant_may_ask(world: World, tmp_path: Path) -> None
         assert mine.status_code == 200
 
 
+async def test_a_tenant_sees_what_became_of_its_request_and_nothing_of_others(
+    world: World, tmp_path: Path
+) -> None:
+    """A worker dies on the way, so that there is a loss to tell, too."""
+    kept = Kept(tmp_path / "keys.json")
+    mine = {"authorization": f"Bearer {kept.new('one')}"}
+    await world.start(SPLIT, decodes=2)
+    stream, answer = await begin(world, REQUEST.of(Tenant("one")), 5)
+    await busy(world).kill()
+    check(await finish(stream, answer))
+    async with http_of(world, kept.door()) as http:
+        response = await http.get(f"/requests/{answer.accepted.request_id}", headers=mine)
+        body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
+        headers = mine | {"x-baton-timings": "true"}
+        timed = await http.post("/v1/completions", json=body, headers=headers)
+    assert "127.0.0.1" not in response.text and "127.0.0.1" not in timed.text
+    told = msgspec.json.decode(response.content, type=Explained)
+    assert sum(told.stages.values()) == pytest.approx(told.total_s, abs=1e-4)
+    incarnations = {worker.identity.short for worker in (*world.prefills, *world.decodes)}
+    assert incarnations >= {
+        worker.incarnation for worker in told.workers if worker.role in ("prefill", "decode")
+    }
+    first, second = told.attempts
+    for attempt in told.attempts:
+        assert attempt.candidates == [] and attempt.others == 0
+        assert attempt.predicted_first_token_s is attempt.local_s is attempt.remote_s is None
+        assert attempt.prefill is not None and attempt.prefill.incarnation in incarnations
+        assert attempt.why == told.split.why == "Prefill and decode ran apart."
+    assert [(loss.leg, loss.code) for loss in first.losses] == [("decode", "unavailable")]
+    assert "worker" not in first.losses[0].message
+    assert second.prefill_s is not None and second.kv_bytes > 0
+    assert {worker["role"] for worker in timed.json()["baton"][0]["workers"]} >= {"decode"}
+    answered = await world.ask(replace(REQUEST, max_tokens=2).of(Tenant("one")))
+    assert answered.finished is not None and answered.finished.stages is not None
+    assert {worker.address for worker in answered.finished.stages.workers} == {""}
+
+
+async def test_an_operator_sees_all_of_every_tenants(world: World, tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "keys.json")
+    staff = {"authorization": f"Bearer {kept.new('staff', operator=True)}"}
+    await world.start(replace(SPLIT, keep_replays=True), decodes=2)
+    answer = await world.ask(REQUEST.of(Tenant("one")))
+    path = f"/requests/{answer.accepted.request_id}"
+    async with http_of(world, kept.door()) as http:
+        response = await http.get(path, headers=staff)
+        replay = await http.get(f"{path}?replay", headers=staff)
+        timed = await http.post(
+            "/v1/completions",
+            json={"prompt": "x", "max_tokens": 2, "ignore_eos": True},
+            headers=staff | {"x-baton-timings": "true"},
+        )
+    told = msgspec.json.decode(response.content, type=Explained)
+    (attempt,) = told.attempts
+    assert attempt.prefill is not None
+    assert attempt.prefill.address == world.prefills[0].identity.address
+    assert all(each.cost and each.worker.address for each in attempt.candidates)
+    assert len(attempt.candidates) == 3 and "local_prefill_tokens" in attempt.why
+    assert len(replay.json()["prompt_token_ids"]) == told.prompt_tokens
+    addresses = {worker["address"] for worker in timed.json()["baton"][0]["workers"]}
+    assert world.prefills[0].identity.address in addresses
+
+
+async def test_without_keys_only_this_machine_sees_where_workers_are(world: World) -> None:
+    await world.start(SPLIT)
+    for beyond in (False, True):
+        async with http_of(world, OpenDoor(beyond=beyond)) as http:
+            body = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+            answer = await http.post(
+                "/v1/completions", json=body, headers={"x-baton-timings": "true"}
+            )
+            await until(world.nothing_left)
+            told = await explained(http, answer.json()["id"])
+        said = [worker.address for worker in told.workers]
+        said += [worker["address"] for worker in answer.json()["baton"][0]["workers"]]
+        assert all(said) != beyond
+        assert bool(told.attempts[0].candidates) != beyond
+
+
 @pytest.mark.parametrize("off", [replace(SPLIT, request_history=0), replace(SPLIT, timings=False)])
 async def test_nothing_is_remembered_where_it_is_off(world: World, off: RouterConfig) -> None:
     await world.start(off)

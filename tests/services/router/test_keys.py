@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.api_keys import KeyBook, Limits
 from baton.core.errors import InvalidArgument, Unauthenticated
-from baton.core.key_document import render
-from baton.core.tenants import ANYONE
+from baton.core.key_document import parse, render
+from baton.core.tenants import ANYONE, OWNER
 from baton.router import keys
 from baton.router.keys import KeyedDoor, OpenDoor
 
@@ -27,8 +27,8 @@ class Kept:
         self.book = KeyBook()
         self.registry = CollectorRegistry()
 
-    def new(self, tenant: str, limits: Limits | None = None) -> str:
-        self.book, key = self.book.with_key(tenant, limits or Limits(), "")
+    def new(self, tenant: str, limits: Limits | None = None, *, operator: bool = False) -> str:
+        self.book, key = self.book.with_key(tenant, limits or Limits(), "", operator=operator)
         self.write()
         return key
 
@@ -63,7 +63,18 @@ def test_a_key_opens_the_door_for_its_tenant_only(kept: Kept) -> None:
     assert (tenant.tokens_per_minute, tenant.max_requests, tenant.max_tokens) == (5, 7, None)
     assert door.admit([f"bearer  {other} "]).name == "other"
     assert door.admit([f"Bearer {other}"]).cache_salt != tenant.cache_salt
-    assert OpenDoor().admit([]) is ANYONE
+    assert OpenDoor().admit([]) is OWNER and OWNER.operator
+    assert OpenDoor(beyond=True).admit([]) is ANYONE and not ANYONE.operator
+
+
+def test_an_operators_key_is_one_only_itself(kept: Kept) -> None:
+    plain, staff = kept.new("one"), kept.new("one", operator=True)
+    kept.book = parse(render(kept.book))
+    door = kept.door()
+    assert not door.admit([f"Bearer {plain}"]).operator
+    tenant = door.admit([f"Bearer {staff}"])
+    assert tenant.operator and tenant.name == "one"
+    assert tenant.cache_salt == door.admit([f"Bearer {plain}"]).cache_salt
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from baton.rpc.digest import tokenizer_digest
 from baton.rpc.errors import from_rpc_error
 from tests.services.router import language
 from tests.services.router.conftest import World, until
-from tests.services.router.gateway import Gateway, gateway_of
+from tests.services.router.gateway import Gateway, gateway_of, request
+from tests.services.router.test_keys import Kept
 
 MODEL = Path(__file__).parents[3] / "services/baton/models/baton-tiny"
 
@@ -78,6 +79,34 @@ async def test_loads(world: World) -> None:
         for decode in world.decodes:
             decode.stepping.set()
         await asyncio.gather(*asked)
+
+
+async def test_the_load_of_all_tenants_is_an_operators_to_see(world: World, tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "keys.json")
+    shown = {who: (("authorization", f"Bearer {key}"),) for who, key in (
+        ("tenant", kept.new("one")), ("operator", kept.new("staff", operator=True))
+    )}  # fmt: skip
+    world.decodes.append(world.new_decode())
+    world.decodes[0].stepping.clear()
+    await world.start(decodes=0)
+    config = RouterConfig(vllm_engine=True)
+    async with gateway_of(world, config, kept.door()) as gateway:
+        call = gateway.stub.Generate(request(), metadata=shown["tenant"], timeout=20)
+        await until(lambda: world.pipeline.num_requests == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.stub.GetLoads(pb.GetLoadsRequest(), metadata=shown["tenant"], timeout=20)
+        assert from_rpc_error(caught.value).reason is Reason.UNAUTHENTICATED
+        loads = await gateway.stub.GetLoads(
+            pb.GetLoadsRequest(), metadata=shown["operator"], timeout=20
+        )
+        assert loads.loads[0].num_total_reqs == 1
+        for who, requests in (("tenant", 0), ("operator", 1)):
+            server = await gateway.stub.GetServerInfo(
+                pb.GetServerInfoRequest(), metadata=shown[who], timeout=20
+            )
+            assert server.active_requests == requests
+        world.decodes[0].stepping.set()
+        assert [message async for message in call]
 
 
 async def test_several_models_have_no_name_in_this_protocol(world: World) -> None:

@@ -60,7 +60,7 @@ async def _ask(routers: list[Access], path: str) -> bytes:
         elif answer.status == 200:
             return answer.body
         elif answer.status == 401:
-            raise Unauthenticated("the router wants an API key of the request's tenant")
+            raise Unauthenticated("the router wants an API key: the tenant's or an operator's")
         elif answer.status != 404 or _of_replay(answer.body):
             raise Unavailable(f"{router.address}: {_message(answer)}")
     if silent:

@@ -146,7 +146,7 @@ def _candidate(candidate: ExplainedCandidate) -> str:
 
 
 def _worker(worker: ServedBy) -> str:
-    return f"{worker.incarnation} {worker.address}"
+    return f"{worker.incarnation} {worker.address}".rstrip()
 
 
 def _bar(began: float, seconds: float, total: float, full: str) -> str:

@@ -104,6 +104,9 @@ class CachedBy(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ServedBy(msgspec.Struct, forbid_unknown_fields=True):
+    """address: empty unless the caller shows an operator's key, or the router asks for none and is
+    reached by its own machine only."""
+
     role: str
     incarnation: str
     address: str

@@ -1,7 +1,8 @@
 """The answers of /requests/{id} as types, for the OpenAPI document and for commands that read them;
 nothing is made of them here.
 
-Times are seconds. Worker names are as in timings.
+Times are seconds. Worker names are as in timings. Whoever shows no operator's key sees of a worker
+no address, of an attempt no candidates and nothing predicted (null), and of a loss no message.
 """
 
 from __future__ import annotations

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.core.attempt_record import AttemptRecord, Loss
 from baton.core.candidates import Candidate
+from baton.core.model import WorkerIdentity
 from baton.core.request_record import RequestRecord
+from baton.core.why import outline
 from baton.router.http.answer import FINISH_REASONS
 from baton.router.http.respond import Json
 from baton.router.http.timings import worker_words
 
+_FOR_OPERATORS = "An operator's key shows more."
 
-def explained(record: RequestRecord, now: float) -> Json:
-    """now: a reading of the clock by which the request's stages are timed."""
+
+def explained(record: RequestRecord, now: float, *, whole: bool) -> Json:
+    """now: a reading of the clock by which the request's stages are timed.
+
+    whole: for an operator. Others see what became of their request, when and how long, and the
+    short names of the workers that served it; not where these are, which others there are, and what
+    was predicted, because a prediction tells what other tenants do.
+    """
     times, clock = record.so_far(now), record.clock
+    if not whole:
+        times = times.without_addresses()
     has_text = bool(record.output_tokens) if clock is None else clock.has_told
     state = "failed" if record.failure is not None else "finished" if record.over else "running"
     return {
@@ -35,9 +48,11 @@ def explained(record: RequestRecord, now: float) -> Json:
         "kv_bytes": times.kv_bytes,
         "moves": times.moves,
         "workers": [worker_words(worker) for worker in times.workers],
-        "split": _split(record),
+        "split": _split(record, whole=whole),
         "num_attempts": record.num_attempts,
-        "attempts": [_attempt(attempt) for attempt in record.attempts],
+        "attempts": [
+            _attempt(attempt) if whole else _outline(attempt) for attempt in record.attempts
+        ],
         "replayable": record.over and record.replay is not None,
     }
 
@@ -59,7 +74,7 @@ def _error(record: RequestRecord) -> Json | None:
     return {"code": failure.reason.name.lower(), "message": failure.message}
 
 
-def _split(record: RequestRecord) -> Json:
+def _split(record: RequestRecord, *, whole: bool) -> Json:
     """Of a request that was prefilled apart in one attempt, that one's reason."""
     placed = [attempt for attempt in record.attempts if not attempt.moved]
     apart = [attempt for attempt in placed if attempt.prefill is not None]
@@ -67,8 +82,29 @@ def _split(record: RequestRecord) -> Json:
     return {
         "configured": record.split,
         "used": bool(apart),
-        "why": said[0].why if said else None,
+        "why": (said[0].why if whole else outline(said[0])) if said else None,
     }
+
+
+def _outline(attempt: AttemptRecord) -> Json:
+    """An attempt as its tenant sees it."""
+    own = replace(
+        attempt,
+        prefill=_placeless(attempt.prefill),
+        decode=_placeless(attempt.decode),
+        why=outline(attempt),
+        predicted_first_token_s=None,
+        local_s=None,
+        remote_s=None,
+        candidates=(),
+        others=0,
+        losses=[replace(loss, message=_FOR_OPERATORS) for loss in attempt.losses],
+    )
+    return _attempt(own)
+
+
+def _placeless(worker: WorkerIdentity | None) -> WorkerIdentity | None:
+    return None if worker is None else replace(worker, address="")
 
 
 def _attempt(attempt: AttemptRecord) -> Json:

@@ -45,7 +45,8 @@ class Frontend(Protocol):
         """The text of a request's TokenPrompt."""
 
     def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
-        """What is remembered of a tenant's request that was let in. Raises NotFound."""
+        """What is remembered of a request that was let in: of a tenant's own, or for an operator of
+        anybody's. Raises NotFound."""
 
     def models(self) -> list[ModelDescription]: ...
 

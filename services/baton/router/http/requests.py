@@ -1,4 +1,5 @@
-"""GET /requests/{id}: what this router remembers of one request, to whoever sent it.
+"""GET /requests/{id}: what this router remembers of one request, to whoever sent it, and of any
+request to an operator, who alone sees where it ran and what was predicted.
 
 With ?replay: what makes its tokens again; with ?replay=text also the grammar that it named.
 """
@@ -23,10 +24,11 @@ from baton.rpc.tracing import now
 def request_routes(frontend: Frontend) -> list[Route]:
     async def explain(request: Request) -> Response:
         request_id = bare_id(request.path_params["id"])
-        record = frontend.explain(request_id, caller(request.scope))
+        who = caller(request.scope)
+        record = frontend.explain(request_id, who)
         asked = request.query_params.get("replay")
         if asked is None:
-            document = explained(record, now())
+            document = explained(record, now(), whole=who.operator)
         else:
             document = replay_document(request_id, _kept(record), with_text=_with_text(asked))
         return Response(encode(document), media_type="application/json")

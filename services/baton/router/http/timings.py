@@ -52,4 +52,5 @@ def _entry(times: StageTimes) -> Json:
 
 
 def worker_words(worker: WorkerIdentity) -> Json:
+    """address: "" for clients that are no operators."""
     return {"role": worker.role, "incarnation": worker.short, "address": worker.address}

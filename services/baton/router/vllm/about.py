@@ -12,8 +12,9 @@ from importlib.metadata import version
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from baton.core.errors import Unavailable, Unimplemented
+from baton.core.errors import Unauthenticated, Unavailable, Unimplemented
 from baton.core.model import ModelDescription
+from baton.core.tenants import Tenant
 from baton.router.pipeline import Pipeline
 from baton.router.use import Use
 from baton.router.vllm.tokenizer_files import TokenizerFiles
@@ -73,9 +74,9 @@ class About:
             max_req_input_len=model.max_model_len - 1,
         )
 
-    def server_info(self) -> pb.GetServerInfoResponse:
+    def server_info(self, caller: Tenant) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
-            active_requests=self._pipeline.num_requests,
+            active_requests=self._pipeline.num_requests if caller.sees_others else 0,
             uptime_seconds=time.monotonic() - self._since,
             server_type=SERVER_TYPE,
             data_parallel_size=1,
@@ -83,7 +84,10 @@ class About:
             constrained_decoding_start=FIRST_TOKEN,
         )
 
-    def loads(self) -> pb.GetLoadsResponse:
+    def loads(self, caller: Tenant) -> pb.GetLoadsResponse:
+        """Raises Unauthenticated: it tells of all tenants together."""
+        if not caller.sees_others:
+            raise Unauthenticated("The load is told to an operator's key only.")
         running, waiting = self._use.running().total(), self._use.waiting().total()
         positions = used = sequences = 0
         for _, told, load in self._use.decodes():

@@ -88,12 +88,12 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        return self._about.server_info()
+        return self._about.server_info(CALLER.get())
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         if request.dp_rank:
             raise InvalidArgument("dp_rank must be 0: there is one", field="dp_rank")
-        return self._about.loads()
+        return self._about.loads(CALLER.get())
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
