@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 from collections import Counter
+from contextlib import closing
 from math import inf
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from baton.cli.top import command
 from baton.cli.top.draw import document, drawn
 from baton.cli.top.view import NAMES, View, view
+from baton.cli.top.watch import Source, Watch
 from baton.cli.top.window import STARTED, Window, quantile
 from baton.core.errors import InvalidArgument
+from baton.router.http.app import HttpApp
+from baton.router.http.door import HttpDoor
+from baton.router.http.server import serve_http
+from baton.rpc.metrics import PROCESS, gauge
 from tests.deploy.test_dashboards import exported, unknown
+from tests.services.router.test_keys import Kept
+from tests.services.router_http.scripted import Scripted
 
 
 def window(*readings: dict[str, float], every_s: float = 1.0, length_s: float = 10.0) -> Window:
@@ -53,6 +63,25 @@ def test_what_was_never_counted_before_began_at_nothing() -> None:
 def test_names_are_whole_names() -> None:
     read = window({"a": 0.0, "a_b": 0.0}, {"a": 1.0, "a_b": 5.0})
     assert read.increase("a") == 1
+
+
+async def test_an_operators_key_reads_a_routers_metrics(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "keys.json")
+    tenants, staff = kept.new("acme"), kept.new("staff", operator=True)
+    registry = CollectorRegistry()
+    labels = ("router", "1")
+    forget = gauge(PROCESS, lambda: {labels: 1}, registry)
+    app = HttpApp(Scripted(), registry, HttpDoor(kept.door(), open_metrics=False))
+    server = await serve_http(app, "127.0.0.1:0")
+    url = f"http://{server.address}/metrics"
+    try:
+        for key, away in (("", True), (tenants, True), (staff, False)):
+            with closing(Watch(lambda key=key: [Source(url, key=key)])) as watch:  # type: ignore[misc]
+                seen = await asyncio.to_thread(watch.look)
+            assert seen.away == ({url: "asks for an operator's API key"} if away else {})
+    finally:
+        forget()
+        await server.close()
 
 
 def test_only_the_last_seconds_count() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import httpx
@@ -15,7 +14,7 @@ from baton.client import AsyncClient
 from baton.client.requests import Options
 from baton.client.tries import Retries
 from baton.core.errors import BatonError
-from baton.core.request import Delta, Finished
+from baton.core.request import Delta
 from tests.k8s.asks import Ask
 
 STREAM_S = 120.0
@@ -49,38 +48,25 @@ class Clients:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def tokens(
-        self,
-        ask: Ask,
-        served: dict[str, float] | None = None,
-        found: list[int] | None = None,
-    ) -> list[int]:
+    async def tokens(self, ask: Ask, found: list[int] | None = None) -> list[int]:
         """The answer's token ids. Raises BatonError, httpx.HTTPError or Refused.
 
-        served: by worker's address, when the earliest first token was seen that came by it, in wall
-        time. Who served is told at the answer's end. found: gets the token ids as they come.
+        found: gets the token ids as they come.
         """
-        served = {} if served is None else served
         found = [] if found is None else found
         if ask.face == "http":
-            return await self._over_http(ask, served, found)
-        first = 0.0
+            return await self._over_http(ask, found)
         options: Options = {**ask.options, "cache_salt": _salt()}
         async for event in next(self._of_grpc).generate(ask.prompt, timeout_s=STREAM_S, **options):
             if isinstance(event, Delta):
-                first = first or time.time()
                 found.extend(event.token_ids)
-            elif isinstance(event, Finished) and event.stages is not None:
-                _note(served, (worker.address for worker in event.stages.workers), first)
         return found
 
-    async def _over_http(self, ask: Ask, served: dict[str, float], found: list[int]) -> list[int]:
+    async def _over_http(self, ask: Ask, found: list[int]) -> list[int]:
         body = {"model": "", "prompt": _for_json(ask.prompt), "stream": True, **ask.options}
         body["cache_salt"] = _salt()
-        first, done = 0.0, False
-        async with self._of_http.stream(
-            "POST", "/v1/completions", json=body, headers={"X-Baton-Timings": "true"}
-        ) as answer:
+        done = False
+        async with self._of_http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 again = answer.status_code in (429, 503)
                 said = (await answer.aread()).decode()
@@ -96,10 +82,7 @@ class Clients:
                 if "error" in event:
                     raise Refused(data, retryable='"code":"unavailable"' in data)
                 for choice in event["choices"]:
-                    first = first or time.time()
                     found.extend(choice.get("token_ids", ()))
-                for prompt in event.get("baton", ()):
-                    _note(served, (worker["address"] for worker in prompt["workers"]), first)
         if not done:
             raise Refused("the stream broke off", retryable=True)
         return found
@@ -120,11 +103,6 @@ def retryable(error: Exception) -> bool:
     if isinstance(error, Refused):
         return error.retryable
     return isinstance(error, httpx.TransportError)
-
-
-def _note(served: dict[str, float], addresses: Iterable[str], first: float) -> None:
-    for address in addresses:
-        served[address] = min(first, served.get(address, first))
 
 
 def _salt() -> str:

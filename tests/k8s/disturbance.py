@@ -64,30 +64,36 @@ async def newcomer(release: Release, component: str, before: Sequence[str]) -> d
     return new
 
 
-async def traffic_reaches(
-    release: Release, load: Load, component: str, pod: dict[str, Any]
-) -> None:
+async def traffic_reaches(release: Release, component: str, pod: dict[str, Any]) -> None:
     """Raises AssertionError unless something had come to the pod TRAFFIC_S after it was Ready.
 
-    Kubernetes tells that moment in whole seconds. Whom a stream came by is known at its end only,
-    so it is waited for longer than that.
+    Kubernetes tells that moment in whole seconds. Some pods count what came at its end only, so it
+    is waited for longer than that.
     """
     until = _ready_at(pod) + 1.0 + TRAFFIC_S
-    name, address = pod["metadata"]["name"], f"{pod['status']['podIP']}:50051"
+    name = pod["metadata"]["name"]
     came: float | None = None
     while came is None:
         looked = time.time()
-        if component != "router":
-            came = load.tally.served.get(address)
-        elif await asyncio.to_thread(_was_asked, release, name):
+        if await asyncio.to_thread(_was_asked, release, component, name):
             came = looked
         assert came is not None or looked <= until + STREAM_S, f"nothing reached {name}"
         await asyncio.sleep(POLL_S)
     assert came <= until, f"nothing reached {name} for {came - until + TRAFFIC_S:.1f} s"
 
 
-def _was_asked(release: Release, router: str) -> bool:
-    return total(release.metrics(router), "baton_requests_total") > 0
+_ASKED = {
+    "router": "baton_requests_total",
+    "tokenizer": "baton_encoded_tokens_total",
+    "prefill": "baton_prefill_tokens_total",
+    "decode": "baton_decode_tokens_total",
+    "detokenizer": "baton_text_bytes_total",
+}
+"""What a pod of each component has counted as soon as it served anybody."""
+
+
+def _was_asked(release: Release, component: str, pod: str) -> bool:
+    return total(release.metrics(pod), _ASKED[component]) > 0
 
 
 async def gone(release: Release, pods: Sequence[str]) -> None:

@@ -28,8 +28,7 @@ kubelet to say that it is there."""
 @dataclass
 class Tally:
     """failed, wrong: a sentence for each. retryable: those of the failed that a client may well ask
-    again. begun: those of them whose first token had come. served: by worker's address, when the
-    earliest first token came by it, in wall time.
+    again. begun: those of them whose first token had come.
     """
 
     answered: int = 0
@@ -37,7 +36,6 @@ class Tally:
     retryable: int = 0
     begun: int = 0
     wrong: list[str] = field(default_factory=list)
-    served: dict[str, float] = field(default_factory=dict)
 
     def check(self, at_least: int = 1, *, may_fail: int = 0) -> None:
         """Raises AssertionError unless all were answered, with the tokens they should have.
@@ -103,7 +101,7 @@ class Load:
             got: list[int] = []
             try:
                 async with asyncio.timeout(STREAM_S):
-                    await self._clients.tokens(ask, self.tally.served, got)
+                    await self._clients.tokens(ask, got)
             except (BatonError, httpx.HTTPError, Refused, TimeoutError) as error:
                 self.tally.retryable += retryable(error)
                 self.tally.begun += bool(got)

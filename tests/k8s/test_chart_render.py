@@ -12,6 +12,7 @@ import yaml
 import gen_values_schema as generator
 from baton.cli.model_source import FolderSource, HubSource
 from baton.rpc import config as configuration
+from baton.rpc.hosts import AllowedHosts
 from tests.k8s.charts import (
     CHART,
     COMPONENTS,
@@ -211,6 +212,37 @@ def test_alerts_and_dashboards_are_the_files_as_they_are() -> None:
     assert len(files) >= 4 and shown.keys() == files.keys()
     for name, text in shown.items():
         assert json.loads(text) == json.loads(files[name].read_text())
+
+
+@pytest.mark.parametrize(
+    ("sets", "more"),
+    [
+        ((), ()),
+        (("ingress.enabled=true", "ingress.hosts={chat.example}"), ("chat.example",)),
+        (("ingress.enabled=true",), ("*",)),
+        (
+            (
+                *("gateway.httpRoute=true", "gateway.parentRefs[0].name=g"),
+                "gateway.hostnames={a.example,*.b.example}",
+            ),
+            ("a.example", "*.b.example"),
+        ),
+        (("router.config.allowed_hosts={lb.example,chart}",), ("lb.example", "chart")),
+    ],
+)
+def test_a_router_without_keys_answers_under_its_services_and_routes_names(
+    sets: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    found = environment(pods(render(CPU, sets=sets))["router"])
+    service = "try-baton-router"
+    inside = [service, *(f"{service}.chart{end}" for end in ("", ".svc", ".svc.cluster.local"))]
+    assert found["BATON_ALLOWED_HOSTS"].split(",") == [*inside, *more]
+    url = next(
+        e["value"] for e in pods(render(CPU))["test"]["containers"][1]["env"] if e["name"] == "URL"
+    )
+    hosts = AllowedHosts(found["BATON_HTTP_LISTEN"], inside)
+    for name in (url.removeprefix("http://"), "198.18.1.9:8000", "127.0.0.1:8000"):
+        assert hosts.allow([name.encode()])
 
 
 def test_nothing_optional_is_on_by_default_but_disruption_budgets() -> None:

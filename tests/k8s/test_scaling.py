@@ -29,7 +29,7 @@ async def test_a_pool_grows_and_shrinks(
     async with loaded(release, reference) as load:
         await asyncio.to_thread(release.scale, component, len(old) + 1)
         new = await newcomer(release, component, old)
-        await traffic_reaches(release, load, component, new)
+        await traffic_reaches(release, component, new)
         await load.more(SETTLED_STREAMS)
         await asyncio.to_thread(release.prefer_leaving, old)
         await asyncio.to_thread(release.scale, component, len(old))
@@ -43,10 +43,9 @@ async def test_without_prefill_decode_does_it_all(release: Release, reference: R
     async with loaded(release, reference) as load:
         await asyncio.to_thread(release.scale, "prefill", 0)
         await gone(release, old)
-        load.tally.served.clear()
         await load.more(SETTLED_STREAMS)
         await asyncio.to_thread(release.scale, "prefill", len(old))
         for pod in await asyncio.to_thread(release.pods, "prefill"):
-            await traffic_reaches(release, load, "prefill", pod)
+            await traffic_reaches(release, "prefill", pod)
         await load.more(SETTLED_STREAMS)
     load.tally.check(at_least=3 * SETTLED_STREAMS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from time import monotonic
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.core.errors import InvalidArgument
 from baton.core.timings import Timings
 from baton.rpc import metrics
-from baton.rpc.address import PortInUse
-from baton.rpc.scrape import MetricsServer
+from baton.rpc.address import PortInUse, split
+from baton.rpc.scrape import MAX_CONNECTIONS, MetricsServer
 
 
 @pytest.fixture
@@ -114,6 +117,43 @@ def test_head_has_no_body_and_other_paths_are_not_found(server: MetricsServer) -
     with pytest.raises(urllib.error.HTTPError, match="404") as missing:
         urllib.request.urlopen(f"http://{server.address}/", timeout=10)
     missing.value.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1", 200), ("localhost:1", 200), ("evil.example", 421), ("10.0.0.7:80", 421)],
+)
+def test_on_loopback_only_this_machines_names_are_answered(
+    server: MetricsServer, registry: CollectorRegistry, host: str, status: int
+) -> None:
+    metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): 1}, registry)
+    connection = http.client.HTTPConnection(server.address, timeout=20)
+    try:
+        connection.request("GET", "/metrics", headers={"Host": host})
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert (b"baton_" in answer.read()) == (status == 200)
+    finally:
+        connection.close()
+
+
+def test_more_connections_than_there_is_room_for_are_closed(
+    server: MetricsServer, registry: CollectorRegistry
+) -> None:
+    metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): 1}, registry)
+    with ExitStack() as held:
+        crowd = [
+            held.enter_context(socket.create_connection(split(server.address, ""), 20))
+            for _ in range(MAX_CONNECTIONS + 1)
+        ]
+        # They are accepted in their order, and none of them says anything.
+        assert crowd[-1].recv(1) == b""
+    until = monotonic() + 20
+    while monotonic() < until:
+        with suppress(OSError, http.client.HTTPException):
+            assert scrape(server)["baton_waiting_tokens", ()] == 1
+            return
+    raise AssertionError("those that left still take the room")
 
 
 def test_a_silent_client_stops_nobody(server: MetricsServer, registry: CollectorRegistry) -> None:

@@ -18,7 +18,7 @@ from baton.router.http.door import HttpDoor
 from baton.router.http.limits import HttpLimits
 from baton.router.http.playground import playground_routes
 from baton.router.http.server import serve_http
-from baton.router.keys import KeyedDoor, OpenDoor
+from baton.router.keys import Door, KeyedDoor, OpenDoor
 from baton.router.leaving import Leaving
 from baton.router.metrics import RouterMetrics
 from baton.router.mover import Mover
@@ -26,12 +26,13 @@ from baton.router.pipeline import Pipeline
 from baton.router.replicas import Replicas
 from baton.router.servicer import InferenceServicer
 from baton.router.sources import discovery_of
-from baton.router.tenant_blind import TenantBlind
 from baton.router.usage_log import UsageLog
 from baton.router.vllm.optional import engine_service
 from baton.rpc import config as configuration
 from baton.rpc import garbage, lifecycle, logs
+from baton.rpc.address import is_loopback, split
 from baton.rpc.channels import Channels
+from baton.rpc.hosts import AllowedHosts
 from baton.rpc.metrics import REGISTRY, tell_role
 from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
 from baton.rpc.probes import Probes
@@ -61,7 +62,8 @@ async def serve(config: RouterConfig) -> int:
         tls_terminated=config.tls_terminated,
     ):
         log.warning("%s", warning)
-    door = KeyedDoor(config.keys) if config.keys else OpenDoor()
+    door: Door = KeyedDoor(config.keys) if config.keys else _open_door(config.http_listen)
+    grpc_door = door if config.keys else _open_door(config.grpc_listen)
     certificates = config.public_certificates()
     channels = Channels(config.certificates(), token=config.peer_token)
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
@@ -79,7 +81,7 @@ async def serve(config: RouterConfig) -> int:
         probes=probes,
         public=True,
         certificates=certificates,
-        interceptors=[KeyInterceptor(door)],
+        interceptors=[KeyInterceptor(grpc_door, web_pages=bool(config.keys))],
         limits=PublicLimits(
             max_connections=config.max_connections,
             idle_s=config.connection_idle_s,
@@ -114,9 +116,9 @@ async def serve(config: RouterConfig) -> int:
             open_metrics=config.metrics_open,
             pages=[page.path for page in pages],
             token=config.peer_token,
+            hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
         )
-        shown = TenantBlind(REGISTRY) if config.keys else REGISTRY
-        app = HttpApp(pipeline, shown, http_door, pages)
+        app = HttpApp(pipeline, REGISTRY, http_door, pages)
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
             grpc_address = await server.start()
@@ -153,6 +155,10 @@ async def serve(config: RouterConfig) -> int:
         await fleet.close()
         await channels.close()
         tracer.close()
+
+
+def _open_door(listen: str) -> OpenDoor:
+    return OpenDoor(beyond=not is_loopback(split(listen, "listen")[0]))
 
 
 async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Fleet) -> None:

@@ -11,6 +11,7 @@ from baton.router.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from baton.router.exposure import check
 from baton.router.targets import parse
 from baton.rpc.config import option
+from baton.rpc.hosts import AllowedHosts
 from baton.rpc.process_options import ProcessOptions
 from baton.rpc.tls import Certificates
 from baton.rpc.tls_options import needs_all
@@ -37,7 +38,12 @@ class RouterConfig(ProcessOptions):
         "", "where health alone answers, in plain text; empty: nowhere", unit="host:port"
     )
     keys: str = option("", "JSON file of API keys; empty: none is asked for", unit="file")
-    metrics_open: bool = option(False, "answer /metrics without a key")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names under which HTTP answers without keys, besides this machine's own and, where other "
+        "machines reach it, any address; *.name: all below it; *: every name",
+    )
+    metrics_open: bool = option(False, "answer /metrics without an operator's key")
     public_tls_cert: str = option(
         "", "PEM file: the certificate and chain that clients are shown", unit="file"
     )
@@ -219,6 +225,7 @@ class RouterConfig(ProcessOptions):
         for field in ("tokenizers", "prefills", "decodes", "detokenizers", "routers"):
             parse(getattr(self, field), field)
         check(self.faces, keys=bool(self.keys), allow_anonymous=self.allow_anonymous)
+        AllowedHosts(self.http_listen, self.allowed_hosts)
 
     @property
     def routing(self) -> RoutingPolicy:

@@ -32,7 +32,11 @@ def warnings(
     """What the operator should know of a configuration that passed `check`."""
     if not keys:
         for name, host in _beyond(faces):
-            yield f"{name}: anybody who reaches {host} is answered (allow_anonymous)"
+            yield f"{name}: anybody who reaches {host} is answered (allow_anonymous)" + (
+                ", over HTTP by an address or a name of allowed_hosts"
+                if name == "http_listen"
+                else ""
+            )
     elif not (tls or tls_terminated):
         for name, host in _beyond(faces):
             yield (

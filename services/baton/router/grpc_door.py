@@ -1,6 +1,10 @@
 """Asks every gRPC call for its key before anything of the call is read; knows no service.
 
 Everything but health needs a key: also reflection, and methods that do not exist.
+
+A browser speaks HTTP/2 only over TLS, and some then send `te: trailers` by themselves, which is all
+that gRPC asks of a call: its server takes one with any content type. So where no keys are asked
+for, calls with an Origin are refused: browsers name the page in it for which they send something.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from baton.core.errors import Unauthenticated
+from baton.core.errors import BatonError, InvalidArgument, Unauthenticated
 from baton.core.tenants import Tenant
 from baton.router.keys import Door
 from baton.rpc.metrics import UNAUTHENTICATED, counter
@@ -24,10 +28,12 @@ CALLER: ContextVar[Tenant] = ContextVar("caller")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Comes after the ErrorInterceptor, which words the refusals."""
+    """Comes after the ErrorInterceptor, which words the refusals. web_pages: what browsers send
+    for pages is answered, too."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, *, web_pages: bool = False) -> None:
         self._door = door
+        self._web_pages = web_pages
 
     async def intercept_service(
         self,
@@ -37,9 +43,16 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if handler_call_details.method not in OPEN:
+            metadata = handler_call_details.invocation_metadata or ()
+            if not self._web_pages and any(name == "origin" for name, _ in metadata):
+                return _refusal(
+                    InvalidArgument(
+                        "A router without keys answers no web page over gRPC.", field="origin"
+                    )
+                )
             shown = [
                 value if isinstance(value, str) else ""
-                for name, value in handler_call_details.invocation_metadata or ()
+                for name, value in metadata
                 if name == "authorization"
             ]
             try:
@@ -50,7 +63,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler for a method of whatever kind: this one waits for no message."""
 
     async def refuse(_: AsyncIterator[bytes], __: Any) -> None:

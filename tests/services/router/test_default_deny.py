@@ -35,7 +35,7 @@ from baton.rpc.server import ProcessServer
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from tests.services.router_http.scripted import Scripted
+from tests.services.router_http.scripted import Scripted, grpc_server
 
 OPEN_ROUTES = {
     (method, path)
@@ -208,6 +208,21 @@ async def test_the_tenant_of_the_key_is_the_requests_on_both_faces(
         assert over_grpc.cache_salt == tenant.salted(b"")
     assert router.key not in caplog.text
     assert router.key.removeprefix("baton-") not in caplog.text
+
+
+async def test_no_web_page_calls_a_router_without_keys_over_grpc() -> None:
+    """A browser that speaks HTTP/2 can make a call of a page's bytes, and says whose they are."""
+    server = grpc_server(Scripted())
+    async with open_channel(await server.start()) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        asked = pb.ListModelsRequest()
+        assert (await stub.ListModels(asked, timeout=20)).models
+        for origin in ("https://evil.example", "null", ""):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ListModels(asked, metadata=(("origin", origin),), timeout=20)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert from_rpc_error(caught.value).field == "origin"
+    await server.stop(0)
 
 
 async def test_two_authorization_headers_are_not_read_as_one_key() -> None:

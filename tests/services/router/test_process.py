@@ -96,9 +96,9 @@ def test_probes_and_scrapers_have_ports_of_their_own() -> None:
             process.kill()
 
 
-def test_a_tenants_key_shows_no_other_tenant(tmp_path: Path) -> None:
-    """Any key opens /metrics of the HTTP port; what tells of tenants is on the scraper's alone."""
-    book, key = KeyBook().with_key("acme", Limits(), "")
+def test_metrics_are_shown_to_an_operator_and_on_the_scrapers_port(tmp_path: Path) -> None:
+    book, tenants = KeyBook().with_key("acme", Limits(), "")
+    book, staff = book.with_key("staff", Limits(), "", operator=True)
     (tmp_path / "keys.json").write_text(render(book))
     (port,) = free_ports(1)
     scraped = f"127.0.0.1:{port}"
@@ -107,12 +107,53 @@ def test_a_tenants_key_shows_no_other_tenant(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None
             http = json.loads(process.stdout.readline())["http"]
-            shown = scrape_text(f"http://{http}/metrics", key)
+            url = f"http://{http}/metrics"
+            assert (status(url), status(url, key=tenants)) == (401, 403)
+            shown = scrape_text(url, staff)
             whole = scrape_text(f"http://{scraped}/metrics", "")
+            assert status(f"http://{scraped}/metrics", host="evil.example") == 421
+            # A key is asked for: names need not be known.
+            assert status(f"http://{http}/v1/models", host="any.example", key=tenants) == 200
         finally:
             process.kill()
-    assert "baton_requests_total" in shown and "baton_requests_total" in whole
-    assert "baton_tenant_" not in shown and "baton_tenant_" in whole
+    for text in (shown, whole):
+        assert "baton_requests_total" in text and "baton_tenant_" in text
+
+
+def test_without_keys_it_answers_under_its_own_names_and_those_it_was_given() -> None:
+    with start("--allowed-hosts", "baton.example,*.lan") as process:
+        try:
+            assert process.stdout is not None
+            http = json.loads(process.stdout.readline())["http"]
+            url = f"http://{http}/v1/models"
+            for host in ("", "localhost", "Baton.Example:80", "box.lan"):
+                assert status(url, host=host) == 200, host
+            for host in ("evil.example", "10.0.0.7:8000", "lan"):
+                assert status(url, host=host) == 421, host
+            assert status(f"http://{http}/health", host="10.0.0.7:8000") == 503
+        finally:
+            process.kill()
+
+
+def test_a_name_that_is_none_is_refused_at_the_start() -> None:
+    with start("--allowed-hosts", "http://baton.example") as process:
+        _, complaint = process.communicate(timeout=30)
+    assert process.returncode == 2 and "allowed" in complaint and "Traceback" not in complaint
+
+
+def status(url: str, *, host: str = "", key: str = "") -> int:
+    """host: instead of the URL's own."""
+    headers = {"Host": host} if host else {}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=20
+        ) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
 
 
 def scrape_text(url: str, key: str) -> str:

@@ -67,7 +67,8 @@ def _read(source: Source) -> tuple[Mapping[str, float] | None, str]:
         return scrape(source.url, trust=source.trust, key=source.key, timeout_s=TIMEOUT_S), ""
     except urllib.error.HTTPError as error:
         error.close()
-        return None, "asks for an API key" if error.code == 401 else f"answers {error.code}"
+        keyless = error.code in (401, 403)
+        return None, "asks for an operator's API key" if keyless else f"answers {error.code}"
     except (OSError, ValueError):
         return None, "does not answer"
 

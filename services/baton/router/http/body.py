@@ -58,8 +58,14 @@ async def _receive_all(receive: Receive, *, keep: bool) -> bytes:
 
 
 def _refusal(headers: dict[bytes, bytes]) -> HttpError | None:
-    """What the headers alone rule out. No declared type passes for JSON, a wrong one does not."""
-    kind = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
+    """What the headers alone rule out. No declared type passes for JSON, a wrong one does not.
+
+    A page of another site may make a browser send a body of no type without asking this router
+    first. So what comes from a browser has to say that it is JSON: that it sends only with the
+    router's leave (CORS), which is never given.
+    """
+    undeclared = b"" if _from_a_page(headers) else b"application/json"
+    kind = headers.get(b"content-type", undeclared).split(b";")[0].strip().lower()
     if kind != b"application/json" and not kind.endswith(b"+json"):
         return HttpError(415, "Content-Type must be application/json", code="unsupported_type")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -67,6 +73,11 @@ def _refusal(headers: dict[bytes, bytes]) -> HttpError | None:
     if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
         return _too_large()
     return None
+
+
+def _from_a_page(headers: dict[bytes, bytes]) -> bool:
+    """Whether a browser sends it, for a page of whatever site."""
+    return b"origin" in headers or headers.get(b"sec-fetch-site", b"none") != b"none"
 
 
 def _too_large() -> HttpError:

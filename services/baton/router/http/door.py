@@ -1,4 +1,5 @@
-"""Asks every HTTP request for its key before it is routed; knows no route but the open ones."""
+"""Decides of every HTTP request whether it may go on, before it is routed: by the name under which
+it came, and by its key. Knows no route but those with a rule of their own."""
 
 from __future__ import annotations
 
@@ -9,12 +10,16 @@ from starlette.types import Receive, Scope
 from baton.core.errors import Unauthenticated
 from baton.core.tenants import Tenant
 from baton.router.http.body import discard_body
+from baton.router.http.errors import HttpError
 from baton.router.keys import Door
 from baton.rpc import peer_token
+from baton.rpc.hosts import AllowedHosts
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
-OPEN = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
-"""What says nothing but whether this router is ready, and what is the same everywhere."""
+READY = frozenset({"/health", "/ping"})
+"""What says nothing but whether this router is ready. Load balancers ask by any name."""
+OPEN = READY | {"/docs", "/openapi.json"}
+"""And what is the same everywhere."""
 METRICS = "/metrics"
 _TENANT = "baton.tenant"
 _METHODS = ("GET", "HEAD")
@@ -22,34 +27,88 @@ _METHODS = ("GET", "HEAD")
 
 class HttpDoor:
     """open_metrics: /metrics needs no key either. pages: paths that need none, because what is
-    there is the same for everybody. token: whoever shows it in place of a key may read /metrics."""
+    there is the same for everybody. hosts: under which names requests are answered at all; None:
+    under any, as they have to show keys. token: whoever shows it in place of a key may read
+    /metrics."""
 
     def __init__(
-        self, door: Door, *, open_metrics: bool, pages: Collection[str] = (), token: str = ""
+        self,
+        door: Door,
+        *,
+        open_metrics: bool,
+        pages: Collection[str] = (),
+        hosts: AllowedHosts | None = None,
+        token: str = "",
     ) -> None:
         self._door = door
+        self._open_metrics = open_metrics
+        self._open = OPEN | set(pages)
+        self._hosts = hosts
         self._token = f"Bearer {token}" if token else ""
-        self._open = OPEN | set(pages) | ({METRICS} if open_metrics else set())
 
     async def admit(self, scope: Scope, receive: Receive) -> None:
-        """Notes who calls. Raises Unauthenticated, or ClientGone."""
-        if scope["method"] in _METHODS and scope["path"] in self._open:
-            return
-        shown = [
-            value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"
-        ]
-        reads_metrics = scope["path"] == METRICS and scope["method"] in _METHODS
-        if reads_metrics and peer_token.matches(self._token, shown):
+        """Notes who calls. Raises HttpError, Unauthenticated, or ClientGone."""
+        path = scope["path"] if scope["method"] in _METHODS else ""
+        if path in READY:
             return
         try:
-            scope[_TENANT] = self._door.admit(shown)
-        except Unauthenticated:
-            counter(UNAUTHENTICATED).labels("http").inc()
+            self._check_host(scope)
+            if path in self._open:
+                return
+            tenant = self._tenant(scope, path)
+        except (HttpError, Unauthenticated):
             await discard_body(scope, receive)
             raise
+        if tenant is not None:
+            scope[_TENANT] = tenant
+
+    def _check_host(self, scope: Scope) -> None:
+        """Raises HttpError."""
+        if self._hosts is not None and not self._hosts.allow(_values(scope, b"host")):
+            raise HttpError(
+                421,
+                "This router asks for no keys, so it answers only under names that it knows, and "
+                "this request's Host is none of them: add it to the router's allowed_hosts "
+                "(--allowed-hosts), or give the router keys.",
+                code="host_not_allowed",
+            )
+
+    def _tenant(self, scope: Scope, path: str) -> Tenant | None:
+        """None: whoever reads open metrics without an operator's key. Raises HttpError or
+        Unauthenticated."""
+        shown = [value.decode("latin-1") for value in _values(scope, b"authorization")]
+        open_metrics = path == METRICS and (
+            self._open_metrics or peer_token.matches(self._token, shown)
+        )
+        try:
+            tenant = self._door.admit(shown)
+        except Unauthenticated:
+            if open_metrics:
+                return None
+            counter(UNAUTHENTICATED).labels("http").inc()
+            raise
+        if path != METRICS or tenant.sees_others:
+            return tenant
+        if open_metrics:
+            return None
+        raise HttpError(
+            403,
+            "Metrics tell of all tenants: show an operator's key ('baton keys new --operator' "
+            "makes one).",
+            code="operator_key_required",
+        )
 
 
 def caller(scope: Scope) -> Tenant:
-    """Who makes a request that was admitted. KeyError for one of an open route."""
+    """Who makes a request that was admitted. KeyError for one that needed no key."""
     found: Tenant = scope[_TENANT]
     return found
+
+
+def is_known(scope: Scope) -> bool:
+    """Whether there is a `caller`."""
+    return _TENANT in scope
+
+
+def _values(scope: Scope, header: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name == header]

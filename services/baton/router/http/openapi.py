@@ -20,10 +20,12 @@ from baton.router.http.tokenizing import DetokenizeBody, TokenizeBody
 _ERRORS = {
     400: "A parameter has a value that it cannot have; `param` names it.",
     401: "The key is missing or wrong.",
+    403: "The key is not an operator's.",
     404: "There is no such model, or no such request of the caller's.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
+    421: "The router asks for no keys, and does not answer under this Host.",
     422: "Workers died of this request; it must not be sent again.",
     429: "Too much is asked for at once; `retry-after` says when to come back.",
     500: "A fault of Baton's own.",
@@ -31,7 +33,7 @@ _ERRORS = {
     503: "No worker is ready, or it was lost; `retry-after` says when to come back.",
     504: "The request ran out of time.",
 }
-_READ_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+_READ_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 500, 503)
 
 _POSTS: dict[str, tuple[str, str, type, type, type | None]] = {
     "/v1/chat/completions": (
@@ -142,7 +144,7 @@ def _post(name: str, summary: str, body: type, answer: type, chunk: type | None)
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
         "responses": {
             "200": {"description": "The answer.", "content": content, "headers": headers},
-            **_responses(_ERRORS),
+            **_responses(_ERRORS.keys() - {403}),
         },
     }
 
@@ -179,12 +181,18 @@ def _gets() -> Json:
         | {"parameters": [model]},
         "/requests/{id}": _get(
             "explainRequest",
-            "What this router remembers of one request: the caller's own, running or over",
+            "What this router remembers of one request, running or over: the caller's own, to an "
+            "operator anybody's",
             {"application/json": {"schema": {"oneOf": [_ref(Explained), _ref(ReplayFile)]}}},
         )
         | {"parameters": [request_id, replay]},
         "/version": _get("showVersion", "Baton's version", _json(answers.Version)),
-        "/metrics": _get("showMetrics", "Metrics in Prometheus' format", text),
+        "/metrics": _get(
+            "showMetrics",
+            "Metrics in Prometheus' format, to operators",
+            text,
+            errors=(403, *_READ_ERRORS),
+        ),
         "/health": {"get": _ready("showHealth", ready)},
         "/ping": {"get": _ready("ping", ready)},
     }
@@ -195,9 +203,9 @@ def _ready(name: str, responses: Json) -> Json:
     return {"operationId": name, "summary": summary, "security": [], "responses": responses}
 
 
-def _get(name: str, summary: str, content: Json) -> Json:
+def _get(name: str, summary: str, content: Json, *, errors: Iterable[int] = _READ_ERRORS) -> Json:
     answer = {"description": "The answer.", "content": content}
-    responses = {"200": answer, **_responses(_READ_ERRORS)}
+    responses = {"200": answer, **_responses(errors)}
     return {"get": {"operationId": name, "summary": summary, "responses": responses}}
 
 

@@ -32,6 +32,8 @@ routers: {{ include "baton.pool" . }}
 keys: /etc/baton/keys/{{ $v.auth.keysSecretKey }}
 {{- else }}
 allow_anonymous: true
+allowed_hosts:
+  {{- include "baton.allowedHosts" . | nindent 2 }}
 {{- end }}
 {{- if $v.tls.public.secretName }}
 public_tls_cert: /etc/baton/public-tls/tls.crt
@@ -55,6 +57,21 @@ allow_anonymous: true
 kv_network: {{ include "baton.kvNetwork" .root }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/*
+The names under which a router without keys answers over HTTP, as a list: those of its Service, of its Ingress and
+of its route, and router.config.allowed_hosts. An Ingress or a route without names is for every name. Addresses of pods
+and Services, port-forwards and probes need no entry.
+*/}}
+{{- define "baton.allowedHosts" -}}
+{{- $v := .root.Values -}}
+{{- $service := include "baton.componentName" . -}}
+{{- $inside := printf "%s.%s" $service .root.Release.Namespace -}}
+{{- $hosts := list $service $inside (printf "%s.svc" $inside) (printf "%s.svc.cluster.local" $inside) -}}
+{{- if $v.ingress.enabled }}{{ $hosts = concat $hosts ($v.ingress.hosts | default (list "*")) }}{{ end -}}
+{{- if $v.gateway.httpRoute }}{{ $hosts = concat $hosts ($v.gateway.hostnames | default (list "*")) }}{{ end -}}
+{{- toYaml (concat $hosts ($v.router.config.allowed_hosts | default list) | uniq) }}
 {{- end }}
 
 {{/* Declared, or what a NetworkPolicy makes of it. */}}
