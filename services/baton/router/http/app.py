@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.core.errors import BatonError, Internal
-from baton.router.http.body import ClientGone
+from baton.core.errors import BatonError, Internal, Unauthenticated
+from baton.router.http.body import ClientGone, discard_body
 from baton.router.http.chat import ChatAnswer
 from baton.router.http.completions import CompletionAnswer
 from baton.router.http.docs import document_routes
@@ -70,7 +70,11 @@ class HttpApp:
         # With "app" set, the router raises for an unknown route or method.
         scope["app"] = self
         try:
-            await self._door.admit(scope, receive)
+            try:
+                self._door.admit(scope)
+            except (HttpError, Unauthenticated):
+                await discard_body(scope, receive)
+                raise
             await self._router(scope, receive, send)
         except ClientGone:
             return

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from baton.core.errors import Unauthenticated
 from baton.core.tenants import Tenant
-from baton.router.http.body import discard_body
 from baton.router.http.errors import HttpError
 from baton.router.keys import Door
 from baton.rpc import peer_token
@@ -46,19 +45,15 @@ class HttpDoor:
         self._hosts = hosts
         self._token = f"Bearer {token}" if token else ""
 
-    async def admit(self, scope: Scope, receive: Receive) -> None:
-        """Notes who calls. Raises HttpError, Unauthenticated, or ClientGone."""
+    def admit(self, scope: Scope) -> None:
+        """Notes who calls. Raises HttpError or Unauthenticated."""
         path = scope["path"] if scope["method"] in _METHODS else ""
         if path in READY:
             return
-        try:
-            self._check_host(scope)
-            if path in self._open:
-                return
-            tenant = self._tenant(scope, path)
-        except (HttpError, Unauthenticated):
-            await discard_body(scope, receive)
-            raise
+        self._check_host(scope)
+        if path in self._open:
+            return
+        tenant = self._tenant(scope, path)
         if tenant is not None:
             scope[_TENANT] = tenant
 
