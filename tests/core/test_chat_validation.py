@@ -34,6 +34,9 @@ def calling(call: ToolCall) -> Message:
         (calling(ToolCall("", "f", "{}")), "tool_calls[0].id"),
         (calling(ToolCall("c1", "", "{}")), "tool_calls[0].name"),
         (calling(ToolCall("c1", "f", "\ud800")), "tool_calls[0].arguments"),
+        (calling(ToolCall("c1", "f", r'{"a": [{"\ud800": 1}]}')), "tool_calls[0].arguments"),
+        (calling(ToolCall("c1", "f", r'"\uDFff"')), "tool_calls[0].arguments"),
+        (calling(ToolCall("c1", "f", r'"\ude00\ud83d"')), "tool_calls[0].arguments"),
     ],
 )
 def test_messages_are_refused(message: Message, field: str) -> None:
@@ -58,6 +61,8 @@ def test_messages_are_refused(message: Message, field: str) -> None:
         ([Tool("f", "", '{"required": 1}')], ToolChoice(), "tools[0].parameters"),
         ([Tool("f", "", '{"minimum": NaN}')], ToolChoice(), "tools[0].parameters"),
         ([Tool("f", "", DEEP)], ToolChoice(), "tools[0].parameters"),
+        ([Tool("f", "", r'{"a": "\ud800"}')], ToolChoice(), "tools[0].parameters"),
+        ([Tool("f", "", r'{"properties": {"\udc00": {}}}')], ToolChoice(), "tools[0].parameters"),
         ([Tool("f", "", "[" * 60_000)], ToolChoice(), "tools[0].parameters"),
         ([Tool("f", "", " " * (MAX_SCHEMA_BYTES + 1))], ToolChoice(), "tools[0].parameters"),
         ([TOOL, TOOL], ToolChoice(), "tools"),
@@ -85,3 +90,17 @@ def test_tools_are_refused(tools: list[Tool], choice: ToolChoice, field: str) ->
 def test_conversations_with_tools_pass(options: dict[str, Any]) -> None:
     asked = (USER, calling(CALL), Message("tool", "2", tool_call_id="c1", name="f"), USER)
     check_chat(ChatPrompt(asked, **options))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        r'{"a": "\ud83d\ude00"}',
+        r'{"a": "\\ud800"}',
+        r"not JSON, so text: \ud800",
+        "\\ud800[" * 2000,
+        '"' + r"\ud83d\ude00" * 1000 + '"',
+    ],
+)
+def test_arguments_of_whole_characters_pass(arguments: str) -> None:
+    check_chat(ChatPrompt((USER, calling(ToolCall("c1", "f", arguments)))))

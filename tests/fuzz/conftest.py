@@ -21,7 +21,9 @@ def real_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def _running(factory: pytest.TempPathFactory, *flags: str) -> Iterator[Target]:
-    relay = Relay(factory.mktemp("fuzzed"), *flags)
+    # Templates of clients too, so that more of what they say is shown, and read.
+    allowed = {"BATON_ALLOW_CLIENT_TEMPLATES": "true"}
+    relay = Relay(factory.mktemp("fuzzed"), *flags, environment=allowed)
     try:
         target = Target(relay)
         yield target

@@ -38,6 +38,8 @@ _TEXTS = st.sampled_from(
         "\ud800",
         "\u202e\U0001f600",
         "{{ 7 * 7 }}",
+        r'{"a": ["\ud800"]}',
+        r'"\udc00\ud800"',
         "user",
         "system",
         "assistant",

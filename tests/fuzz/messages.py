@@ -46,6 +46,8 @@ _TEXTS = (
     b"\xc0\xaf",
     "é\u202e\U0001f600".encode(),
     b"{{ 7 * 7 }}",
+    rb'{"a": ["\ud800"]}',
+    rb'"\udc00\ud800"',
     b"%s%n" * 8,
     b"x" * 300,
     b"x" * HUGE,

@@ -97,6 +97,11 @@ def seeds(workers: Sequence[Description]) -> Seeds:
         n=2,
     )
     chat = [tokenizer_pb2.ChatMessage(role="user", content="hi")]
+    called = tokenizer_pb2.ChatMessage(
+        role="assistant",
+        tool_calls=[types_pb2.ToolCall(id="c", name="f", arguments=r'{"a": "\ud800"}')],
+    )
+    tool = types_pb2.Tool(name="f", parameters=r'{"properties": {"\udc00": {"const": "\ud800"}}}')
     run = prefill_pb2.RunRequest(attempt=_attempt(2))
     give = prefill_pb2.RunRequest(
         attempt=_attempt(3),
@@ -144,6 +149,13 @@ def seeds(workers: Sequence[Description]) -> Seeds:
             tokenizer_pb2.EncodeInput(
                 chat=tokenizer_pb2.Chat(messages=chat, template="{{ messages[0].content }}")
             ),
+            tokenizer_pb2.EncodeInput(
+                chat=tokenizer_pb2.Chat(
+                    messages=[*chat, called],
+                    tools=[tool],
+                    template="{{ messages[1].tool_calls[0].function.arguments.a }}{{ tools }}",
+                )
+            ),
             tokenizer_pb2.EncodeInput(token_ids=IDS, with_token_strings=True),
         ]
     )
@@ -180,7 +192,10 @@ def seeds(workers: Sequence[Description]) -> Seeds:
         "/vllm.grpc.engine.VllmEngine/Abort": (
             (vllm_engine_pb2.AbortRequest(request_ids=REQUEST_IDS),),
         ),
-        "/baton.v1.Inference/Chat": ((inference_pb2.ChatRequest(messages=chat, options=options),),),
+        "/baton.v1.Inference/Chat": (
+            (inference_pb2.ChatRequest(messages=chat, options=options),),
+            (inference_pb2.ChatRequest(messages=[*chat, called], options=options, tools=[tool]),),
+        ),
     }
     return {
         path: [[message.SerializeToString() for message in stream] for stream in streams]

@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 import psutil
 
-from baton.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
+from baton.v1 import decode_pb2, inference_pb2, prefill_pb2, tokenizer_pb2, worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub
 from baton.v1.prefill_pb2_grpc import PrefillStub
+from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 from baton.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.relay import Answer, Relay, options
 from tests.fuzz import seeds
@@ -50,10 +51,14 @@ class Target:
             grpc.channel_ready_future(face.channel).result(timeout=20)
         workers = [self._describe(role) for role in ("prefill", "decode")]
         self.seeds, self.words = seeds.seeds(workers), seeds.words(workers)
-        # Once for what is made at first use: connections, thread pools, sessions, and the process
-        # that tries grammars.
+        # Once for what is made at first use: connections, thread pools, sessions, and the processes
+        # that try grammars and render templates.
         self._let_go()
         self._ask()
+        (encode,) = self.seeds["/baton.v1.Tokenizer/Encode"]
+        TokenizerStub(self.face("tokenizer").channel).Encode(
+            tokenizer_pb2.EncodeRequest.FromString(encode[0]), timeout=40
+        )
         form = inference_pb2.StructuredOutput(regex="[a-z]+")
         relay.generate("one", options(max_tokens=2, form=form))
         self._answer = self._ask()

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from baton.core.checks import check_length, check_text, wrong
+from baton.core.checks import check_json_text, check_length, check_text, wrong
 from baton.core.request import ChatPrompt, Message, Tool, ToolChoice, ToolUse
 from baton.core.template_kwargs import parse_template_kwargs
 
@@ -86,6 +86,7 @@ def _check_calls(field: str, message: Message) -> int:
         size += check_text(f"{where}.id", call.id, MAX_NAME_BYTES)
         size += check_text(f"{where}.name", call.name, MAX_NAME_BYTES)
         size += check_text(f"{where}.arguments", call.arguments, MAX_CHAT_BYTES)
+        check_json_text(f"{where}.arguments", call.arguments)
     return size
 
 
@@ -95,6 +96,7 @@ def _check_tool(field: str, tool: Tool) -> int:
     size = check_text(f"{field}.description", tool.description, MAX_CHAT_BYTES)
     size += check_text(f"{field}.parameters", tool.parameters, MAX_SCHEMA_BYTES)
     if tool.parameters:
+        check_json_text(f"{field}.parameters", tool.parameters)
         _check_schema(f"{field}.parameters", tool.parameters)
     return len(tool.name) + size
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from baton.core.errors import InvalidArgument
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape in JSON that is half a character, or one of two that are a whole one."""
 
 
 def check_length(field: str, items: Sequence[object], most: int, noun: str) -> None:
@@ -23,6 +29,29 @@ def check_text(field: str, text: str, most: int) -> int:
     if size > most:
         raise wrong(field, f"must have at most {most} bytes")
     return size
+
+
+def check_json_text(field: str, text: str) -> None:
+    """Of a text that is read as JSON later, and used as it is if it is none. Refuses JSON with an
+    escape of half a character, which is no valid text once it is read."""
+    if not _SURROGATE.search(text):
+        return
+    try:
+        whole = is_whole(json.loads(text))
+    except (ValueError, RecursionError):
+        return
+    if not whole:
+        raise wrong(field, "must have no escape of half a character")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether every text in a value of JSON, keys too, is of whole characters. Raises
+    RecursionError."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def wrong(field: str, what: str) -> InvalidArgument:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from baton.core.checks import is_whole
 from baton.core.errors import InvalidArgument
 
 FIELD = "template_kwargs"
@@ -35,10 +36,11 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
         raise _wrong(f"must have at most {MAX_BYTES} bytes")
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
-        # An escape can spell half a character, which no tokenizer takes.
-        json.dumps(values, ensure_ascii=False).encode()
+        whole = is_whole(values)
     except (ValueError, RecursionError):
-        raise _wrong("must be JSON, of whole characters and not nested deeply") from None
+        raise _wrong("must be JSON, and not nested deeply") from None
+    if not whole:
+        raise _wrong("must have no escape of half a character")
     if not isinstance(values, dict):
         raise _wrong("must be a JSON object")
     for name in values:

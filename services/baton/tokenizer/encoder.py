@@ -197,7 +197,13 @@ class Encoder:
         return [array("i", encoding.ids) for encoding in encodings]
 
     def _check_size(self, text: str, field: str) -> None:
-        if len(text) > self._max_input_bytes or len(text.encode()) > self._max_input_bytes:
+        try:
+            too_long = (
+                len(text) > self._max_input_bytes or len(text.encode()) > self._max_input_bytes
+            )
+        except UnicodeEncodeError:  # a template can make what no client could send
+            raise InvalidArgument("must not become half a character", field=field) from None
+        if too_long:
             raise self._too_long(field, "bytes of text")
 
     def _render(self, chat: ChatPrompt) -> str:
