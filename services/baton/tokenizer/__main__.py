@@ -15,14 +15,15 @@ from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.model import ModelDescription, WorkerIdentity
 from baton.rpc import config, lifecycle, logs, metrics
 from baton.rpc.digest import tokenizer_digest
+from baton.rpc.probes import Probes
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
 from baton.tokenizer import files
-from baton.tokenizer.client_templates import ClientTemplates
 from baton.tokenizer.config import TokenizerConfig
 from baton.tokenizer.encoder import Encoder
 from baton.tokenizer.grammar_checker import Checker
 from baton.tokenizer.lanes import Lanes
+from baton.tokenizer.renderers import Renderers
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 
@@ -43,16 +44,33 @@ async def serve(options: TokenizerConfig) -> int:
     folder = Path(options.model)
     loaded = await asyncio.to_thread(files.load, folder)
     digest = tokenizer_digest(folder)
-    max_render_s = options.max_render_ms / 1000
-    client_templates = ClientTemplates(cpu_s=max_render_s, max_characters=options.max_input_bytes)
-    encoder = Encoder(
-        loaded,
-        namespace=digest,
-        max_input_bytes=options.max_input_bytes,
-        max_render_s=max_render_s,
-        max_cache_bytes=options.max_cache_mib << 20,
-        client_templates=client_templates if options.allow_client_templates else None,
+    renderers, client_renderers = (
+        Renderers(cpu_s=options.max_render_ms / 1000, max_characters=options.max_input_bytes)
+        for _ in range(2)
     )
+    with closing(renderers), closing(client_renderers):
+        encoder = await asyncio.to_thread(
+            Encoder,
+            loaded,
+            namespace=digest,
+            max_input_bytes=options.max_input_bytes,
+            max_cache_bytes=options.max_cache_mib << 20,
+            renderers=renderers,
+            client_renderers=client_renderers if options.allow_client_templates else None,
+            special_tokens_in_text=options.special_tokens_in_text,
+        )
+        return await _serve(options, probes, incarnation, loaded, digest, encoder)
+
+
+async def _serve(
+    options: TokenizerConfig,
+    probes: Probes,
+    incarnation: str,
+    loaded: files.TokenizerFiles,
+    digest: str,
+    encoder: Encoder,
+) -> int:
+    folder = Path(options.model)
     checker = Checker(
         folder,
         loaded.special_tokens.values(),
@@ -76,7 +94,6 @@ async def serve(options: TokenizerConfig) -> int:
     tracer = options.tracer(ROLE, incarnation)
     with (
         closing(tracer),
-        closing(client_templates),
         ThreadPoolExecutor(threads, "encode") as executor,
     ):
         servicer = TokenizerServicer(

@@ -6,29 +6,48 @@ and of its children beside threads of gRPC some die before they begin (measured:
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import baton
 
+MAX_ANSWER_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
+
 
 class Child:
     """May be used by several threads; each line is a thread's own. Nothing of our environment,
-    which may hold secrets, is in its own.
+    which may hold secrets, is in its own. max_answer_bytes: of a line that it answers; a longer one
+    ends it.
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(
+        self, module: str, *arguments: str, max_answer_bytes: int = MAX_ANSWER_BYTES
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             env={"PYTHONPATH": str(Path(next(iter(baton.__path__))).parent)},
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        # With a deadline for both, also where it reads nothing.
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        self._max_answer_bytes = max_answer_bytes
         self._lock = threading.Lock()
+        self.pid = self._process.pid
+        self.late = False
+        """Whether it was ended because a time was up."""
 
     @property
     def code(self) -> int | None:
@@ -51,7 +70,7 @@ class Child:
         with self._lock:
             answer = None
             try:
-                answer = self._answer(line, limit_s)
+                answer = self._answer(line, time.monotonic() + limit_s)
             finally:
                 if answer is None:
                     self._end()
@@ -67,26 +86,47 @@ class Child:
         with self._lock:
             self._end()
 
-    def _answer(self, line: bytes, limit_s: float) -> bytes | None:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def _answer(self, line: bytes, deadline: float) -> bytes | None:
         if self.over:
             return None
-        timer = threading.Timer(limit_s, self._process.kill)
-        timer.start()
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            return None
-        finally:
-            timer.cancel()
-        return answer if answer.endswith(b"\n") else None
+        left = memoryview(line)
+        pieces: list[bytes] = []
+        room = self._max_answer_bytes
+        poller = select.poll()
+        poller.register(self._out, select.POLLIN)
+        writing = False
+        while room >= 0:
+            if left:
+                try:
+                    left = left[os.write(self._in, left) :]
+                except BlockingIOError:
+                    pass
+                except BrokenPipeError:
+                    return None
+            if bool(left) != writing:
+                writing = bool(left)
+                (poller.register if writing else poller.unregister)(
+                    self._in, *((select.POLLOUT,) if writing else ())
+                )
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                self.late = True
+                return None
+            if self._out not in dict(poller.poll(1000 * remaining_s)):
+                continue
+            with suppress(BlockingIOError):
+                piece = os.read(self._out, _READ_BYTES)
+                if not piece:
+                    return None
+                pieces.append(piece)
+                room -= len(piece)
+                if piece.endswith(b"\n"):
+                    return b"".join(pieces)
+        return None
 
     def _end(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._process.stdin.close()

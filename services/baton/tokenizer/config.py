@@ -44,3 +44,6 @@ class TokenizerConfig(ServingOptions):
     allow_client_templates: bool = option(
         False, "render chat templates that clients bring, in processes of their own"
     )
+    special_tokens_in_text: bool = option(
+        False, "take control tokens that the texts of a conversation spell for control tokens"
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from baton.core.errors import BatonError, Internal, InvalidArgument
@@ -18,10 +17,10 @@ from baton.core.reasoning import left_open
 from baton.core.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.core.tool_formats.forms import MARKERS, reasoning_told_by, tools_told_by
 from baton.tokenizer import chat_values
-from baton.tokenizer.chat import ChatTemplate, model_template
-from baton.tokenizer.client_templates import ClientTemplates
+from baton.tokenizer.control_tokens import ControlTokens
 from baton.tokenizer.files import TokenizerFiles
 from baton.tokenizer.prefix_cache import PrefixCache
+from baton.tokenizer.renderers import Renderers, Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,8 @@ class _Work:
     cache_salt: bytes
     text: str = ""
     add_special_tokens: bool = False
+    own: list[tuple[int, int]] | None = None
+    """Where the text has control tokens; None: wherever they are spelled."""
     token_ids: array[int] | None = None
     reasoning_open: bool = False
     error: BatonError | None = None
@@ -58,9 +59,10 @@ class Encoder:
     """namespace: what keys the prefix hashes besides the tenant's salt.
 
     max_input_bytes: longest text, in UTF-8, before and after a chat template; also the most ids.
-    max_render_s: CPU time a chat template may take. max_cache_bytes: of encoded conversations that
-    are kept. client_templates: where templates of clients run; None refuses them. Raises
-    InvalidArgument (`model`) when the chat template is broken.
+    max_cache_bytes: of encoded conversations that are kept. renderers: where the model's chat
+    template runs. client_renderers: where templates of clients run; None refuses them.
+    special_tokens_in_text: what a conversation says is read for control tokens, as its template is.
+    Raises InvalidArgument (`model`) when the chat template is broken.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class Encoder:
         *,
         namespace: str,
         max_input_bytes: int,
-        max_render_s: float,
         max_cache_bytes: int,
-        client_templates: ClientTemplates | None = None,
+        renderers: Renderers,
+        client_renderers: Renderers | None = None,
+        special_tokens_in_text: bool = False,
     ) -> None:
         self._tokenizer = files.tokenizer
         self._namespace = namespace
@@ -81,18 +84,17 @@ class Encoder:
         self.vocab_size = max(
             self._tokenizer.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1
         )
-        self._client_templates = client_templates
-        self._special_tokens = files.special_tokens
-        self._template = (
-            model_template(
-                files.chat_template,
-                files.special_tokens,
-                cpu_s=max_render_s,
-                max_characters=max_input_bytes,
-            )
-            if files.chat_template
-            else None
-        )
+        self._renderers = renderers
+        self._client_renderers = client_renderers
+        self._control = None if special_tokens_in_text else ControlTokens(self._tokenizer)
+        self._special_tokens = dict(files.special_tokens)
+        self._setup = self._setup_of(files.chat_template) if files.chat_template else None
+        if self._setup is not None:
+            try:
+                renderers.try_setup(self._setup)
+            except InvalidArgument as error:
+                message = f"its chat template {error.message}"
+                raise InvalidArgument(message, field="model") from error
         self.answer_format = AnswerFormat(
             tools_told_by(files.chat_template or ""),
             reasoning_told_by(files.chat_template or ""),
@@ -101,7 +103,7 @@ class Encoder:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._setup is not None
 
     def encode(self, asked: Sequence[Asked]) -> list[Encoded | BatonError]:
         """Each prompt, or why not: InvalidArgument naming the field at fault, or Internal.
@@ -129,12 +131,13 @@ class Encoder:
                 case TextPrompt(text, add_special_tokens):
                     work = _Work("prompt", salt, text, add_special_tokens)
                 case ChatPrompt():
-                    work = _Work("messages", salt, self._render(prompt))
-                    work.reasoning_open = left_open(work.text, prompt)
+                    work = self._rendered(prompt, salt)
                 case TokenPrompt(given):
                     checked = self._check_ids(given, "prompt")
                     work = _Work("prompt", salt, token_ids=array("i", checked))
             self._check_size(work.text, work.field)
+            if work.own is not None and self._control is not None:
+                work.token_ids = self._control.encode(work.text, work.own)
             if work.token_ids is None and not work.add_special_tokens:
                 work.token_ids = self._cache.encode(work.text, salt, self._encode_texts)
             return work
@@ -197,28 +200,40 @@ class Encoder:
         return [array("i", encoding.ids) for encoding in encodings]
 
     def _check_size(self, text: str, field: str) -> None:
-        try:
-            too_long = (
-                len(text) > self._max_input_bytes or len(text.encode()) > self._max_input_bytes
-            )
-        except UnicodeEncodeError:  # a template can make what no client could send
-            raise InvalidArgument("must not become half a character", field=field) from None
-        if too_long:
+        if len(text) > self._max_input_bytes or len(text.encode()) > self._max_input_bytes:
             raise self._too_long(field, "bytes of text")
 
-    def _render(self, chat: ChatPrompt) -> str:
-        template = self._clients_template(chat.template) if chat.template else self._template
-        if template is None:
+    def _rendered(self, chat: ChatPrompt, salt: bytes) -> _Work:
+        renderers, setup = self._renderers, self._setup
+        if chat.template:
+            if self._client_renderers is None:
+                raise InvalidArgument(
+                    "is not accepted here: the model's own is used", field="template"
+                )
+            renderers, setup = self._client_renderers, self._setup_of(chat.template)
+        if setup is None:
             raise InvalidArgument("need a chat template, and the model has none", field="messages")
         if chat_values.size(chat) > self._max_input_bytes:
             raise self._too_long("messages", "bytes of text")
-        return template.render(chat)
+        rendered = renderers.render(setup, chat)
+        return _Work(
+            "messages",
+            salt,
+            rendered.text,
+            own=rendered.own,
+            reasoning_open=left_open(rendered.text, chat),
+        )
 
-    def _clients_template(self, source: str) -> ChatTemplate:
-        if self._client_templates is None:
-            raise InvalidArgument("is not accepted here: the model's own is used", field="template")
-        run = partial(self._client_templates.render, source)
-        return ChatTemplate(source, self._special_tokens, run)
+    def _setup_of(self, template: str) -> Setup:
+        if self._control is None:
+            return Setup(template, self._special_tokens)
+        return Setup(
+            template,
+            self._special_tokens,
+            self._control.spellings,
+            self._control.spoken,
+            self._control.found_normalized,
+        )
 
     def _check_ids(self, token_ids: Sequence[int], field: str) -> Sequence[int]:
         if len(token_ids) > self._max_input_bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
@@ -35,8 +34,8 @@ class OverBudget(Exception):
     """The template took more CPU time or made more text than it may."""
 
 
-class _Budget(threading.local):
-    """What the render on this thread may still use."""
+class _Budget:
+    """What may still be used."""
 
     until_s = float("inf")
     max_characters = 1 << 20
@@ -44,7 +43,7 @@ class _Budget(threading.local):
 
     def use(self) -> None:
         self.uses += 1
-        if self.uses % USES_PER_LOOK == 0 and time.thread_time() > self.until_s:
+        if self.uses % USES_PER_LOOK == 0 and time.process_time() > self.until_s:
             raise OverBudget
 
 
@@ -83,7 +82,7 @@ class _Namespace(Namespace):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Compiles and renders chat templates. May be used by several threads."""
+    """Compiles and renders chat templates, on one thread."""
 
     EACH_TURN = "each turn"
     """No template can spell it."""
@@ -96,6 +95,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._budget = _Budget()
         self.filters["tojson"] = _tojson
         self.filters[self.EACH_TURN] = self._each_turn
+        # Makes any amount of random text, which no template of a model is written for.
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self.globals["namespace"] = _Namespace
@@ -129,22 +130,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._budget.use()
             yield item
 
-    def render(
-        self,
-        template: Template,
-        variables: Mapping[str, Any],
-        *,
-        cpu_s: float,
-        max_characters: int,
-    ) -> str:
-        """Raises OverBudget, or whatever the template's code raises."""
-        self._budget.until_s = time.thread_time() + cpu_s
+    def begin(self, *, cpu_s: float, max_characters: int) -> None:
+        """What is rendered now has so much CPU time together, and each so many characters."""
+        self._budget.until_s = time.process_time() + cpu_s
         self._budget.max_characters = max_characters
-        pieces, room = [], max_characters
+
+    def render(self, template: Template, variables: Mapping[str, Any]) -> str:
+        """Raises OverBudget, or whatever the template's code raises."""
+        pieces, room = [], self._budget.max_characters
         for piece in template.generate(variables):
             room -= len(piece)
-            if room < 0 or time.thread_time() > self._budget.until_s:
+            if room < 0:
                 raise OverBudget
+            self._budget.use()
             pieces.append(piece)
         return "".join(pieces)
 

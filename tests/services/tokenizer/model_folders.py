@@ -9,9 +9,12 @@ from typing import Any
 from baton.core.errors import BatonError
 from baton.core.request import Prompt
 from baton.tokenizer import files
-from baton.tokenizer.client_templates import ClientTemplates
 from baton.tokenizer.encoder import Asked, Encoded, Encoder
+from baton.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import made
+
+RENDERERS = Renderers(cpu_s=5.0, max_characters=1 << 20)
+"""Of all tests that have no bounds of their own: processes take a while to start."""
 
 CHATML = """\
 {%- for message in messages %}
@@ -43,18 +46,20 @@ def write_folder(
 def encoder_of(
     folder: Path,
     *,
+    renderers: Renderers = RENDERERS,
     max_input_bytes: int = 1 << 20,
-    max_render_s: float = 5.0,
     max_cache_bytes: int = 1 << 20,
-    client_templates: ClientTemplates | None = None,
+    client_renderers: Renderers | None = None,
+    special_tokens_in_text: bool = False,
 ) -> Encoder:
     return Encoder(
         files.load(folder),
         namespace="test",
         max_input_bytes=max_input_bytes,
-        max_render_s=max_render_s,
         max_cache_bytes=max_cache_bytes,
-        client_templates=client_templates,
+        renderers=renderers,
+        client_renderers=client_renderers,
+        special_tokens_in_text=special_tokens_in_text,
     )
 
 

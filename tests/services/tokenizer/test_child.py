@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ import pytest
 from baton.rpc.loop import Loop
 from baton.tokenizer.child import Child
 
-LINE = b'{"source": "%s", "variables": {}, "cpu_s": 60, "max_characters": 9}\n'
+MODULE, ARGUMENTS = "baton.tokenizer.render_process", ("60", "9", str(1 << 29))
+LINE = b'{"setup": {"source": "%s"}, "chat": {"messages": [{"role": "user", "content": ""}]}}\n'
 ENDLESS = LINE % b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    made = Child("baton.tokenizer.client_template_process")
+    made = Child(MODULE, *ARGUMENTS)
     assert made.ready(30)
     yield made
     made.end()
@@ -29,17 +31,44 @@ def child() -> Iterator[Child]:
 
 
 def test_it_answers_each_line(child: Child) -> None:
-    assert [child.ask(LINE % text, 30) for text in (b"a", b"{{")] == [
-        b'{"text": "a"}\n',
-        b'{"line": 1}\n',
+    answers = [json.loads(child.ask(LINE % text, 30) or b"") for text in (b"a", b"{{")]
+    assert [(answer["text"], answer["field"]) for answer in answers] == [
+        ("a", ""),
+        ("", "template"),
     ]
-    assert child.code is None
+    assert child.code is None and not child.late
 
 
 def test_it_is_over_when_its_time_is_up(child: Child) -> None:
     assert child.ask(ENDLESS, 0.1) is None
-    assert child.code == -signal.SIGKILL
+    assert child.code == -signal.SIGKILL and child.late
     assert child.ask(LINE % b"a", 30) is None
+
+
+def test_a_line_and_an_answer_may_be_longer_than_a_pipe_holds(child: Child) -> None:
+    text = b"a" * (1 << 21)
+    assert child.ask(
+        LINE.replace(b'""', b'"%s"') % (b"{{ messages[0].content | length }}", text), 30
+    )
+    long = Child(MODULE, "60", str(1 << 22), str(1 << 30), max_answer_bytes=3 << 20)
+    try:
+        assert long.ready(30)
+        for _ in range(2):
+            answer = long.ask(
+                LINE.replace(b'""', b'"%s"') % (b"{{ messages[0].content }}", text), 30
+            )
+            assert answer is not None and json.loads(answer)["text"] == text.decode()
+        assert long.ask(LINE % (b"{{ 'a' * 3500000 }}"), 30) is None
+        assert long.over
+    finally:
+        long.end()
+
+
+def test_one_that_reads_nothing_is_over_in_time_too(child: Child) -> None:
+    (running,) = (one for one in psutil.Process().children() if one.pid == child.pid)
+    running.suspend()
+    assert child.ask(LINE % (b"a" * (1 << 21)), 0.2) is None
+    assert child.late
 
 
 def test_another_thread_may_end_it(child: Child) -> None:
@@ -62,13 +91,9 @@ def test_no_fork_handler_runs_and_no_secret_is_handed_on(monkeypatch: pytest.Mon
     monkeypatch.setenv("BATON_SECRET", "1")
 
     async def start() -> None:
-        child = Child("baton.tokenizer.client_template_process")
+        child = Child(MODULE, *ARGUMENTS)
         assert await asyncio.to_thread(child.ready, 30)
-        (running,) = (
-            one
-            for one in psutil.Process().children()
-            if "client_template_process" in " ".join(one.cmdline())
-        )
+        (running,) = (one for one in psutil.Process().children() if MODULE in one.cmdline())
         assert "BATON_SECRET" not in running.environ()
         await asyncio.to_thread(child.end)
 

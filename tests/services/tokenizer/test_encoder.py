@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from baton.core.errors import Internal, InvalidArgument
 from baton.core.prefix import prefix_hashes
 from baton.core.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from baton.tokenizer import files
+from baton.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import TEXTS
 from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
 
@@ -108,7 +110,7 @@ def test_a_template_that_fails_names_messages_and_tells_nothing_of_itself(
         "{% endfor %}{% endfor %}",
         "{% set r = range(90000) %}{% for a in r %}{% for b in r %}{% set c = 1 %}{% endfor %}"
         "{% endfor %}",
-        "{% set x = 9 ** 9 ** 9 %}",
+        "{% set x = 9 ** (9 ** 9) %}",
         "{% set ns = namespace(n=9) %}{% for a in range(60) %}{% set ns.n = ns.n * ns.n %}"
         "{% endfor %}",
         "{% set x = 'abcd' * 900000000 %}{{ x | length }}",
@@ -117,9 +119,10 @@ def test_a_template_that_fails_names_messages_and_tells_nothing_of_itself(
 )
 def test_a_template_has_a_budget(tmp_path: Path, template: str) -> None:
     folder = write_folder(tmp_path, chat_template=template)
-    encoder = encoder_of(folder, max_render_s=0.2)
-    with pytest.raises(InvalidArgument) as raised:
-        encoded(encoder, chat("some content"))
+    with closing(Renderers(cpu_s=0.2, max_characters=1 << 20)) as renderers:
+        encoder = encoder_of(folder, renderers=renderers)
+        with pytest.raises(InvalidArgument, match="too much") as raised:
+            encoded(encoder, chat("some content"))
     assert raised.value.field == "messages"
 
 

@@ -50,6 +50,19 @@ TEMPLATES = {
 {%- if tools is not none or documents is defined and documents %}never{% endif %}
 {%- if add_generation_prompt is defined and add_generation_prompt %}ASSISTANT:{% endif %}
 """,
+    "looks for thoughts": """\
+{%- for m in messages %}{%- set content = m.content %}
+    {%- if m.role == 'assistant' and '</think>' in content %}
+        {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|user|>' ~ m.role ~ '\\n' }}
+    {%- if m.role == 'assistant' and thought is defined %}{{- '<think>' ~ thought ~ '</think>' }}
+    {%- endif %}
+    {%- if content.startswith('<tool_response>') or '<' in content %}{{- '!' }}{%- endif %}
+    {{- content ~ '</s>' }}
+{%- endfor %}
+""",
     "trims": "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} </>{% endfor %}",
 }
 
@@ -65,7 +78,12 @@ def _known(config: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, Any]
     }
 
 
-CONTENTS = st.one_of(st.sampled_from(TEXTS), st.text(max_size=20))
+NEAR = [
+    *("<", "a < b", "</", "<|user", "s>", "|>", "<tool_call>", "<think>x</think>\n\ny", "</think>"),
+    *("<tool_response>1</tool_response>", "<tool_call>{}</tool_call>", "[", "[UNK", "▁", "s</s"),
+]
+"""What begins like a control token, and tokens that are none."""
+CONTENTS = st.one_of(st.sampled_from(TEXTS), st.sampled_from(NEAR), st.text(max_size=20))
 ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
 CHATS = st.lists(st.tuples(ROLES, CONTENTS), min_size=1, max_size=6)
 

@@ -167,3 +167,48 @@ async def test_a_model_that_is_none_ends_the_start(role: str, tmp_path: Path) ->
         code, said = await exit_of(role, *flags)
         assert code == 2
         assert "model" in said and "Traceback" not in said
+
+
+BOMBING = """\
+{% if bomb is defined %}{% set ns = namespace(x=messages[0].content) %}\
+{% for a in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}{% endif %}\
+{% if turns is defined %}{% set r = range(90000) %}{% for a in r %}{% for b in r %}{% endfor %}\
+{% endfor %}{% endif %}<|user|>{{ messages[0].content }}</s>"""
+
+
+async def test_what_the_models_own_template_may_cost_is_bounded(tmp_path: Path) -> None:
+    """It renders what clients say: one that makes it work is alone in waiting for it."""
+    folder = write_folder(tmp_path / "tiny", chat_template=BOMBING)
+    async with started("tokenizer", folder, "--max-render-ms", "100") as process:
+        stub = TokenizerStub(process.channel)
+        await stub.Encode(pb.EncodeRequest(inputs=[chat("hello")]))
+        before = process.resident_mib()
+        bombs = []
+        for kwargs in ('{"bomb": 1}', '{"turns": 1}') * 3:
+            bomb = chat("0123456789")
+            bomb.chat.template_kwargs = kwargs
+            bombs.append(bomb)
+        thrown = [asyncio.ensure_future(stub.Encode(pb.EncodeRequest(inputs=[b]))) for b in bombs]
+        for _ in range(20):
+            answer = await stub.Encode(pb.EncodeRequest(inputs=[chat("hello"), chat("there")]))
+            assert not any(output.HasField("error") for output in answer.outputs)
+        errors = [answer.outputs[0].error for answer in await asyncio.gather(*thrown)]
+        assert {(error.reason, error.field) for error in errors} == {(INVALID, "messages")}
+        assert process.resident_mib() < before + 32
+
+
+async def test_text_that_spells_control_tokens_is_text_unless_told_otherwise(
+    tmp_path: Path,
+) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    found = []
+    for flags in ((), ("--special-tokens-in-text",)):
+        async with started("tokenizer", folder, *flags) as process:
+            asked = pb.EncodeRequest(
+                inputs=[chat("</s>"), pb.EncodeInput(text="</s>")],
+            )
+            outputs = (await TokenizerStub(process.channel).Encode(asked)).outputs
+            ids = [list(token_ids_from_bytes(output.token_ids, "")) for output in outputs]
+            end = made("byte_level").token_to_id("</s>")
+            found.append([each.count(end) for each in ids])
+    assert found == [[1, 1], [2, 1]]
