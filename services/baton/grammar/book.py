@@ -2,14 +2,21 @@
 
 Compiling happens on a thread of its own, beside steps, one after the other: llguidance lets other
 threads run meanwhile. A tokenizer has compiled each of them before, within its limits.
+
+Kept are as many as fit into memory. What a grammar takes lies in llguidance, which tells nobody:
+it is what the allocator has given out meanwhile, within what so much computing can have taken,
+since other threads take and give back memory, too. What its use adds, `Compiled` knows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import thread_time
 
 from llguidance import LLTokenizer
 
@@ -18,7 +25,11 @@ from baton.core.grammar import Grammar
 from baton.grammar.compiler import FIELD, compile_grammar
 from baton.grammar.matcher import Compiled
 
-MAX_KEPT = 128
+MAX_KEPT_BYTES = 128 << 20
+LEAST_BYTES = 1 << 16
+"""Of a compiled grammar; what an object of a few numbers and words takes."""
+COMPILED_BYTES_PER_S = 1e9
+"""At most: 0.2 GB a second of CPU time were measured."""
 MAX_COMPILING = 64
 TIMEOUT_S = 20.0
 
@@ -27,10 +38,18 @@ class GrammarBook:
     """Lives on the event loop. tokenizer: None where the model's tokens are not known as text; then
     every grammar is refused."""
 
-    def __init__(self, tokenizer: LLTokenizer | None, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        tokenizer: LLTokenizer | None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
+        """The first to be forgotten first."""
         self._compiling: dict[bytes, asyncio.Future[Compiled]] = {}
         self._thread = ThreadPoolExecutor(1, "grammar")
 
@@ -47,17 +66,24 @@ class GrammarBook:
             raise InvalidArgument("cannot be followed by this worker's model", field=FIELD)
         if digest in self._kept:
             self._kept.move_to_end(digest)
-            return self._kept[digest]
+            found = self._kept[digest]
+            self._forget()  # for those that are used have grown
+            return found
         task = self._compiling.get(digest)
         if task is None:
             if len(self._compiling) >= MAX_COMPILING:
                 raise _busy()
-            task = self._begin(digest, lambda: Compiled(compile_grammar(tokenizer, grammar)))
+            task = self._begin(digest, lambda: _measured(tokenizer, grammar))
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(task)
         except TimeoutError:
             raise _busy() from None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of those that are kept."""
+        return sum(compiled.num_bytes for compiled in self._kept.values())
 
     def close(self) -> None:
         """Compiles nothing more. What is being compiled ends with the process at the latest."""
@@ -77,8 +103,49 @@ class GrammarBook:
         if done.cancelled() or done.exception() is not None:
             return
         self._kept[digest] = done.result()
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Until the rest fits. Whoever follows a forgotten one goes on with it."""
+        total = self.num_bytes
+        while total > self._max_bytes:
+            _, forgotten = self._kept.popitem(last=False)
+            total -= forgotten.num_bytes
+
+
+def _measured(tokenizer: LLTokenizer, grammar: Grammar) -> Compiled:
+    before, began = _allocated(), thread_time()
+    matcher = compile_grammar(tokenizer, grammar)
+    most = LEAST_BYTES + int((thread_time() - began) * COMPILED_BYTES_PER_S)
+    least = LEAST_BYTES + len(grammar.text)
+    return Compiled(matcher, min(max(_allocated() - before, least), max(most, least)))
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_mallinfo: Callable[[], _MallInfo] = _MallInfo
+with suppress(
+    AttributeError
+):  # another library has it not, nor glibc before 2021: the least counts
+    _mallinfo2 = ctypes.CDLL(None).mallinfo2
+    _mallinfo2.restype = _MallInfo
+    _mallinfo = _mallinfo2
+
+
+def _allocated() -> int:
+    """Bytes that this process has from malloc, of all threads."""
+    info = _mallinfo()
+    return int(info.uordblks + info.hblkhd)
 
 
 def _busy() -> Overloaded:

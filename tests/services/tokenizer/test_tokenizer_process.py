@@ -17,7 +17,7 @@ from baton.rpc.digest import tokenizer_digest
 from baton.v1 import tokenizer_pb2 as pb
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub
-from tests.services.tokenizer.made_tokenizers import TEXTS, made
+from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
 from tests.services.tokenizer.started import Started, exit_of, started
 
@@ -209,6 +209,6 @@ async def test_text_that_spells_control_tokens_is_text_unless_told_otherwise(
             )
             outputs = (await TokenizerStub(process.channel).Encode(asked)).outputs
             ids = [list(token_ids_from_bytes(output.token_ids, "")) for output in outputs]
-            end = made("byte_level").token_to_id("</s>")
+            end = id_of(made("byte_level"), "</s>")
             found.append([each.count(end) for each in ids])
     assert found == [[1, 1], [2, 1]]
