@@ -40,7 +40,7 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
         )
 
     keys = str(tmp_path / "keys.json")
-    key = baton("keys", "new", "--tenant", "acme", keys).stdout.strip()
+    key = baton("keys", "new", "--tenant", "acme", "--operator", keys).stdout.strip()
     http_port, grpc_port = free_ports(2)
     ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
     fake = ("--runner", "fake", "--transport", "loopback")
