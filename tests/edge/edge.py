@@ -1,0 +1,226 @@
+"""A running HTTP edge with scripted answers behind it, in this process or in one of its own.
+
+`serving` is the only place that starts a server: what the tests here say holds for any server that
+can be started there. Its own process (`EdgeProcess`) is for tests that measure memory, or that
+keep no event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from prometheus_client import CollectorRegistry
+
+from baton.core.errors import Unauthenticated
+from baton.core.request import Accepted, Delta, Event, Request
+from baton.core.tenants import Tenant
+from baton.router.http.app import HttpApp
+from baton.router.http.door import HttpDoor
+from baton.router.http.limits import HttpLimits
+from baton.router.http.server import HttpServer, serve_http
+from baton.router.keys import OpenDoor
+from baton.rpc.tls import Certificates
+from tests.services.router_http.scripted import MODEL, Scripted, prompt_text
+
+ROOT = Path(__file__).parents[2]
+LIVENESS_S = 30.0
+"""Bounds every wait for something that has to come; no test measures it."""
+
+
+class TenantDoor:
+    """Knows every key: `Bearer NAME` is the tenant of that name."""
+
+    def admit(self, authorization: Sequence[str]) -> Tenant:
+        if len(authorization) != 1 or not authorization[0].startswith("Bearer "):
+            raise Unauthenticated("Show one API key.")
+        return Tenant(authorization[0].removeprefix("Bearer "))
+
+    async def run(self) -> None:
+        return
+
+
+class Endless(Scripted):
+    """Answers the prompt "endless" without an end, as fast as they are taken.
+
+    produced: characters of such answers so far.
+    """
+
+    produced = 0
+
+    async def open(self, request: Request) -> AsyncGenerator[Event, None]:
+        if prompt_text(request) != "endless":
+            return await super().open(request)
+        self.seen.append(request)
+        return self._without_end()
+
+    async def _without_end(self) -> AsyncGenerator[Event, None]:
+        self.open_streams += 1
+        try:
+            yield Accepted(f"{len(self.seen):08x}", MODEL.name, prompt_tokens=1, seed=7)
+            self.started.set()
+            while True:
+                yield Delta(0, "x" * 1000, (120,))
+                self.produced += 1000
+                await asyncio.sleep(0)
+        finally:
+            self.open_streams -= 1
+            self.closed.set()
+
+
+@asynccontextmanager
+async def serving(
+    frontend: Scripted,
+    limits: HttpLimits | None = None,
+    certificates: Certificates | None = None,
+    *,
+    keyed: bool = False,
+) -> AsyncIterator[HttpServer]:
+    """A server on a free port of 127.0.0.1. keyed: with `TenantDoor`, else open to all."""
+    door = HttpDoor(TenantDoor() if keyed else OpenDoor(), open_metrics=False)
+    app = HttpApp(frontend, CollectorRegistry(), door)
+    server = await serve_http(
+        app, "127.0.0.1:0", limits=limits or HttpLimits(), certificates=certificates
+    )
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+class Asked(NamedTuple):
+    """A request that reached the frontend."""
+
+    prompt: str
+    tenant: str
+    traceparent: str
+
+
+@dataclass(frozen=True)
+class EdgeOptions:
+    """How an `EdgeProcess` serves. limits: fields of HttpLimits. certificate: with its key."""
+
+    limits: Mapping[str, float]
+    certificate: tuple[str, str] | None = None
+    keyed: bool = False
+
+
+class EdgeProcess:
+    """A server in a process of its own. Not shared between threads, but for `watched`.
+
+    address: host:port.
+    """
+
+    def __init__(self, options: EdgeOptions) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.edge.edge", json.dumps(asdict(options))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self.memory = psutil.Process(self._process.pid)
+        self.address: str = self._read()
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, port = self.address.rsplit(":", 1)
+        return host, int(port)
+
+    def asked(self) -> list[Asked]:
+        """The requests that reached the frontend since this was called last."""
+        return [Asked(*each) for each in self._ask("asked")]
+
+    def open_streams(self) -> int:
+        """Answers that the frontend is giving now."""
+        return int(self._ask("open_streams"))
+
+    @contextmanager
+    def watched(self, growth_mib: int) -> Iterator[None]:
+        """Within, the process' resident memory never grows by more than that."""
+        before, peak, done = self.memory.memory_info().rss, 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.02):
+                peak = max(peak, self.memory.memory_info().rss)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+        peak = max(peak, self.memory.memory_info().rss)
+        grown = (peak - before) / (1 << 20)
+        assert grown <= growth_mib, f"{before >> 20} MiB grew by {grown:.0f} MiB"
+
+    def close(self) -> None:
+        """Asserts that the process ends in order."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(LIVENESS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        assert self._process.returncode == 0
+
+    def _ask(self, what: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(what + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the edge's process ended: {self._process.wait(LIVENESS_S)}"
+        return json.loads(line)
+
+
+async def _run(options: EdgeOptions) -> None:
+    """Serves until standard input ends; every line of it is a question."""
+    frontend = Endless()
+    certificates = Certificates(*options.certificate) if options.certificate else None
+    limits = HttpLimits(**options.limits)  # type: ignore[arg-type]
+    questions = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(questions), sys.stdin
+    )
+    async with serving(frontend, limits, certificates, keyed=options.keyed) as server:
+        _say(server.address)
+        while question := (await questions.readline()).decode().strip():
+            match question:
+                case "asked":
+                    _say([_asked(request) for request in frontend.seen])
+                    frontend.seen.clear()
+                case "open_streams":
+                    _say(frontend.open_streams)
+                case _:
+                    raise ValueError(question)
+
+
+def _asked(request: Request) -> Asked:
+    return Asked(prompt_text(request), request.tenant.name, request.trace.traceparent)
+
+
+def _say(answer: object) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_run(EdgeOptions(**json.loads(sys.argv[1]))))
