@@ -101,9 +101,9 @@ class Frames:
         status, body = 0, b""
         for frame in self.received():
             if isinstance(frame, HeadersFrame | ContinuationFrame | PushPromiseFrame):
-                named = dict(self._decoder.decode(frame.data))
-                if frame.stream_id == stream:
-                    status = int(named.get(":status", status))
+                named = self._decoder.decode(frame.data)
+                if frame.stream_id == stream and named[0][0] == ":status":
+                    status = int(named[0][1])
             elif isinstance(frame, DataFrame) and frame.stream_id == stream:
                 body += frame.data
             elif isinstance(frame, RstStreamFrame) and frame.stream_id == stream:

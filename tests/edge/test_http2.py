@@ -6,6 +6,7 @@ import json
 import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -177,7 +178,6 @@ MALFORMED: dict[str, Send] = {
     "status": with_fields((":status", "200"), *fields()),
     "pseudo-last": with_fields(*fields()[1:], fields()[0]),
     "no-host-at-all": with_pseudo(":authority"),
-    "host-differs": and_fields(("host", "other")),
     "two-hosts": with_fields(
         *(field for field in fields() if field[0] != ":authority"),
         ("host", "localhost"),
@@ -299,7 +299,8 @@ def test_what_breaks_the_rules_ends_the_connection(
     with prior_knowledge(edge.host_and_port) as client:
         client.send(PING)
         assert any(isinstance(frame, PingFrame) for frame in client.received())
-        client.socket.sendall(broken if isinstance(broken, bytes) else broken(client))
+        with suppress(ConnectionError):  # It may end before all is sent.
+            client.socket.sendall(broken if isinstance(broken, bytes) else broken(client))
         assert client.is_ended()
     healthy(edge.host_and_port)
 

@@ -81,26 +81,28 @@ def sent(
 def lengths() -> Iterator[Variant]:
     """What says how long a body is, said twice or wrongly."""
     both = chunk(OUTER) + LAST + INNER
-    for name, fields in {
+    two: dict[str, tuple[bytes, ...]] = {
         "te-then-cl": (CHUNKED, length(both)),
         "cl-then-te": (length(both), CHUNKED),
         "short-cl-then-te": (length(b"12345"), CHUNKED),
         "te-then-cl-0": (CHUNKED, length(b"")),
-    }.items():
+    }
+    for name, lines in two.items():
         # RFC 9112 6.1: the connection ends with the answer.
-        yield sent(name, EITHER, head(*fields) + both, ends=True)
-        yield sent(name + "-later", EITHER, head(*fields), both, ends=True)
+        yield sent(name, EITHER, head(*lines) + both, ends=True)
+        yield sent(name + "-later", EITHER, head(*lines), both, ends=True)
     yield sent("cl-twice-equal", EITHER, head(length(OUTER), length(OUTER)) + OUTER)
     yield sent(
         "cl-list-equal", EITHER, head(b"Content-Length: %d, %d" % ((len(OUTER),) * 2)) + OUTER
     )
     longer = length(OUTER + INNER)
-    for name, fields in {
+    two = {
         "cl-twice-longer": (length(OUTER), longer),
         "cl-twice-shorter": (longer, length(OUTER)),
         "cl-list": (b"Content-Length: %d, %d" % (len(OUTER), len(OUTER + INNER)),),
-    }.items():
-        yield sent(name, BAD, head(*fields) + OUTER + INNER, ends=True)
+    }
+    for name, lines in two.items():
+        yield sent(name, BAD, head(*lines) + OUTER + INNER, ends=True)
     for name, value in {
         "plus": b"+%d" % len(OUTER),
         "minus": b"-%d" % len(OUTER),
