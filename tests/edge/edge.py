@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
@@ -50,28 +51,25 @@ class TenantDoor:
         return
 
 
-class Endless(Scripted):
-    """Answers the prompt "endless" without an end, as fast as they are taken.
-
-    produced: characters of such answers so far.
-    """
-
-    produced = 0
+class Lasting(Scripted):
+    """Never ends two answers: "endless" comes as fast as it is taken, "silent" says one word and no
+    more."""
 
     async def open(self, request: Request) -> AsyncGenerator[Event, None]:
-        if prompt_text(request) != "endless":
+        if prompt_text(request) not in ("endless", "silent"):
             return await super().open(request)
         self.seen.append(request)
-        return self._without_end()
+        return self._without_end(request)
 
-    async def _without_end(self) -> AsyncGenerator[Event, None]:
+    async def _without_end(self, request: Request) -> AsyncGenerator[Event, None]:
         self.open_streams += 1
         try:
             yield Accepted(f"{len(self.seen):08x}", MODEL.name, prompt_tokens=1, seed=7)
             self.started.set()
             while True:
                 yield Delta(0, "x" * 1000, (120,))
-                self.produced += 1000
+                if prompt_text(request) == "silent":
+                    await asyncio.Event().wait()
                 await asyncio.sleep(0)
         finally:
             self.open_streams -= 1
@@ -146,6 +144,23 @@ class EdgeProcess:
         """Answers that the frontend is giving now."""
         return int(self._ask("open_streams"))
 
+    def wait_for_streams(self, number: int) -> None:
+        """Until it gives so many answers."""
+        until = time.monotonic() + LIVENESS_S
+        while (now := self.open_streams()) != number:
+            assert time.monotonic() < until, f"{now} answers are being given, not {number}"
+            time.sleep(0.01)
+
+    def connections(self) -> int:
+        """Open ones, as the kernel counts them."""
+        return sum(1 for each in self.memory.net_connections("tcp") if each.raddr)
+
+    def wait_for_no_connections(self) -> None:
+        until = time.monotonic() + LIVENESS_S
+        while now := self.connections():
+            assert time.monotonic() < until, f"{now} connections are still open"
+            time.sleep(0.01)
+
     @contextmanager
     def watched(self, growth_mib: int) -> Iterator[None]:
         """Within, the process' resident memory never grows by more than that."""
@@ -194,7 +209,7 @@ class EdgeProcess:
 
 async def _run(options: EdgeOptions) -> None:
     """Serves until standard input ends; every line of it is a question."""
-    frontend = Endless()
+    frontend = Lasting()
     certificates = Certificates(*options.certificate) if options.certificate else None
     limits = HttpLimits(**options.limits)  # type: ignore[arg-type]
     questions = asyncio.StreamReader()

@@ -101,9 +101,9 @@ class Frames:
         status, body = 0, b""
         for frame in self.received():
             if isinstance(frame, HeadersFrame | ContinuationFrame | PushPromiseFrame):
-                named = self._decoder.decode(frame.data)
-                if frame.stream_id == stream and named[0][0] == ":status":
-                    status = int(named[0][1])
+                for name, value in self._decoder.decode(frame.data, raw=True):
+                    if frame.stream_id == stream and name == b":status":
+                        status = int(value)
             elif isinstance(frame, DataFrame) and frame.stream_id == stream:
                 body += frame.data
             elif isinstance(frame, RstStreamFrame) and frame.stream_id == stream:

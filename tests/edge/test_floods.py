@@ -26,7 +26,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from tests.edge.edge import LIVENESS_S, EdgeOptions, EdgeProcess
+from tests.edge.edge import EdgeProcess
 from tests.edge.frames import WINDOW, Frames, fields, prior_knowledge
 from tests.edge.wire import Address, chunk, connected, head, healthy, length, post, prompt
 
@@ -39,18 +39,6 @@ STALL_S = 0.5
 PIECE = b"x" * 65_536
 CHUNKED = b"Transfer-Encoding: chunked"
 ENDLESS = prompt("endless", stream=True)
-
-
-@pytest.fixture(scope="module")
-def edge() -> Iterator[EdgeProcess]:
-    """Its clients may take nothing for long: they are bounded before they are cut."""
-    edge = EdgeProcess(EdgeOptions(limits={"stall_timeout_s": 600.0}))
-    try:
-        for _ in range(50):
-            healthy(edge.host_and_port)
-        yield edge
-    finally:
-        edge.close()
 
 
 @contextmanager
@@ -224,13 +212,6 @@ def _take_all(connection: socket.socket) -> None:
                     return
 
 
-def _wait_for_no_streams(edge: EdgeProcess) -> None:
-    until = time.monotonic() + LIVENESS_S
-    while edge.open_streams():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_rapid_reset(edge: EdgeProcess) -> None:
     """Ten thousand requests that are given up as they are made; each counts for nothing."""
 
@@ -241,7 +222,7 @@ def test_rapid_reset(edge: EdgeProcess) -> None:
 
     with flooding(edge) as client:
         flood(client.socket, resets(client))
-        _wait_for_no_streams(edge)
+        edge.wait_for_streams(0)
 
 
 def test_continuation_without_an_end(edge: EdgeProcess) -> None:
@@ -339,13 +320,10 @@ def test_answers_that_nobody_takes(edge: EdgeProcess, version: str) -> None:
                 client.send(WindowUpdateFrame(0, window_increment=window - WINDOW))
             for stream in range(1, 101, 2):
                 client.send(*client.post(stream, ENDLESS))
-        until = time.monotonic() + LIVENESS_S
-        while edge.open_streams() < 50:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        edge.wait_for_streams(50)
         # Now the edge could grow.
         time.sleep(1.0)
-    _wait_for_no_streams(edge)
+    edge.wait_for_streams(0)
 
 
 def test_connections_leave_nothing_behind(edge: EdgeProcess) -> None:

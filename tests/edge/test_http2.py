@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import pytest
@@ -22,10 +20,10 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from tests.edge.edge import Asked, EdgeOptions, EdgeProcess
+from tests.edge.conftest import SecureEdge
+from tests.edge.edge import Asked, EdgeProcess
 from tests.edge.frames import Field, Frames, fields, prior_knowledge
 from tests.edge.wire import PATH, PREFACE, completion_of, exchange, head, healthy, length, prompt
-from tests.rpc.authority import Authority
 
 OUTER = prompt("outer")
 MAX_STREAMS = 1000
@@ -86,22 +84,17 @@ def test_a_large_body(client: httpx.Client) -> None:
     assert too_large.status_code == 413
 
 
-def test_over_tls(tmp_path: Path) -> None:
+def test_over_tls(secure: SecureEdge) -> None:
     """Negotiated: whoever offers it gets HTTP/2, all others HTTP/1.1."""
-    files = Authority(tmp_path).host("public", "127.0.0.1")
-    edge = EdgeProcess(EdgeOptions(limits={}, certificate=(str(files.cert), str(files.key))))
-    try:
-        base, trusted = f"https://{edge.address}", ssl.create_default_context(cafile=str(files.ca))
-        for http2, version in ((True, "HTTP/2"), (False, "HTTP/1.1")):
-            with httpx.Client(
-                base_url=base, http2=http2, verify=trusted, trust_env=False
-            ) as client:
-                response = client.get("/health")
-                assert (response.status_code, response.http_version) == (200, version)
-                if http2:
-                    assert streamed(client, "secret") == completion_of("secret")
-    finally:
-        edge.close()
+    base = f"https://{secure.process.address}"
+    for http2, version in ((True, "HTTP/2"), (False, "HTTP/1.1")):
+        with httpx.Client(
+            base_url=base, http2=http2, verify=secure.trusting, trust_env=False
+        ) as client:
+            response = client.get("/health")
+            assert (response.status_code, response.http_version) == (200, version)
+            if http2:
+                assert streamed(client, "secret") == completion_of("secret")
 
 
 def test_streams_of_a_connection_are_bounded(edge: EdgeProcess) -> None:

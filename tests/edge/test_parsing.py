@@ -122,6 +122,8 @@ def lengths() -> Iterator[Variant]:
         yield sent("cl-" + name, BAD, head(b"Content-Length: " + value) + OUTER + INNER, ends=True)
     yield sent("cl-zeroes", EITHER, head(b"Content-Length: 000%d" % len(OUTER)) + OUTER)
     yield sent("cl-trailing-space", ANSWERED, head(length(OUTER) + b" \t ") + OUTER)
+    cut = head(b"Content-Length: %d" % (len(OUTER) + 1)) + OUTER
+    yield sent("cl-not-reached", BAD_OR_ENDED, cut, prompts=(), wait_for=0)
     # Nothing of a body that never comes may be kept room for.
     huge = head(b"Content-Length: %d" % ((1 << 63) - 1))
     yield sent("cl-huge", frozenset({(400,), (413,), ()}), huge, wait_for=0, prompts=())
@@ -212,8 +214,12 @@ def chunks() -> Iterator[Variant]:
     yield sent("chunk-space-behind", EITHER | {()}, head(CHUNKED) + spaced, wait_for=0)
     zeroes = b"0" * 40 + size + b"\r\n" + OUTER + b"\r\n" + LAST
     yield sent("chunk-size-zeroes", EITHER | {()}, head(CHUNKED) + zeroes, wait_for=0)
-    open_end = chunk(OUTER) + b"0\r\n"
-    yield sent("chunk-no-last-line", BAD_OR_ENDED, head(CHUNKED) + open_end, prompts=(), wait_for=0)
+    # RFC 9112 8: without the last chunk a body is incomplete, with it only its trailers are.
+    cut = chunk(OUTER)
+    yield sent("chunk-no-last", BAD_OR_ENDED, head(CHUNKED) + cut, prompts=(), wait_for=0)
+    yield sent("chunk-no-last-later", BAD_OR_ENDED, head(CHUNKED), cut, prompts=(), wait_for=0)
+    cut += b"0\r\n"
+    yield sent("chunk-no-last-line", EITHER | {()}, head(CHUNKED) + cut, wait_for=0)
     for name, trailer in {
         "length": length(INNER),
         "coding": CHUNKED,
