@@ -24,7 +24,7 @@ IMAGE_ARGS = --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-pa
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-k8s images image-locks base-locks sbom audit chaos chaos-kv reliability clean
+.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images image-locks base-locks sbom audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -65,6 +65,9 @@ test-browser: install ## Tests of the playground; need Debian's chromium and chr
 
 test-clients: install ## openai, litellm, llm, buf curl, grpcio, SMG from their own packages (pip and npm)
 	@$(BIN)/python -m pytest -q -m clients tests/clients
+
+test-edge: install ## Real proxies and clients before the HTTP edge; need Debian's nginx, haproxy, openjdk, curl
+	@$(BIN)/python -m pytest -q -m edge tests/edge
 
 test-k8s: install ## Tests on the cluster of KUBECONFIG; need kubectl, helm and the images BATON_IMAGE_CPU, BATON_IMAGE_ENGINE
 	@$(BIN)/python -m pytest -q -m k8s tests/k8s

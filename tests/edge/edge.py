@@ -39,6 +39,10 @@ LIVENESS_S = 30.0
 """Bounds every wait for something that has to come; no test measures it."""
 
 
+LATE_S = 0.3
+"""Longer than it takes to send a request."""
+
+
 class TenantDoor:
     """Knows every key: `Bearer NAME` is the tenant of that name."""
 
@@ -53,9 +57,11 @@ class TenantDoor:
 
 class Lasting(Scripted):
     """Never ends two answers: "endless" comes as fast as it is taken, "silent" says one word and no
-    more."""
+    more. And "late" comes later than others."""
 
     async def open(self, request: Request) -> AsyncGenerator[Event, None]:
+        if prompt_text(request) == "late":
+            await asyncio.sleep(LATE_S)
         if prompt_text(request) not in ("endless", "silent"):
             return await super().open(request)
         self.seen.append(request)

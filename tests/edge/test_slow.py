@@ -337,11 +337,13 @@ def test_going_is_seen_behind_a_pipelined_request(
 def test_connections_of_an_address_are_bounded(quick: EdgeProcess) -> None:
     limit = int(QUICK["max_per_address"])
     with ExitStack() as held:
+        begun = 0
         for _ in range(limit + 10):
             connection = held.enter_context(connected(quick.host_and_port))
             with suppress(ConnectionError):  # One that is refused at once.
                 connection.sendall(head(length(SILENT)) + SILENT)
-        quick.wait_for_streams(limit)
+                begun += connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert begun == limit
         with socket.create_connection(quick.host_and_port, LIVENESS_S, ("127.0.0.2", 0)) as other:
             other.sendall(HEALTH)
             assert answers_of(other, 1).statuses == (200,)
