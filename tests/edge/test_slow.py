@@ -343,13 +343,13 @@ def test_connections_of_an_address_are_bounded(quick: EdgeProcess) -> None:
             with suppress(ConnectionError):  # One that is refused at once.
                 connection.sendall(head(length(SILENT)) + SILENT)
                 begun += connection.recv(1000).startswith(b"HTTP/1.1 200 ")
-        assert begun == limit
+        # Some that went before may still count.
+        assert 1 <= begun <= limit
         with socket.create_connection(quick.host_and_port, LIVENESS_S, ("127.0.0.2", 0)) as other:
             other.sendall(HEALTH)
             assert answers_of(other, 1).statuses == (200,)
     quick.wait_for_streams(0)
-    quick.wait_for_no_connections()
-    healthy(quick.host_and_port)
+    answered_in_the_end(quick)
 
 
 def test_all_connections_are_bounded(quick: EdgeProcess) -> None:
@@ -361,15 +361,20 @@ def test_all_connections_are_bounded(quick: EdgeProcess) -> None:
             connection.bind((f"127.0.0.{2 + number // 10}", 0))
             connection.settimeout(LIVENESS_S)
             connection.connect(quick.host_and_port)
-        answered, until = False, time.monotonic() + LIVENESS_S
-        while not answered:
-            assert time.monotonic() < until
-            assert quick.connections() <= limit + 8  # Some may be on their way out.
-            with suppress(ConnectionError), connected(quick.host_and_port) as connection:
-                connection.sendall(HEALTH)
-                statuses = answers_of(connection, 1).statuses
-                assert statuses in ((), (200,), (503,))
-                answered = statuses == (200,)
+        assert quick.connections() <= limit + 8  # Some may be on their way out.
+        answered_in_the_end(quick)
+
+
+def answered_in_the_end(edge: EdgeProcess) -> None:
+    """Maybe after refusals, of which each says that there is no room."""
+    until = time.monotonic() + LIVENESS_S
+    statuses: tuple[int, ...] = ()
+    while statuses != (200,):
+        assert time.monotonic() < until and statuses in ((), (429,), (503,))
+        with suppress(ConnectionError), connected(edge.host_and_port) as connection:
+            connection.sendall(HEALTH)
+            statuses = answers_of(connection, 1).statuses
+        time.sleep(0.01)
 
 
 def address_of(server: HttpServer) -> Address:
