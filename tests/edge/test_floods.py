@@ -159,7 +159,17 @@ PASSING = [chunk_extension, chunk_extensions, small_chunks, zeroes_of_a_chunk_si
 """What is passed over as it comes; the time-outs end it."""
 
 
-@pytest.mark.parametrize("pieces", [*BOUNDED, *PASSING])
+OFTEN = (one_header, trailers, short_trailers, empty_lines)
+"""Tried by default; the others where there is time."""
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param(pieces, marks=() if pieces in OFTEN else pytest.mark.slow)
+        for pieces in (*BOUNDED, *PASSING)
+    ],
+)
 def test_no_request_is_endless(edge: EdgeProcess, pieces: Callable[[], Iterator[bytes]]) -> None:
     with (
         edge.watched(GROWTH_MIB),
@@ -286,7 +296,17 @@ CONTROL = {
 
 @pytest.mark.parametrize(
     ("name", "reads"),
-    [*((name, True) for name in CONTROL), ("settings", False), ("ping", False)],
+    [
+        ("settings", True),
+        ("ping", False),
+        *(
+            pytest.param(name, reads, marks=pytest.mark.slow)
+            for name, reads in [
+                ("settings", False),
+                *((name, True) for name in CONTROL if name != "settings"),
+            ]
+        ),
+    ],
 )
 def test_control_frames_without_an_end(edge: EdgeProcess, name: str, reads: bool) -> None:
     """What acknowledges them is not kept for a client that does not read it."""
@@ -294,6 +314,7 @@ def test_control_frames_without_an_end(edge: EdgeProcess, name: str, reads: bool
         flood(client.socket, repeat(CONTROL[name] * 2000))
 
 
+@pytest.mark.slow
 def test_empty_data_frames(edge: EdgeProcess) -> None:
     def frames(client: Frames) -> Iterator[bytes]:
         yield client.headers(3, fields(), end=False).serialize()
