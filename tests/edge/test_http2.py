@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
@@ -39,13 +39,13 @@ def client(edge: EdgeProcess) -> Iterator[httpx.Client]:
         yield client
 
 
-def streamed(client: httpx.Client, text: str) -> str:
+async def streamed(client: httpx.AsyncClient, text: str) -> str:
     """The text of an answer that is streamed."""
     body = json.loads(prompt(text, stream=True))
     found, last = "", ""
-    with client.stream("POST", PATH.decode(), json=body) as response:
+    async with client.stream("POST", PATH.decode(), json=body) as response:
         assert (response.status_code, response.http_version) == (200, "HTTP/2")
-        for line in response.iter_lines():
+        async for line in response.aiter_lines():
             if line:
                 last = line.removeprefix("data: ")
                 if last != "[DONE]":
@@ -65,11 +65,13 @@ def test_prior_knowledge(client: httpx.Client) -> None:
     assert client.post(PATH.decode(), content=b"{").status_code == 400
 
 
-def test_streams_side_by_side(client: httpx.Client) -> None:
+async def test_streams_side_by_side(edge: EdgeProcess) -> None:
     """Over one connection: all are one client's."""
     texts = [f"text {number}" for number in range(20)]
-    with ThreadPoolExecutor(20) as pool:
-        found = list(pool.map(lambda text: streamed(client, text), texts))
+    async with httpx.AsyncClient(
+        base_url=f"http://{edge.address}", http1=False, http2=True, trust_env=False, timeout=30
+    ) as client:
+        found = await asyncio.gather(*(streamed(client, text) for text in texts))
     assert found == [completion_of(text) for text in texts]
 
 
@@ -84,17 +86,17 @@ def test_a_large_body(client: httpx.Client) -> None:
     assert too_large.status_code == 413
 
 
-def test_over_tls(secure: SecureEdge) -> None:
+async def test_over_tls(secure: SecureEdge) -> None:
     """Negotiated: whoever offers it gets HTTP/2, all others HTTP/1.1."""
     base = f"https://{secure.process.address}"
     for http2, version in ((True, "HTTP/2"), (False, "HTTP/1.1")):
-        with httpx.Client(
-            base_url=base, http2=http2, verify=secure.trusting, trust_env=False
+        async with httpx.AsyncClient(
+            base_url=base, http2=http2, verify=secure.trusting, trust_env=False, timeout=30
         ) as client:
-            response = client.get("/health")
+            response = await client.get("/health")
             assert (response.status_code, response.http_version) == (200, version)
             if http2:
-                assert streamed(client, "secret") == completion_of("secret")
+                assert await streamed(client, "secret") == completion_of("secret")
 
 
 def test_streams_of_a_connection_are_bounded(edge: EdgeProcess) -> None:
