@@ -246,15 +246,17 @@ def test_a_handshake_has_to_come(secure: SecureEdge) -> None:
 
 def ask(edge: EdgeProcess, body: bytes, *, window: int | None = None) -> socket.socket:
     """A connection that has asked for an answer, and has as little room for it as there can be."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(LIVENESS_S)
-    connection.connect(edge.host_and_port)
-    if window is None:
-        connection.sendall(head(length(body)) + body)
-    else:
-        client = Frames(connection, {SettingsFrame.INITIAL_WINDOW_SIZE: window})
-        client.send(*client.post(1, body))
+    with ExitStack() as unless_asked:
+        connection = unless_asked.enter_context(socket.socket())
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(LIVENESS_S)
+        connection.connect(edge.host_and_port)
+        if window is None:
+            connection.sendall(head(length(body)) + body)
+        else:
+            client = Frames(connection, {SettingsFrame.INITIAL_WINDOW_SIZE: window})
+            client.send(*client.post(1, body))
+        unless_asked.pop_all()
     return connection
 
 
