@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.core.attempt import Attempt
 from baton.core.load import TenantUse
+from baton.core.refusal import Refusal
 from baton.core.request import SamplingParams, StopParams
-from baton.core.shares import NO_USE, OthersUse, share
+from baton.core.shares import NO_USE, OthersUse, Use, share
 from baton.core.tenant_budgets import TenantBudgets
 from baton.core.tenants import Tenant
 from baton.core.use_meter import MAX_TOLD, UseMeter
@@ -109,3 +112,23 @@ def test_a_light_second_router_leaves_the_rest_to_the_first() -> None:
     one, other = admitted((50, 2), 60)
     assert other == 120
     assert 480 <= one <= 620
+
+
+@given(
+    per_minute=st.integers(1, 10_000),
+    wanted=st.integers(1, 100_000),
+    replicas=st.integers(1, 10),
+    elsewhere=st.floats(0, 1000),
+)
+def test_a_first_request_is_let_in_whatever_its_size_and_however_many_routers_there_are(
+    per_minute: int, wanted: int, replicas: int, elsewhere: float
+) -> None:
+    """What it goes beyond the part that this router has saved up is a debt."""
+    tenant = Tenant("a", tokens_per_minute=per_minute)
+    others = Use(tokens_per_s=elsewhere)
+    budgets = TenantBudgets()
+    budgets.check(tenant, 1, wanted, others, replicas, 0.0)
+    budgets.take("a", 1, wanted, 0.0)
+    if wanted > per_minute:
+        with pytest.raises(Refusal):
+            budgets.check(tenant, 1, 1, others, replicas, 0.0)

@@ -1,7 +1,9 @@
 """TenantBudgets, what each tenant may still use here; knows no queue, no workers and no clock.
 
-Rates are token buckets that hold ten seconds' worth. Tokens are charged up front, prompt and
-longest output; what was not used is given back at the end. A limit of None is no limit.
+Rates are token buckets that hold ten seconds' worth of this router's equal part of the rate, and
+are full at first: what they fill with may be lent by the other routers, what they hold may not,
+for each of them holds its own part. Tokens are charged up front, prompt and longest output; what
+was not used is given back at the end. A limit of None is no limit.
 """
 
 from __future__ import annotations
@@ -122,9 +124,8 @@ class TenantBudgets:
                 account.buckets.pop(limit, None)
                 continue
             rate = share(per_minute / 60, replicas, elsewhere)
-            burst = max(1.0, rate * BURST_S)
+            burst = max(1.0, per_minute / 60 / replicas * BURST_S)
             bucket = account.buckets.get(limit)
             if bucket is None:
-                first = max(1.0, per_minute / 60 / replicas * BURST_S)
-                account.buckets[limit] = bucket = TokenBucket(rate, first, now)
+                account.buckets[limit] = bucket = TokenBucket(rate, burst, now)
             bucket.resize(rate, burst, now)
