@@ -42,7 +42,14 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "kind": {
         *("blocks", "swap_blocks", "sequences", "slots", "handovers", "farewells", "offers"),
         *("streams", "tasks"),  # of what may leak on a worker
-        *("granted_tokens", "encoding_tokens", "unplaced_tokens", "waiting", "window_tokens"),
+        *(
+            "granted_requests",
+            "granted_tokens",
+            "input_bytes",
+            "unplaced_tokens",
+            "waiting",
+            "window_tokens",
+        ),
         *("computing_tokens", "kv_positions", "placed_sequences", "placed_tokens", "suspects"),
         *("swap_host", "swap_disk", "recompute"),  # of preemptions
         *("announcement", "header", "digest"),  # of what did not verify

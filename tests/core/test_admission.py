@@ -35,9 +35,13 @@ class Held:
     settled: bool = False
 
 
-def admission(queue: FairQueue[Any] | None = None, drain: DrainRate | None = None) -> Admission:
+def admission(
+    queue: FairQueue[Any] | None = None,
+    drain: DrainRate | None = None,
+    max_requests: int = MAX_REQUESTS,
+) -> Admission:
     return Admission(
-        AdmissionLimits(MAX_REQUESTS, MAX_TOKENS, max_queue_s=2.0),
+        AdmissionLimits(max_requests, MAX_TOKENS, max_queue_s=2.0),
         queue or FairQueue(max_tokens=10**6, max_entries=1000),
         drain or DrainRate(),
         jitter=lambda: 0.5,
@@ -47,6 +51,16 @@ def admission(queue: FairQueue[Any] | None = None, drain: DrainRate | None = Non
 def ask(tenant: Tenant = TENANTS["free"], **more: Any) -> Ask:
     fields = {"priority": 0, "choices": 1, "least_tokens": 1, "most_tokens": 50}
     return Ask(tenant, **{**fields, "longest_output": 20, **more})
+
+
+def enter(by: Admission, wanted: Ask, outlook: Outlook, left_s: float, now: float) -> Grant:
+    """As a request is: first room for its bytes, then the request."""
+    holding = by.receive(wanted.tenant, wanted.most_tokens, outlook, now)
+    try:
+        return by.open(wanted, holding, outlook, left_s, now)
+    except BaseException:
+        holding.release()
+        raise
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -65,7 +79,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         wanted = ask(TENANTS[tenant], longest_output=output)
         away = self.turned_away(tenant)
         try:
-            grant = self.admission.open(wanted, NOWHERE, 100.0, self.now)
+            grant = enter(self.admission, wanted, NOWHERE, 100.0, self.now)
         except Refusal as refusal:
             self.told_when(refusal)
             return
@@ -103,15 +117,15 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        assert self.admission.num_requests == len(self.held) <= MAX_REQUESTS
-        assert self.admission.tokens == sum(held.charged for held in self.held)
-        assert self.admission.tokens <= MAX_TOKENS or len(self.held) == 1
+        assert self.admission.requests.total == len(self.held) <= MAX_REQUESTS
+        assert self.admission.tokens.total == sum(held.charged for held in self.held)
+        assert self.admission.tokens.total <= MAX_TOKENS or len(self.held) == 1
         for name, tenant in TENANTS.items():
             own = [held for held in self.held if held.tenant == name]
             assert self.admission.budgets.held(name) == (len(own), sum(h.charged for h in own))
             assert tenant.max_requests is None or len(own) <= tenant.max_requests
         if not self.held:
-            assert self.admission.encoding == self.admission.unplaced == 0
+            assert self.admission.input_bytes.total == self.admission.unplaced.total == 0
         coming = {held.tenant for held in self.held if not held.settled}
         assert len(self.admission.approach) == len(coming)
 
@@ -136,7 +150,7 @@ def refused(
     by: Admission, wanted: Ask, outlook: Outlook = NOWHERE, left_s: float = 100.0
 ) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        by.open(wanted, outlook, left_s, 0.0)
+        enter(by, wanted, outlook, left_s, 0.0)
     return caught.value
 
 
@@ -154,14 +168,14 @@ def waiting(tokens: int, tenant: str = "free", rate: float = 100.0) -> Admission
 def test_more_urgency_than_a_tenant_may_have_is_an_error_that_names_the_field() -> None:
     modest = Tenant("modest", most_urgent=3)
     with pytest.raises(InvalidArgument) as caught:
-        admission().open(ask(modest, priority=2), NOWHERE, 100.0, 0.0)
+        enter(admission(), ask(modest, priority=2), NOWHERE, 100.0, 0.0)
     assert caught.value.field == "priority"
     assert "at least 3" in caught.value.message
-    admission().open(ask(modest, priority=3), NOWHERE, 100.0, 0.0)
+    enter(admission(), ask(modest, priority=3), NOWHERE, 100.0, 0.0)
 
 
 def test_who_would_wait_for_too_long_is_refused_and_told_to_come_later_the_longer_it_is() -> None:
-    waiting(150).open(ask(), NOWHERE, 100.0, 0.0)
+    enter(waiting(150), ask(), NOWHERE, 100.0, 0.0)
     refusals = [refused(waiting(tokens), ask()) for tokens in (250, 1000)]
     assert [refusal.limit for refusal in refusals] == [Limit.WAIT, Limit.WAIT]
     first, second = (refusal.retry_after_s or 0.0 for refusal in refusals)
@@ -175,7 +189,7 @@ def test_who_would_wait_for_too_long_is_refused_and_told_to_come_later_the_longe
     wanted=st.tuples(st.integers(1, 300), st.integers(1, 300)),
     kv_tokens=st.none() | st.integers(0, 500),
 )
-def test_a_glance_refuses_nothing_that_would_be_let_in(
+def test_a_glance_refuses_nothing_that_would_be_enter(
     queued: list[tuple[str, int]],
     tenant: str,
     priority: int,
@@ -193,7 +207,7 @@ def test_a_glance_refuses_nothing_that_would_be_let_in(
     except Refusal:
         refused_anyway = True
     try:
-        busy.open(replace(asked, longest_output=wanted[1]), outlook, 100.0, 0.0)
+        enter(busy, replace(asked, longest_output=wanted[1]), outlook, 100.0, 0.0)
     except Refusal:
         return
     assert not refused_anyway
@@ -206,24 +220,24 @@ def test_at_a_glance_a_long_queue_turns_away_all_but_who_would_pass_it() -> None
     assert caught.value.limit is Limit.WAIT
     busy.glance(TENANTS["free"], -1, NOWHERE, 0.0)
     busy.glance(TENANTS["few"], 0, NOWHERE, 0.0)
-    assert busy.num_requests == busy.tokens == busy.encoding == 0
+    assert busy.requests.total == busy.tokens.total == busy.input_bytes.total == 0
 
 
 def test_those_that_are_being_encoded_count_as_if_they_waited() -> None:
     busy = waiting(120)
     prompt: dict[str, Any] = {"least_tokens": 40, "most_tokens": 40}
-    grants = [busy.open(ask(**prompt), NOWHERE, 100.0, 0.0) for _ in range(2)]
+    grants = [enter(busy, ask(**prompt), NOWHERE, 100.0, 0.0) for _ in range(2)]
     assert refused(busy, ask(**prompt)).limit is Limit.WAIT
-    busy.open(ask(priority=-1, **prompt), NOWHERE, 100.0, 0.0).release(0, 0.0)
-    busy.open(ask(TENANTS["few"], **prompt), NOWHERE, 100.0, 0.0).release(0, 0.0)
+    enter(busy, ask(priority=-1, **prompt), NOWHERE, 100.0, 0.0).release(0, 0.0)
+    enter(busy, ask(TENANTS["few"], **prompt), NOWHERE, 100.0, 0.0).release(0, 0.0)
     grants[0].settle(40, 20, NOWHERE, 100.0, 0.0)
-    busy.open(ask(**prompt), NOWHERE, 100.0, 0.0)
+    enter(busy, ask(**prompt), NOWHERE, 100.0, 0.0)
 
 
 def test_who_was_let_in_is_kept_unless_the_wait_is_too_long_for_certain() -> None:
     for tokens, kept in ((300, True), (500, False)):
         busy = waiting(100)
-        grant = busy.open(ask(), NOWHERE, 100.0, 0.0)
+        grant = enter(busy, ask(), NOWHERE, 100.0, 0.0)
         busy._queue.add(Entry(None, "free", 1.0, 0, tokens - 100, 0.0))
         assert refused(busy, ask()).limit is Limit.WAIT
         if kept:
@@ -235,7 +249,7 @@ def test_who_was_let_in_is_kept_unless_the_wait_is_too_long_for_certain() -> Non
 
 
 def test_another_tenants_flood_is_not_waited_for() -> None:
-    waiting(5000).open(ask(TENANTS["few"]), NOWHERE, 100.0, 0.0)
+    enter(waiting(5000), ask(TENANTS["few"]), NOWHERE, 100.0, 0.0)
 
 
 def test_who_cannot_begin_before_its_deadline_is_refused() -> None:
@@ -247,8 +261,8 @@ def test_who_cannot_begin_before_its_deadline_is_refused() -> None:
 def test_prompts_that_wait_may_take_what_kv_memory_is_free_and_comes_free() -> None:
     tight = Outlook(kv_tokens=100)
     busy = waiting(50)
-    for size, fits in ((250, True), (100, False)):
-        grant = busy.open(ask(), tight, 100.0, 0.0)
+    for tenant, size, fits in (("free", 250, True), ("few", 100, False)):
+        grant = enter(busy, ask(TENANTS[tenant]), tight, 100.0, 0.0)
         if fits:
             grant.settle(size, 20, tight, 100.0, 0.0)
         else:
@@ -260,20 +274,20 @@ def test_prompts_that_wait_may_take_what_kv_memory_is_free_and_comes_free() -> N
 def test_tokens_that_were_not_used_are_given_back_to_the_rate() -> None:
     tenant = Tenant("paid", tokens_per_minute=6000)
     let_in = admission()
-    grant = let_in.open(ask(tenant, longest_output=900), NOWHERE, 100.0, 0.0)
+    grant = enter(let_in, ask(tenant, longest_output=900), NOWHERE, 100.0, 0.0)
     grant.settle(50, 900, NOWHERE, 100.0, 0.0)
     grant.placed()
     assert refused(let_in, ask(tenant, longest_output=500)).limit is Limit.TOKEN_RATE
     grant.release(10, 0.0)
-    let_in.open(ask(tenant, longest_output=900), NOWHERE, 100.0, 0.0)
+    enter(let_in, ask(tenant, longest_output=900), NOWHERE, 100.0, 0.0)
 
 
 def test_a_refused_request_is_not_charged() -> None:
     tenant = Tenant("rated", requests_per_minute=6)
     let_in = admission()
     for _ in range(5):
-        let_in.open(ask(tenant), NOWHERE, 100.0, 0.0).release(0, 0.0)
-    grant = let_in.open(ask(tenant), NOWHERE, 100.0, 0.0)
+        enter(let_in, ask(tenant), NOWHERE, 100.0, 0.0).release(0, 0.0)
+    grant = enter(let_in, ask(tenant), NOWHERE, 100.0, 0.0)
     grant.settle(5, 5, NOWHERE, 100.0, 0.0)
     grant.placed()
     grant.release(5, 0.0)
@@ -283,16 +297,140 @@ def test_a_refused_request_is_not_charged() -> None:
 def test_what_a_tenant_holds_at_other_routers_counts() -> None:
     two = Tenant("two", max_requests=2)
     let_in = admission()
-    let_in.open(ask(two), Outlook(replicas=2), 100.0, 0.0)
+    enter(let_in, ask(two), Outlook(replicas=2), 100.0, 0.0)
     elsewhere = Outlook(replicas=2, others=Use(requests=1))
     assert refused(let_in, ask(two), elsewhere).limit is Limit.TENANT_REQUESTS
-    let_in.open(ask(two), Outlook(replicas=2), 100.0, 0.0)
+    enter(let_in, ask(two), Outlook(replicas=2), 100.0, 0.0)
 
 
 def test_one_larger_than_its_limit_passes_alone_and_keeps_the_next_one_out() -> None:
     tenant = Tenant("tiny", max_tokens=40, tokens_per_minute=60)
     let_in = admission()
-    grant = let_in.open(ask(tenant), NOWHERE, 100.0, 0.0)
+    grant = enter(let_in, ask(tenant), NOWHERE, 100.0, 0.0)
     grant.settle(100, 50, NOWHERE, 100.0, 0.0)
     assert let_in.budgets.held("tiny") == (1, 150)
     assert refused(let_in, ask(tenant)).limit is Limit.TOKEN_RATE
+
+
+def take_all(by: Admission, wanted: Ask) -> list[Grant]:
+    """Everything a tenant gets of one kind of request."""
+    grants = []
+    while True:
+        try:
+            grants.append(enter(by, wanted, NOWHERE, 100.0, 0.0))
+        except Refusal:
+            return grants
+
+
+GREEDY = [Tenant("greedy"), Tenant("as greedy", weight=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("flood", "limit"),
+    [
+        ({"most_tokens": 1 << 20}, Limit.INPUT),
+        ({"most_tokens": 100}, Limit.REQUESTS),
+        ({"most_tokens": 100, "longest_output": 500}, Limit.TOKENS),
+    ],
+    ids=lambda value: value.value if isinstance(value, Limit) else "",
+)
+def test_a_tenant_is_let_in_whatever_others_hold(flood: dict[str, Any], limit: Limit) -> None:
+    limits = AdmissionLimits(max_requests=64, max_tokens=20_000, max_queue_s=2.0)
+    busy = Admission(limits, FairQueue(max_tokens=1, max_entries=1), DrainRate(), lambda: 0.5)
+    floods = [take_all(busy, ask(tenant, **flood)) for tenant in GREEDY]
+    assert all(floods)
+    assert refused(busy, ask(GREEDY[0], **flood)).limit is limit
+    for _ in range(3):
+        grant = enter(busy, ask(Tenant("polite"), most_tokens=1000), NOWHERE, 100.0, 0.0)
+        grant.settle(200, 20, NOWHERE, 100.0, 0.0)
+    while floods[0]:
+        floods[0].pop().release(0, 0.0)
+    assert take_all(busy, ask(GREEDY[0], **flood)), "there is room for it again"
+
+
+def test_a_tenants_prompts_do_not_take_the_kv_that_others_wait_for() -> None:
+    tight = Outlook(kv_tokens=100)
+    busy = waiting(50)
+    with pytest.raises(Refusal) as caught:
+        for _ in range(100):
+            enter(busy, ask(), tight, 100.0, 0.0).settle(60, 1, tight, 100.0, 0.0)
+    assert caught.value.limit is Limit.KV
+    enter(busy, ask(TENANTS["few"]), tight, 100.0, 0.0).settle(30, 1, tight, 100.0, 0.0)
+
+
+def test_a_clients_own_fault_is_not_refunded_and_what_was_encoded_is_paid_for() -> None:
+    tenant = Tenant("faulty", requests_per_minute=6, tokens_per_minute=6000)
+    for encoded, left in ((0, 1000), (400, 600), (5000, -4000)):
+        let_in = admission()
+        grant = enter(let_in, ask(tenant, most_tokens=4000), NOWHERE, 100.0, 0.0)
+        if encoded:
+            grant.encoding()
+            grant.encoded(encoded)
+        grant.release(0, 0.0, at_fault=True)
+        assert refused(let_in, ask(tenant)).limit is Limit.REQUEST_RATE
+        wanted = ask(replace(tenant, requests_per_minute=None), longest_output=999)
+        if left == 1000:
+            enter(let_in, wanted, NOWHERE, 100.0, 0.0)
+        else:
+            retry_s = refused(let_in, wanted).retry_after_s
+            assert retry_s == min(60.0, (1000 - left) / 100 * 1.5)
+
+
+def test_what_a_tokenizer_began_and_refused_is_paid_for_by_what_it_had_to_be_taken_for() -> None:
+    tenant = Tenant("faulty", tokens_per_minute=6000)
+    let_in = admission()
+    grant = enter(let_in, ask(tenant, most_tokens=2000), NOWHERE, 100.0, 0.0)
+    grant.encoding()
+    grant.release(0, 0.0, at_fault=True)
+    assert refused(let_in, ask(tenant, longest_output=600)).limit is Limit.TOKEN_RATE
+    enter(let_in, ask(tenant, longest_output=400), NOWHERE, 100.0, 0.0)
+
+
+def test_a_request_that_could_not_be_read_counts_as_one() -> None:
+    tenant = Tenant("faulty", requests_per_minute=6)
+    let_in = admission()
+    let_in.glance(tenant, 0, NOWHERE, 0.0)
+    let_in.fault(tenant, NOWHERE, 0.0)
+    with pytest.raises(Refusal) as caught:
+        let_in.receive(tenant, 1, NOWHERE, 0.0)
+    assert caught.value.limit is Limit.REQUEST_RATE
+
+
+def test_what_is_only_encoded_or_decoded_takes_a_request_and_no_tokens() -> None:
+    tenant = Tenant("texts", requests_per_minute=6, tokens_per_minute=60)
+    let_in = waiting(10**6)
+    grant = enter(let_in, ask(tenant, choices=0, longest_output=0), NOWHERE, 100.0, 0.0)
+    assert let_in.budgets.held("texts") == (1, 0)
+    grant.encoding()
+    grant.encoded(500)
+    grant.release(0, 0.0, finished=True)
+    assert let_in.budgets.held("texts") == (0, 0)
+    assert len(let_in.approach) == 0
+    rated = refused(let_in, ask(tenant, choices=0, longest_output=0))
+    assert rated.limit is Limit.REQUEST_RATE
+    let_in.budgets.check(replace(tenant, requests_per_minute=None), 1, 10, Use(), 1, 0.0)
+
+
+def test_bytes_are_held_until_they_are_encoded_whoever_holds_them() -> None:
+    busy = admission()
+    holding = busy.receive(TENANTS["free"], 10, NOWHERE, 0.0)
+    holding.grow(5)
+    parts = holding.divided(2)
+    holding.release()
+    assert busy.input_bytes.total == 15
+    grants = [busy.open(ask(), part, NOWHERE, 100.0, 0.0) for part in parts]
+    grants[0].encoded(3)
+    grants[0].release(0, 0.0)
+    assert busy.input_bytes.total == 7
+    parts[1].release()
+    grants[1].release(0, 0.0)
+    assert busy.input_bytes.total == 0
+
+
+def test_callers_without_names_share_by_their_addresses() -> None:
+    busy = admission(max_requests=1000)
+    most = {"most_tokens": 1 << 20}
+    flood = take_all(busy, ask(Tenant(address="10.0.0.1"), **most))
+    assert refused(busy, ask(Tenant(address="10.0.0.1"), **most)).limit is Limit.INPUT
+    enter(busy, ask(Tenant(address="10.0.0.2"), **most), NOWHERE, 100.0, 0.0)
+    assert flood

@@ -26,7 +26,8 @@ class WorkerDescription:
 
     model, layout, transports and the numbers are left out where a role has none. transports: best
     first. num_blocks: blocks of the pool. block_size: positions of a block. max_sequences: how many
-    may own blocks at once; 0: not known. standby: it is given work only while another is missing.
+    may own blocks at once, of a tokenizer: how many inputs it works on at once; 0: not known.
+    standby: it is given work only while another is missing.
     """
 
     identity: WorkerIdentity

@@ -19,6 +19,7 @@ class Limit(Enum):
     TENANT_TOKENS = "tenant_tokens"
     REQUESTS = "requests"
     TOKENS = "tokens"
+    INPUT = "input"
     QUEUE = "queue"
     WAIT = "wait"
     KV = "kv"

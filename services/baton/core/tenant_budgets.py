@@ -83,12 +83,21 @@ class TenantBudgets:
                 account.buckets[limit].take(amount, now)
 
     def release(self, tenant: str, requests: int, tokens: int, unused: int, now: float) -> None:
-        """They are held no more; of the tokens, so many were not used."""
+        """They are held no more; of the tokens, so many were not used. Negative: so many more were
+        used."""
         account = self._accounts[tenant]
         account.requests -= requests
         account.tokens -= tokens
         if Limit.TOKEN_RATE in account.buckets:
             account.buckets[Limit.TOKEN_RATE].give_back(unused, now)
+
+    def count_request(self, tenant: Tenant, others: Use, replicas: int, now: float) -> None:
+        """A request that was never let in counts against the rate all the same."""
+        account = self._account(tenant.name, now)
+        self._shape(account, tenant, others, replicas, now)
+        bucket = account.buckets.get(Limit.REQUEST_RATE)
+        if bucket is not None:
+            bucket.take(1, now)
 
     def refund_request(self, tenant: str, now: float) -> None:
         """A request that was charged and then refused does not count against the rate."""

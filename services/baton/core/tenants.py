@@ -26,6 +26,9 @@ class Tenant:
     """At a time."""
     max_tokens: int | None = None
     """Of all its running and waiting requests together: prompts and the longest outputs."""
+    address: str = ""
+    """Where a caller without a name calls from; "" where that is not known."""
+
     operator: bool = False
     """The caller runs this Baton: it may see where workers are, what was predicted of them, and
     what other tenants do. Of the key that was shown, not of the tenant's other keys."""
@@ -35,6 +38,12 @@ class Tenant:
         """Whether it may see the load that all tenants make together. Without keys there are no
         other tenants."""
         return self.operator or not self.name
+
+    @property
+    def sharer(self) -> str:
+        """Who shares what a router reads and encodes: tenants, and where there are none, callers
+        by their addresses."""
+        return self.name or self.address
 
     def salted(self, salt: bytes) -> bytes:
         """The salt of a request of this tenant that asked for one, or for b"". A tenant's own keys

@@ -42,7 +42,7 @@ class TokenBucket:
         self._level -= amount
 
     def give_back(self, amount: float, now: float) -> None:
-        """What was taken and not used."""
+        """What was taken and not used; negative: what was used and not taken."""
         self._fill(now)
         self._level = min(self._burst, self._level + amount)
 

@@ -1,7 +1,9 @@
-"""Gate, where a request is let in: core's admission with this router's clock and fleet.
+"""Gate, where every request of every public route is let in: core's admission with this router's
+clock and fleet.
 
-Knows no attempts and no streams. What it lets in gets a Pass, which holds everything that the
-request was granted until it is released.
+Knows no attempts and no streams. `receive` comes first, before a request's bytes are read, or, over
+gRPC, before they are looked at. What is let in gets a Pass, which holds everything that the request
+was granted until it is released.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Outlook
+from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Holding, Outlook
 from baton.core.drain_rate import DrainRate
+from baton.core.errors import BatonError, Reason
 from baton.core.fair_queue import FairQueue
 from baton.core.flight_window import FIRST_WINDOW, LARGEST_WINDOW, WINDOW_STEP, FlightWindow
 from baton.core.load import TenantUse
@@ -24,6 +27,7 @@ from baton.core.tenants import Tenant
 from baton.router.config import RouterConfig
 from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
+from baton.router.tokenizer_client import TOKEN_ID_BYTES
 from baton.router.turnstile import Turnstile, Waiter
 
 LOOK_S = 0.5
@@ -32,15 +36,27 @@ LOOK_S = 0.5
 SPECIAL_TOKENS = 16
 """That a tokenizer may add to a text; and to each message of a conversation, for its role."""
 
+_CLIENTS_FAULTS = frozenset(
+    {
+        Reason.INVALID_ARGUMENT,
+        Reason.CONTEXT_LENGTH_EXCEEDED,
+        Reason.MODEL_NOT_FOUND,
+        Reason.UNIMPLEMENTED,
+        Reason.CANCELLED,
+    }
+)
+
 
 @dataclass(slots=True)
 class Pass:
-    """What a request was granted. placed: set when it has its first workers, or never will."""
+    """What a request was granted. input_bytes: of its prompt, at most, as a tokenizer gets it.
+    placed: set when it has its first workers, or never will."""
 
     gate: Gate
     request: Request
     grant: Grant
     deadline: float
+    input_bytes: int
     placed: asyncio.Event
     was_placed: bool = False
 
@@ -53,9 +69,11 @@ class Pass:
         self.grant.placed()
         self.placed.set()
 
-    def release(self, output: int, *, finished: bool = False) -> None:
-        """The request is over, with so many output tokens. Once or more."""
-        self.grant.release(output, self.gate.turnstile.now(), finished=finished)
+    def release(self, output: int, error: BaseException | None) -> None:
+        """The request is over, with so many output tokens, by an error or of its own accord. Once
+        or more."""
+        now, at_fault = self.gate.turnstile.now(), is_clients_fault(error, self.request)
+        self.grant.release(output, now, finished=error is None, at_fault=at_fault)
         self.placed.set()
 
 
@@ -99,9 +117,10 @@ class Gate:
         """What requests hold here, by kind; 0 each when there are none."""
         admission = self._admission
         return {
-            "granted_tokens": admission.tokens,
-            "encoding_tokens": admission.encoding,
-            "unplaced_tokens": admission.unplaced,
+            "granted_requests": admission.requests.total,
+            "granted_tokens": admission.tokens.total,
+            "input_bytes": admission.input_bytes.total,
+            "unplaced_tokens": admission.unplaced.total,
             **self.turnstile.held,
         }
 
@@ -111,23 +130,50 @@ class Gate:
         with self._counted(tenant):
             self._admission.glance(tenant, priority, self._outlook(tenant, now), now)
 
-    def open(self, request: Request, deadline: float) -> Pass:
-        """Before the prompt is encoded. Raises Refusal, or InvalidArgument for a priority that the
-        tenant may not have."""
+    def receive(self, tenant: Tenant, size: int) -> Holding:
+        """Room for so many bytes of a request. Raises Refusal."""
         now = self.turnstile.now()
-        least, most = prompt_bounds(request.prompt)
+        with self._counted(tenant):
+            return self._admission.receive(tenant, size, self._outlook(tenant, now), now)
+
+    def fault(self, tenant: Tenant) -> None:
+        """A request was not let in because of what its client sent; it counts all the same."""
+        now = self.turnstile.now()
+        self._admission.fault(tenant, self._outlook(tenant, now), now)
+
+    def open(
+        self,
+        request: Request,
+        deadline: float,
+        holding: Holding | None = None,
+        *,
+        generates: bool = True,
+    ) -> Pass:
+        """Before the prompt is encoded. holding: of its bytes, the Pass's from now on; None: it is
+        asked for here. generates: it is not only encoded or decoded. Raises Refusal, or
+        InvalidArgument for a priority that the tenant may not have."""
+        now = self.turnstile.now()
+        least, most, input_bytes = prompt_bounds(request.prompt)
+        if request.grammar is not None:
+            input_bytes += len(request.grammar.text)
+        choices = request.n if generates else 0
         ask = Ask(
             request.tenant,
             request.priority,
-            choices=request.n,
+            choices=choices,
             least_tokens=least,
             most_tokens=most,
-            longest_output=request.n * (request.max_tokens or 1),
+            longest_output=choices * (request.max_tokens or 1),
         )
+        held = holding or self.receive(request.tenant, input_bytes)
         outlook = self._outlook(request.tenant, now)
-        with self._counted(request.tenant):
-            grant = self._admission.open(ask, outlook, deadline - now, now)
-        return Pass(self, request, grant, deadline, asyncio.Event())
+        try:
+            with self._counted(request.tenant):
+                grant = self._admission.open(ask, held, outlook, deadline - now, now)
+        except BaseException:
+            held.release()
+            raise
+        return Pass(self, request, grant, deadline, input_bytes, asyncio.Event())
 
     def settle(self, held: Pass, prompt: int, stop: StopParams) -> None:
         """See `Pass`."""
@@ -176,15 +222,40 @@ class Gate:
         self._kv_tokens = free if known else None
 
 
-def prompt_bounds(prompt: Prompt) -> tuple[int, int]:
-    """The fewest and the most tokens it can have: no token stands for less than a byte, but for
-    those that are added."""
+def is_clients_fault(error: BaseException | None, request: Request) -> bool:
+    """Whether a request failed because of what its client sent, or because that left or gave it too
+    little time."""
+    if isinstance(error, BatonError):
+        too_soon = error.reason is Reason.DEADLINE_EXCEEDED and request.deadline_s is not None
+        return too_soon or error.reason in _CLIENTS_FAULTS
+    return isinstance(error, asyncio.CancelledError)
+
+
+def prompt_bounds(prompt: Prompt) -> tuple[int, int, int]:
+    """The fewest and the most tokens it can have, and its bytes: no token stands for less than a
+    byte, but for those that are added."""
     match prompt:
         case TokenPrompt(token_ids=ids):
-            return len(ids), len(ids)
+            return len(ids), len(ids), TOKEN_ID_BYTES * len(ids)
         case TextPrompt(text=text):
-            return 1, len(text.encode()) + SPECIAL_TOKENS
-        case ChatPrompt(messages=messages):
-            size = sum(len(message.content.encode()) for message in messages)
-            size += len(prompt.template_kwargs.encode()) + len(prompt.template.encode())
-            return 1, size + SPECIAL_TOKENS * (len(messages) + 2)
+            size = len(text.encode())
+            return 1, size + SPECIAL_TOKENS, size
+        case ChatPrompt():
+            size = sum(len(text.encode()) for text in _texts(prompt))
+            return 1, size + SPECIAL_TOKENS * (len(prompt.messages) + 2), size
+
+
+def _texts(chat: ChatPrompt) -> Iterator[str]:
+    """All that its template may write."""
+    yield chat.template_kwargs
+    yield chat.template
+    for message in chat.messages:
+        yield message.content
+        yield message.reasoning
+        for call in message.tool_calls:
+            yield call.name
+            yield call.arguments
+    for tool in chat.tools:
+        yield tool.name
+        yield tool.description
+        yield tool.parameters

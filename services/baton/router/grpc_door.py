@@ -12,19 +12,30 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Unauthenticated
 from baton.core.tenants import Tenant
-from baton.router.keys import Door
+from baton.router.keys import Door, at_address
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
 OPEN = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 """What may be called without a key."""
 
-CALLER: ContextVar[Tenant] = ContextVar("caller")
-"""Who made the call that is being answered. Not set in calls of OPEN."""
+_CALLER: ContextVar[Tenant] = ContextVar("caller")
+"""Not set in calls of OPEN."""
+
+
+def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Tenant:
+    """Who made the call that is being answered. LookupError in one of OPEN."""
+    tenant = _CALLER.get()
+    if tenant.name:
+        return tenant
+    # As "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000".
+    host = unquote(context.peer()).partition(":")[2].rpartition(":")[0]
+    return at_address(tenant, host.strip("[]"))
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -56,7 +67,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
                 if name == "authorization"
             ]
             try:
-                CALLER.set(self._door.admit(shown))
+                _CALLER.set(self._door.admit(shown))
             except Unauthenticated as error:
                 counter(UNAUTHENTICATED).labels("grpc").inc()
                 return _refusal(error)

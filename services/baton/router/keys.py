@@ -6,8 +6,10 @@ Nothing that a caller shows is logged or told back.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +39,22 @@ class Door(Protocol):
 
     async def run(self) -> None:
         """Does what the door needs done until cancelled."""
+
+
+def at_address(tenant: Tenant, host: str) -> Tenant:
+    """A caller without a name, with where it calls from: that is who shares then. Of IPv6 only the
+    network counts, for anyone who has one has all its addresses."""
+    if tenant.name or not host:
+        return tenant
+    if ":" in host:
+        try:
+            known = ipaddress.IPv6Address(host)
+        except ValueError:
+            return tenant
+        # A socket for both kinds shows addresses of IPv4 as these.
+        mapped = known.ipv4_mapped
+        host = str(mapped or ipaddress.IPv6Network((known.packed[:8] + bytes(8), 64)))
+    return replace(tenant, address=host)
 
 
 class OpenDoor:

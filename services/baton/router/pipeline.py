@@ -1,7 +1,7 @@
 """The whole journey of one request, top to bottom; the only place that starts one.
 
-is anything let in → validate → is it let in → prepare (see `preparation`) → relay (its turn,
-attempts on prefill and decode, tokens to text) → events.
+is there room for its bytes → is anything let in → validate → is it let in → prepare (see
+`preparation`) → relay (its turn, attempts on prefill and decode, tokens to text) → events.
 Knows neither HTTP nor gRPC.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
+from baton.core.admission import Holding
 from baton.core.errors import BatonError, DeadlineExceeded
 from baton.core.model import ModelDescription
 from baton.core.pace import Pace
@@ -35,6 +37,8 @@ from baton.router.stage_timer import StageTimer
 from baton.router.tokenizer_client import Encoded
 from baton.router.told import Told
 from baton.rpc.tracing import OFF, Tracer, now
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -119,18 +123,40 @@ class Pipeline:
         with self._counted(tenant):
             self.gate.glance(tenant, priority)
 
-    async def open(self, request: Request) -> EventStream | Told:
+    def receive(self, tenant: Tenant, size: int) -> Holding:
+        """Room for so many bytes of a tenant's request, which the caller releases. It comes first
+        on every route: before the bytes are read, where that is still open. Raises BatonError."""
+        self._check_open()
+        with self._counted(tenant):
+            return self.gate.receive(tenant, size)
+
+    @contextmanager
+    def reading(self, tenant: Tenant) -> Iterator[None]:
+        """Around what reads a request of a tenant. A request that cannot be read is its client's
+        fault, and counts as one all the same."""
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception:
+            self.gate.fault(tenant)
+            raise
+
+    async def open(self, request: Request, holding: Holding | None = None) -> EventStream | Told:
         """Starts a request; returns when its first attempt has workers. Raises BatonError when it
         is refused or fails before; nothing then remains of it.
 
-        The caller closes the stream, also when the client is gone.
+        holding: of its bytes, this request's from now on; None: it is asked for here. The caller
+        closes the stream, also when the client is gone.
         """
         loop = asyncio.get_running_loop()
         arrival, began = loop.time(), now()
         stages = StageTimer(began, trace_of(self._tracer, request, began))
         try:
-            deadline = arrival + (validate(request).deadline_s or self._config.request_timeout_s)
-            held = self._admit(request, deadline)
+            with self.reading(request.tenant):
+                validate(request)
+            deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
+            held = self._admit(request, deadline, holding)
         except BaseException as refusal:
             stages.over(refusal)
             self._metrics.over(request, "", refusal, stages.times())
@@ -190,21 +216,47 @@ class Pipeline:
         anybody's. Raises NotFound."""
         return self.records.find(request_id, tenant)
 
-    async def tokenize(self, request: Request) -> tuple[Encoded, ModelDescription]:
-        """A request's prompt as tokens and their names, of the model named with them. Raises
+    async def tokenize(
+        self,
+        request: Request,
+        holding: Holding | None = None,
+        on_names: Callable[[Sequence[str]], None] | None = None,
+    ) -> tuple[Encoded, ModelDescription]:
+        """A request's prompt as tokens, of the model named with them. on_names: gets the tokens'
+        names in the vocabulary, some at a time. holding: of its bytes, which stays the caller's: an
+        answer of this kind is larger than its request. Raises BatonError."""
+
+        def work(held: Pass) -> Awaitable[tuple[Encoded, ModelDescription]]:
+            return self._preparation.tokenize(held, on_names)
+
+        return await self._text_only(request, holding, work)
+
+    async def detokenize(self, request: Request, holding: Holding | None = None) -> str:
+        """The text of a request's TokenPrompt, special tokens included. holding: as above. Raises
         BatonError."""
-        return await self._preparation.tokenize(request, self._before(request))
+        return await self._text_only(request, holding, self._preparation.detokenize)
 
-    async def detokenize(self, request: Request) -> str:
-        """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
-        return await self._preparation.detokenize(request, self._before(request))
-
-    def _before(self, request: Request) -> float:
-        """The deadline of what takes no turn and no worker but a tokenizer."""
-        validate(request)
-        if self._draining:
-            raise left()
-        return asyncio.get_running_loop().time() + self._config.request_timeout_s
+    async def _text_only(
+        self,
+        request: Request,
+        holding: Holding | None,
+        work: Callable[[Pass], Awaitable[T]],
+    ) -> T:
+        """A request that takes no turn and no worker but a tokenizer, let in as others are."""
+        error: BaseException | None = None
+        with self.reading(request.tenant):
+            validate(request)
+        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
+        held = self._admit(request, deadline, holding and holding.none(), generates=False)
+        try:
+            return await work(held)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            held.release(0, error)
+            self._release_one()
+            self._metrics.ended(error, request.tenant)
 
     def leave(self) -> None:
         """Not ready from now on; requests are still taken, for not everybody knows it yet."""
@@ -231,6 +283,7 @@ class Pipeline:
                 task.cancel()
             await asyncio.wait(self._tasks)
         self._later.close()
+        await self._preparation.close()
         await self.gate.close()
 
     def _check_open(self) -> None:
@@ -246,10 +299,17 @@ class Pipeline:
             self._metrics.ended(error, tenant)
             raise
 
-    def _admit(self, request: Request, deadline: float) -> Pass:
+    def _admit(
+        self,
+        request: Request,
+        deadline: float,
+        holding: Holding | None,
+        *,
+        generates: bool = True,
+    ) -> Pass:
         self._check_open()
         with self._counted(request.tenant):
-            held = self.gate.open(request, deadline)
+            held = self.gate.open(request, deadline, holding, generates=generates)
         self._num_requests += 1
         self._idle.clear()
         return held
@@ -265,20 +325,23 @@ class Pipeline:
     ) -> None:
         logs = relay.journey.logs if relay is not None else ()
         num_tokens, tenant = sum(map(len, logs)), held.request.tenant
-        held.release(num_tokens, finished=error is None)
+        held.release(num_tokens, error)
         if isinstance(error, BatonError):
             error.request_id = request_id
         if relay is not None and stages.record is not None:
             stages.record.runs_on(relay.model)
         stages.over(error, logs, relay.cached_tokens if relay is not None else 0)
         self.records.end(stages)
-        self._num_requests -= 1
-        if self._num_requests == 0:
-            self._idle.set()
+        self._release_one()
         times, ran = stages.times(), model if relay is None else relay.model.name
         self._metrics.spent(tenant, times, num_tokens)
         self._metrics.over(held.request, ran, error, times, logs)
         self._metrics.ended(error, tenant)
+
+    def _release_one(self) -> None:
+        self._num_requests -= 1
+        if self._num_requests == 0:
+            self._idle.set()
 
     def _keep(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from baton.core.pace import Pace
 from baton.core.replay import Replay, packed
 from baton.core.request import Accepted, Request, TextPrompt, TokenLogprobs, TokenPrompt
 from baton.core.stages import Stage
+from baton.core.trace_context import UNTRACED, TraceContext
 from baton.router.answers import AnswerRules
 from baton.router.choice_text import PROMPT_TAIL, TextOptions
 from baton.router.config import RouterConfig
@@ -35,10 +36,13 @@ from baton.router.scoring import UNREAD, check_size, score, scoring_journey
 from baton.router.spelling import Speller
 from baton.router.stage_timer import StageTimer
 from baton.router.tokenizer_client import Encoded
-from baton.router.tokenizers import Tokenizers
+from baton.router.tokenizers import AskedBy, Tokenizers
 from baton.router.turnstile import Turnstile
 from baton.rpc.trace_names import SCORE
 from baton.rpc.tracing import now
+
+NAMED_AT_ONCE = 4096
+"""Tokens whose names are asked for together."""
 
 SEED_BITS = 53
 """Of the seeds drawn here: every JSON reader keeps them exact."""
@@ -100,12 +104,13 @@ class Preparation:
             request.prompt,
             request.cache_salt,
             model,
-            request_id,
-            held.deadline,
+            _asked_by(held, request_id, stages.trace.stage_context),
+            size=held.input_bytes,
             grammar=request.grammar,
+            on_turn=held.grant.encoding,
             on_served=stages.served_by,
-            trace=stages.trace.stage_context,
         )
+        held.grant.encoded(len(encoded.token_ids))
         answers = self._answer_rules.of(
             request, encoded.answer_format, left_open=encoded.reasoning_open
         )
@@ -168,24 +173,46 @@ class Preparation:
         parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
         return Prepared(relay, accepted, parts)
 
-    async def tokenize(self, request: Request, deadline: float) -> tuple[Encoded, ModelDescription]:
-        """A request's prompt as tokens and their names, of the model named with them. Raises
-        BatonError."""
-        request_id = new_id()
-        model = await self._model(request.model, request_id)
+    async def tokenize(
+        self, held: Pass, on_names: Callable[[Sequence[str]], None] | None
+    ) -> tuple[Encoded, ModelDescription]:
+        """See `Pipeline`. Raises BatonError."""
+        request, asked_by = held.request, _asked_by(held, new_id())
+        model = await self._model(request.model, asked_by.request_id)
         encoded = await self._tokenizers.encode(
-            request.prompt, b"", model, request_id, deadline, with_token_strings=True
+            request.prompt,
+            b"",
+            model,
+            asked_by,
+            size=held.input_bytes,
+            on_turn=held.grant.encoding,
         )
+        ids = encoded.token_ids
+        held.grant.encoded(len(ids))
+        # In parts: all names of a long text at once would be too much for this loop.
+        for start in range(0, len(ids) if on_names is not None else 0, NAMED_AT_ONCE):
+            some = ids[start : start + NAMED_AT_ONCE]
+            names = await self._tokenizers.names(some, model, asked_by)
+            assert on_names is not None
+            on_names(names)
         return encoded, model
 
-    async def detokenize(self, request: Request, deadline: float) -> str:
+    async def detokenize(self, held: Pass) -> str:
         """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
-        request_id = new_id()
-        model = await self._model(request.model, request_id)
+        request, asked_by = held.request, _asked_by(held, new_id())
+        model = await self._model(request.model, asked_by.request_id)
         assert isinstance(request.prompt, TokenPrompt)
         return await self._tokenizers.decode(
-            request.prompt.token_ids, model, request_id, deadline, skip_special_tokens=False
+            request.prompt.token_ids,
+            model,
+            asked_by,
+            skip_special_tokens=False,
+            on_turn=held.grant.encoding,
         )
+
+    async def close(self) -> None:
+        """Whoever waits is ended by its own request."""
+        await self._tokenizers.close()
 
     async def _check_tools(
         self,
@@ -206,10 +233,9 @@ class Preparation:
                 shortest,
                 b"",
                 model,
-                request_id,
-                held.deadline,
+                _asked_by(held, request_id, stages.trace.stage_context),
+                size=0,
                 grammar=request.grammar,
-                trace=stages.trace.stage_context,
             )
         except InvalidArgument as error:
             raise InvalidArgument(
@@ -233,10 +259,8 @@ class Preparation:
         return await self._tokenizers.decode(
             prompt,
             model,
-            request_id,
-            held.deadline,
+            _asked_by(held, request_id, stages.trace.stage_context),
             skip_special_tokens=request.skip_special_tokens,
-            trace=stages.trace.stage_context,
         )
 
     async def _score(
@@ -319,6 +343,10 @@ class Preparation:
             if left <= 0:
                 raise Unavailable("No worker is ready.", retry_after_s=1.0)
             await self._fleet.changed.wait(left)
+
+
+def _asked_by(held: Pass, request_id: str, trace: TraceContext = UNTRACED) -> AskedBy:
+    return AskedBy(request_id, held.request.tenant, held.deadline, trace)
 
 
 def new_id() -> str:

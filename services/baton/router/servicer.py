@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from baton.core.errors import BatonError
 from baton.core.request import Request
-from baton.router.grpc_door import CALLER
+from baton.router.grpc_door import caller
 from baton.router.inference_messages import (
     chat_from_proto,
     generate_from_proto,
@@ -25,6 +25,7 @@ from baton.rpc.tracing import context_of
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
+Asked = TypeVar("Asked", pb.GenerateRequest, pb.ChatRequest)
 Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
 
 
@@ -49,18 +50,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
-        self._pipeline.turn_away(CALLER.get(), request.options.priority)
-        asked = generate_from_proto(request, deadline_s(context))
-        await self._answer(asked, pb.GenerateResponse, context)
+        await self._answer(request, generate_from_proto, pb.GenerateResponse, context)
 
     async def Chat(  # type: ignore[override]
         self,
         request: pb.ChatRequest,
         context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
     ) -> None:
-        self._pipeline.turn_away(CALLER.get(), request.options.priority)
-        asked = chat_from_proto(request, deadline_s(context))
-        await self._answer(asked, pb.ChatResponse, context)
+        await self._answer(request, chat_from_proto, pb.ChatResponse, context)
 
     async def ListModels(
         self,
@@ -71,13 +68,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _answer(
         self,
-        request: Request,
+        message: Asked,
+        read: Callable[[Asked, float | None], Request],
         new: Callable[[], Response],
-        context: grpc.aio.ServicerContext[Any, Response],
+        context: grpc.aio.ServicerContext[Asked, Response],
     ) -> None:
+        tenant = caller(context)
+        # The message is in memory already: what is held is room for its encoding.
+        holding = self._pipeline.receive(tenant, message.ByteSize())
         try:
+            self._pipeline.turn_away(tenant, message.options.priority)
+            with self._pipeline.reading(tenant):
+                request = read(message, deadline_s(context))
             trace = context_of(context.invocation_metadata() or ())
-            stream = await self._pipeline.open(request.of(CALLER.get(), trace))
+            stream = await self._pipeline.open(request.of(tenant, trace), holding)
             try:
                 async with Stall(self._stall_timeout_s) as stall:
                     async for event in stream:
@@ -88,3 +92,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await stream.aclose()
         except BatonError as error:
             raise in_client_words(error) from error
+        finally:
+            holding.release()

@@ -32,6 +32,8 @@ from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 CALL_TIMEOUT_S = 30.0
 """Above what the largest prompt takes."""
 
+TOKEN_ID_BYTES = 4
+"""On the wire."""
 
 _UNTOLD = AnswerFormat()
 

@@ -1,110 +1,204 @@
-"""What tokenizers do for this router's requests, by another one when one fails; knows no request's
-life."""
+"""What tokenizers do for this router's requests, each in its tenant's turn, and by another one when
+one fails; knows no request's life."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from baton.core.errors import BatonError, DeadlineExceeded
 from baton.core.grammar import Grammar
+from baton.core.losses import VERDICTS, Verdict
 from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.request import Prompt
+from baton.core.request import ChatPrompt, Prompt, TokenPrompt
 from baton.core.retry_budget import RetryBudget
+from baton.core.tenants import Tenant
 from baton.core.trace_context import UNTRACED, TraceContext
 from baton.router.config import RouterConfig
 from baton.router.fleet import Fleet
-from baton.router.tokenize import ask
-from baton.router.tokenizer_client import Encoded, TokenizerClient
+from baton.router.tokenizer_client import TOKEN_ID_BYTES, Encoded, TokenizerClient
+from baton.router.tokenizer_turns import LONG_BYTES, Lane, TokenizerTurns, Wanted
+from baton.rpc.logs import named
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.1
+MAX_KNOWN_GRAMMARS = 4096
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizers:
-    """deadline: everywhere on the running loop's clock. All raise BatonError, naming the field when
-    the input is at fault; that is not tried again."""
+class AskedBy:
+    """The request that something is done for. deadline: on the running loop's clock. trace: what
+    the work is a part of."""
 
-    fleet: Fleet
-    config: RouterConfig
-    budget: RetryBudget
+    request_id: str
+    tenant: Tenant
+    deadline: float
+    trace: TraceContext = UNTRACED
+
+
+class Tokenizers:
+    """All raise BatonError, naming the field when the input is at fault; that is not tried again.
+    on_turn: called when it is handed to a tokenizer, each time. Sizes are in bytes.
+    """
+
+    def __init__(self, fleet: Fleet, config: RouterConfig, budget: RetryBudget) -> None:
+        self.turns = TokenizerTurns(fleet.tokenizers, fleet.changed)
+        self._config = config
+        self._budget = budget
+        self._known_grammars: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of those that a tokenizer has tried: it remembers what it found."""
 
     async def encode(
         self,
         prompt: Prompt,
         cache_salt: bytes,
         model: ModelDescription,
-        request_id: str,
-        deadline: float,
+        asked_by: AskedBy,
         *,
+        size: int,
         grammar: Grammar | None = None,
-        with_token_strings: bool = False,
+        on_turn: Callable[[], None] = lambda: None,
         on_served: Callable[[WorkerIdentity], None] | None = None,
-        trace: TraceContext = UNTRACED,
     ) -> Encoded:
-        """grammar: tried first. on_served: told which tokenizer did it. trace: what this is a part
-        of."""
-        return await self._ask(
-            request_id,
+        """grammar: tried first. on_served: told which tokenizer did it."""
+        digest = grammar.digest if grammar is not None else b""
+        if grammar is not None and digest not in self._known_grammars:
+            lane = Lane.GRAMMAR
+        elif size >= LONG_BYTES or (isinstance(prompt, ChatPrompt) and prompt.template):
+            # A stranger's template may take long over any input.
+            lane = Lane.LONG
+        else:
+            lane = Lane.SHORT
+        encoded = await self._ask(
             model,
-            deadline,
+            asked_by,
+            lane,
+            size,
             lambda client, remaining_s: client.encode(
                 prompt,
                 cache_salt,
-                request_id,
+                asked_by.request_id,
                 remaining_s,
                 grammar=grammar,
-                with_token_strings=with_token_strings,
-                trace=trace,
+                trace=asked_by.trace,
             ),
-            trace,
+            on_turn,
             on_served,
         )
+        if grammar is not None:
+            self._known_grammars[digest] = None
+            self._known_grammars.move_to_end(digest)
+            if len(self._known_grammars) > MAX_KNOWN_GRAMMARS:
+                self._known_grammars.popitem(last=False)
+        return encoded
+
+    async def names(
+        self, token_ids: tuple[int, ...], model: ModelDescription, asked_by: AskedBy
+    ) -> tuple[str, ...]:
+        """What these tokens are called in the vocabulary."""
+        encoded = await self._ask(
+            model,
+            asked_by,
+            *_lane_of_ids(token_ids),
+            lambda client, remaining_s: client.encode(
+                TokenPrompt(token_ids),
+                b"",
+                asked_by.request_id,
+                remaining_s,
+                with_token_strings=True,
+                trace=asked_by.trace,
+            ),
+        )
+        return encoded.token_strings
 
     async def decode(
         self,
         token_ids: tuple[int, ...],
         model: ModelDescription,
-        request_id: str,
-        deadline: float,
+        asked_by: AskedBy,
         *,
         skip_special_tokens: bool,
-        trace: TraceContext = UNTRACED,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> str:
         """The whole text of these ids."""
         return await self._ask(
-            request_id,
             model,
-            deadline,
+            asked_by,
+            *_lane_of_ids(token_ids),
             lambda client, remaining_s: client.decode(
                 token_ids,
-                request_id,
+                asked_by.request_id,
                 remaining_s,
                 skip_special_tokens=skip_special_tokens,
-                trace=trace,
+                trace=asked_by.trace,
             ),
-            trace,
+            on_turn,
         )
+
+    async def close(self) -> None:
+        """Whoever waits is ended by its own request."""
+        await self.turns.close()
 
     async def _ask(
         self,
-        request_id: str,
         model: ModelDescription,
-        deadline: float,
+        asked_by: AskedBy,
+        lane: Lane,
+        size: int,
         work: Callable[[TokenizerClient, float], Awaitable[T]],
-        trace: TraceContext,
+        on_turn: Callable[[], None] = lambda: None,
         on_served: Callable[[WorkerIdentity], None] | None = None,
     ) -> T:
-        return await ask(
-            self.fleet.tokenizers,
-            self.fleet.changed,
-            request_id,
-            model,
-            self.budget,
-            work,
-            deadline=deadline,
-            max_attempts=self.config.max_attempts,
-            wait_timeout_s=self.config.wait_timeout_s,
-            on_served=on_served,
-            trace=trace,
-        )
+        """What `work`, called with a tokenizer of the model and the seconds that are left,
+        returns. A fault of the input is not tried again."""
+        loop = asyncio.get_running_loop()
+        passed_over: set[str] = set()
+        failures = 0
+        while True:
+            wanted = Wanted(
+                asked_by.request_id,
+                asked_by.tenant,
+                lane,
+                size,
+                model.tokenizer_digest,
+                passed_over,
+                give_up=loop.time() + self._config.wait_timeout_s,
+            )
+            try:
+                turn = await self.turns.turn(wanted, asked_by.deadline)
+            except TimeoutError:
+                raise DeadlineExceeded("The request ran out of time.") from None
+            try:
+                with turn:
+                    on_turn()
+                    done = await work(turn.worker.client, asked_by.deadline - loop.time())
+                turn.worker.gained()
+                if on_served is not None:
+                    on_served(turn.worker.identity)
+                return done
+            except BatonError as error:
+                turn.worker.blamed(error)
+                verdict = VERDICTS[error.reason]
+                failures += verdict is Verdict.ELSEWHERE
+                if verdict is Verdict.FATAL or failures >= self._config.max_attempts:
+                    raise
+                if verdict is Verdict.ELSEWHERE and not self._budget.take(loop.time()):
+                    raise
+                lost = {"lost_at": "tokenizer", "reason": error.reason.name}
+                about = {**named(asked_by.request_id, asked_by.trace.trace_id), **lost}
+                log.info("a tokenizer failed: %s", error.message, extra=about)
+                passed_over.add(turn.worker.identity.incarnation)
+                if verdict is Verdict.LATER:
+                    await asyncio.sleep(error.retry_after_s or PAUSE_S)
+
+
+def _lane_of_ids(token_ids: tuple[int, ...]) -> tuple[Lane, int]:
+    size = TOKEN_ID_BYTES * len(token_ids)
+    return (Lane.LONG if size >= LONG_BYTES else Lane.SHORT), size

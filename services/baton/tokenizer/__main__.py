@@ -112,7 +112,9 @@ async def _serve(
                     "baton.v1.Tokenizer",
                     lambda server: add_TokenizerServicer_to_server(servicer, server),
                 ),
-                worker_service(lambda: WorkerDescription(identity(), model), load),
+                worker_service(
+                    lambda: WorkerDescription(identity(), model, max_sequences=threads), load
+                ),
             ],
             reflection=options.reflection,
             probes=probes,

@@ -148,8 +148,9 @@ async def test_a_prompt_is_cut_where_that_is_asked(
 
 async def test_tokens_and_texts(world: World) -> None:
     await world.start()
-    encoded, model = await world.pipeline.tokenize(REQUEST)
-    assert (encoded.token_ids, encoded.token_strings) == (IDS, tuple(TEXT))
+    names: list[str] = []
+    encoded, model = await world.pipeline.tokenize(REQUEST, on_names=names.extend)
+    assert (encoded.token_ids, "".join(names)) == (IDS, TEXT)
     assert model.name == language.MODEL.name
     assert await world.pipeline.detokenize(replace(REQUEST, prompt=TokenPrompt(IDS))) == TEXT
     with pytest.raises(InvalidArgument) as caught:

@@ -169,7 +169,8 @@ class FakeWorker:
 
 class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
     """One token a byte. remaining_s: what each call was told it has, traces: what it was part of.
-    chats, grammars: that came."""
+    chats, grammars: that came. begun: the bytes of each input, in the order in which they came.
+    `working`: cleared, inputs of at least `slow_bytes` wait. most_at_once: that waited so."""
 
     role = "tokenizer"
 
@@ -179,6 +180,11 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         self.traces: list[TraceContext] = []
         self.chats: list[tokenizer_pb2.Chat] = []
         self.grammars: list[types_pb2.Grammar] = []
+        self.begun: list[bytes] = []
+        self.working = asyncio.Event()
+        self.working.set()
+        self.slow_bytes = 0
+        self.num_slow = self.most_at_once = 0
 
     def service(self) -> Service:
         return Service(
@@ -192,6 +198,8 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         self.remaining_s.append(context.time_remaining())
         self.traces.append(context_of(context.invocation_metadata() or ()))
         self.refuse()
+        for entry in request.inputs:
+            await self._work(entry.text.encode() or entry.token_ids)
         return tokenizer_pb2.EncodeResponse(outputs=[self._encode(i) for i in request.inputs])
 
     async def Decode(
@@ -200,6 +208,8 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         self.remaining_s.append(context.time_remaining())
         self.traces.append(context_of(context.invocation_metadata() or ()))
         self.refuse()
+        for entry in request.inputs:
+            await self._work(entry.token_ids)
         return tokenizer_pb2.DecodeResponse(outputs=[self._decode(i) for i in request.inputs])
 
     async def Describe(
@@ -208,6 +218,17 @@ class FakeTokenizer(FakeWorker, tokenizer_pb2_grpc.TokenizerServicer):
         return tokenizer_pb2.DescribeResponse(
             identity=identity_to_proto(self.identity), model=self.model.name
         )
+
+    async def _work(self, data: bytes) -> None:
+        self.begun.append(data)
+        if len(data) < self.slow_bytes or self.working.is_set():
+            return
+        self.num_slow += 1
+        self.most_at_once = max(self.most_at_once, self.num_slow)
+        try:
+            await self.working.wait()
+        finally:
+            self.num_slow -= 1
 
     def _encode(self, entry: tokenizer_pb2.EncodeInput) -> tokenizer_pb2.EncodeOutput:
         self.grammars.append(entry.grammar)

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
 import openai
 
+from baton.core.admission import Admission, AdmissionLimits, Holding, Outlook
+from baton.core.drain_rate import DrainRate
 from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound, NotFound
+from baton.core.fair_queue import FairQueue
 from baton.core.model import ModelDescription
+from baton.core.refusal import Refusal
 from baton.core.request import (
     Accepted,
     ChatPrompt,
@@ -53,6 +58,7 @@ class Scripted:
     """hold: if set, every answer stops after its first character until `release`.
 
     refusal: raised by open. away: by turn_away. failure: raised after the first character.
+    admission: has room for what is received.
     """
 
     hold: bool = False
@@ -62,6 +68,16 @@ class Scripted:
     is_ready: bool = True
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Tenants and priorities that turn_away was asked about."""
+    faults: list[str] = field(default_factory=list)
+    """Tenants whose requests could not be read."""
+    admission: Admission = field(
+        default_factory=lambda: Admission(
+            AdmissionLimits(max_requests=10_000, max_tokens=0, max_queue_s=10.0),
+            FairQueue(max_tokens=1 << 20, max_entries=1024),
+            DrainRate(),
+            jitter=lambda: 0.0,
+        )
+    )
     stages: StageTimes | None = None
     record: RequestRecord | None = None
     """The only one that explain knows."""
@@ -90,16 +106,41 @@ class Scripted:
         if self.away is not None:
             raise self.away
 
-    async def tokenize(self, request: Request) -> tuple[Encoded, ModelDescription]:
+    def receive(self, tenant: Tenant, size: int) -> Holding:
+        return self.admission.receive(tenant, size, Outlook(), 0.0)
+
+    @contextmanager
+    def reading(self, tenant: Tenant) -> Iterator[None]:
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception:
+            self.faults.append(tenant.name)
+            raise
+
+    async def tokenize(
+        self,
+        request: Request,
+        holding: Holding | None = None,
+        on_names: Callable[[Sequence[str]], None] | None = None,
+    ) -> tuple[Encoded, ModelDescription]:
         self.seen.append(validate(request))
         ids = prompt_ids(request)
-        return Encoded(ids, b"", tuple(f"<{token_id}>" for token_id in ids)), MODEL
+        if on_names is not None:
+            for token_id in ids:
+                on_names([f"<{token_id}>"])
+        return Encoded(ids, b""), MODEL
 
-    async def detokenize(self, request: Request) -> str:
+    async def detokenize(self, request: Request, holding: Holding | None = None) -> str:
         self.seen.append(validate(request))
         return prompt_text(request)
 
-    async def open(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: Request, holding: Holding | None = None
+    ) -> AsyncGenerator[Event, None]:
+        if holding is not None:
+            holding.release()
         self.seen.append(validate(request))
         if self.refusal is not None:
             raise self.refusal

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core.errors import BatonError, Internal, Unauthenticated
-from baton.router.http.body import ClientGone, discard_body
+from baton.router.http.body import Bodies, ClientGone
 from baton.router.http.chat import ChatAnswer
 from baton.router.http.completions import CompletionAnswer
 from baton.router.http.docs import document_routes
@@ -42,15 +42,16 @@ class HttpApp:
         pages: Sequence[BaseRoute] = (),
     ):
         self._door = door
-        chat = Generation(frontend, parse_chat, ChatAnswer)
-        completions = Generation(frontend, parse_completion, CompletionAnswer)
+        self._bodies = Bodies(frontend)
+        chat = Generation(frontend, self._bodies, parse_chat, ChatAnswer)
+        completions = Generation(frontend, self._bodies, parse_completion, CompletionAnswer)
         self._router = Router(
             [
                 *_posts("/chat/completions", chat),
                 *_posts("/completions", completions),
                 *(
                     route
-                    for path, app in tokenizing_apps(frontend).items()
+                    for path, app in tokenizing_apps(frontend, self._bodies).items()
                     for route in _posts(path, app)
                 ),
                 *model_routes(frontend),
@@ -73,7 +74,7 @@ class HttpApp:
             try:
                 self._door.admit(scope)
             except (HttpError, Unauthenticated):
-                await discard_body(scope, receive)
+                await self._bodies.discard(scope, receive)
                 raise
             await self._router(scope, receive, send)
         except ClientGone:

@@ -10,7 +10,7 @@ from starlette.types import Scope
 from baton.core.errors import Unauthenticated
 from baton.core.tenants import Tenant
 from baton.router.http.errors import HttpError
-from baton.router.keys import Door
+from baton.router.keys import Door, at_address
 from baton.rpc import peer_token
 from baton.rpc.hosts import AllowedHosts
 from baton.rpc.metrics import UNAUTHENTICATED, counter
@@ -55,7 +55,7 @@ class HttpDoor:
             return
         tenant = self._tenant(scope, path)
         if tenant is not None:
-            scope[_TENANT] = tenant
+            scope[_TENANT] = at_address(tenant, (scope.get("client") or ("",))[0])
 
     def _check_host(self, scope: Scope) -> None:
         """Raises HttpError."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+from baton.core.admission import Holding
 from baton.core.model import ModelDescription
 from baton.core.request import Event, Request
 from baton.core.request_record import RequestRecord
@@ -29,19 +31,31 @@ class EventStream(Protocol):
 class Frontend(Protocol):
     """Answers requests.
 
-    `turn_away` comes first, while nothing was read but who asks: it raises BatonError when nothing
-    as urgent as this request may be would be let in. `open` validates, encodes and admits; it
-    raises BatonError while nothing is promised yet.
+    `receive` comes first, before a body is read: it raises BatonError when there is no room for it.
+    `turn_away` comes next, while nothing was read but who asks: it raises BatonError when nothing
+    as urgent as this request may be would be let in. What fails within `reading` counts as a
+    request. `open` validates, encodes and admits; it raises BatonError while nothing is promised
+    yet. The room for its bytes is its own from then on; of what is only encoded or decoded it stays
+    the caller's, who holds the answer's bytes too.
     """
+
+    def receive(self, tenant: Tenant, size: int) -> Holding: ...
 
     def turn_away(self, tenant: Tenant, priority: int) -> None: ...
 
-    async def open(self, request: Request) -> EventStream: ...
+    def reading(self, tenant: Tenant) -> AbstractContextManager[None]: ...
 
-    async def tokenize(self, request: Request) -> tuple[Encoded, ModelDescription]:
-        """A request's prompt as tokens, with their names."""
+    async def open(self, request: Request, holding: Holding | None = None) -> EventStream: ...
 
-    async def detokenize(self, request: Request) -> str:
+    async def tokenize(
+        self,
+        request: Request,
+        holding: Holding | None = None,
+        on_names: Callable[[Sequence[str]], None] | None = None,
+    ) -> tuple[Encoded, ModelDescription]:
+        """A request's prompt as tokens. on_names: gets their names, some at a time."""
+
+    async def detokenize(self, request: Request, holding: Holding | None = None) -> str:
         """The text of a request's TokenPrompt."""
 
     def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:

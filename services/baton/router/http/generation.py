@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
+from baton.core.admission import Holding
 from baton.core.errors import BatonError, Internal
 from baton.core.request import Accepted, Delta, Finished, Request
 from baton.core.trace_context import TraceContext
 from baton.router.event_stream import left
 from baton.router.http import timings
 from baton.router.http.answer import Answer
-from baton.router.http.body import ClientGone, read_json_body
+from baton.router.http.body import Bodies
 from baton.router.http.collect import Collector
 from baton.router.http.door import caller
 from baton.router.http.errors import described
@@ -43,32 +44,33 @@ class Generation:
     """An ASGI app. Raises BatonError or HttpError only while nothing has been sent."""
 
     frontend: Frontend
+    bodies: Bodies
     parse: Callable[[bytes], Call]
     answer: Callable[[Call, Sequence[Accepted], int], Answer]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await read_json_body(scope, receive)
-        except ClientGone:
-            return
         tenant = caller(scope)
-        self.frontend.turn_away(tenant, most_urgent(body, tenant))
-        call = self.parse(body).of(tenant, _trace(scope))
-        writer = EventWriter(send)
-        try:
-            asked = timings.asked_for(dict(scope["headers"]))
-            await while_connected(receive, self._respond(call, asked, send, writer))
-        except asyncio.CancelledError:
-            # The server closes; what the request held has been given back.
-            await writer.break_off(described(left())[1])
-            raise
-        except BatonError as error:
-            raise call.in_client_words(error) from error
+        async with self.bodies.received(scope, receive) as body:
+            self.frontend.turn_away(tenant, most_urgent(body.raw, tenant))
+            with self.frontend.reading(tenant):
+                call = self.parse(body.raw).of(tenant, _trace(scope))
+            body.raw = b""
+            writer = EventWriter(send)
+            try:
+                asked = timings.asked_for(dict(scope["headers"]))
+                responding = self._respond(call, body.holding, asked, send, writer)
+                await while_connected(receive, responding)
+            except asyncio.CancelledError:
+                # The server closes; what the request held has been given back.
+                await writer.break_off(described(left())[1])
+                raise
+            except BatonError as error:
+                raise call.in_client_words(error) from error
 
     async def _respond(
-        self, call: Call, wants_timings: bool, send: Send, writer: EventWriter
+        self, call: Call, holding: Holding, wants_timings: bool, send: Send, writer: EventWriter
     ) -> None:
-        async with _opened(self.frontend, call.requests) as streams:
+        async with _opened(self.frontend, call.requests, holding) as streams:
             accepted = [first for first, _ in streams]
             answer = self.answer(call, accepted, int(time.time()))
             headers = _headers(call, accepted[0])
@@ -147,7 +149,7 @@ async def _stream(
 
 @asynccontextmanager
 async def _opened(
-    frontend: Frontend, requests: Sequence[Request]
+    frontend: Frontend, requests: Sequence[Request], holding: Holding
 ) -> AsyncIterator[list[tuple[Accepted, EventStream]]]:
     """All requests accepted, in order, with what follows; or none of them and the first failure.
 
@@ -155,9 +157,13 @@ async def _opened(
     """
     found: dict[int, tuple[Accepted, EventStream]] = {}
     async with AsyncExitStack() as closing:
+        # Each prompt gives its part back when it is encoded, and what is left goes here.
+        parts = holding.divided(len(requests))
+        for part in parts:
+            closing.callback(part.release)
 
         async def open_one(position: int, request: Request) -> None:
-            stream = await frontend.open(request)
+            stream = await frontend.open(request, parts[position])
             closing.push_async_callback(stream.aclose)
             first = await anext(stream)
             if not isinstance(first, Accepted):

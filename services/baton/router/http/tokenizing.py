@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from baton.core.admission import Holding
 from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request import Prompt, Request, TextPrompt, TokenPrompt
-from baton.router.http.body import ClientGone, read_json_body
+from baton.router.http.body import Bodies
 from baton.router.http.decode import decode
 from baton.router.http.door import caller
 from baton.router.http.frontend import Frontend
 from baton.router.http.parse import PROMPT_NAMES, chat_prompt, listed
-from baton.router.http.respond import Json, send_json
+from baton.router.http.respond import Header, encode, encode_list, send_parts
 from baton.router.http.schema import ChatTemplateBody
 from baton.router.http.tasks import while_connected
 from baton.router.wording import in_client_words
+
+AT_ONCE = 4096
+"""Tokens that are written together."""
 
 
 class TokenizeBody(ChatTemplateBody, kw_only=True):
@@ -38,53 +43,98 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Tokenizing:
-    """An ASGI app. work: from a body to the answer and the names of ignored parameters; it raises
+    """An ASGI app. read: from a body to what was asked, and the names of ignored parameters.
+    work: from that to the answer, in parts for which there is room in the Holding. Both raise
     BatonError."""
 
-    work: Callable[[bytes, Scope], Awaitable[tuple[Json, tuple[str, ...]]]]
+    frontend: Frontend
+    bodies: Bodies
+    read: Callable[[bytes], tuple[Asked, tuple[str, ...]]]
+    work: Callable[[Frontend, Asked, Holding], Awaitable[list[bytes]]]
     names: dict[str, str] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await read_json_body(scope, receive)
-        except ClientGone:
-            return
-        try:
-            await while_connected(receive, self._respond(body, scope, send))
-        except BatonError as error:
-            raise in_client_words(error, self.names) from error
+        tenant = caller(scope)
+        async with self.bodies.received(scope, receive) as body:
+            try:
+                with self.frontend.reading(tenant):
+                    asked, ignored = self.read(body.raw)
+                body.raw = b""
+                asked = replace(asked, request=asked.request.of(tenant))
+                headers = [(b"x-baton-ignored-params", listed(ignored))] if ignored else []
+                await while_connected(receive, self._respond(asked, body.holding, headers, send))
+            except BatonError as error:
+                raise in_client_words(error, self.names) from error
 
-    async def _respond(self, body: bytes, scope: Scope, send: Send) -> None:
-        document, ignored = await self.work(body, scope)
-        headers = [(b"x-baton-ignored-params", listed(ignored))] if ignored else []
-        await send_json(send, 200, document, headers)
+    async def _respond(
+        self, asked: Asked, holding: Holding, headers: list[Header], send: Send
+    ) -> None:
+        await send_parts(send, await self.work(self.frontend, asked, holding), headers)
 
 
-def tokenizing_apps(frontend: Frontend) -> dict[str, Tokenizing]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """with_names: of the tokens, in the vocabulary."""
+
+    request: Request
+    with_names: bool = False
+
+
+def tokenizing_apps(frontend: Frontend, bodies: Bodies) -> dict[str, Tokenizing]:
     """By path."""
-
-    async def tokenize(raw: bytes, scope: Scope) -> tuple[Json, tuple[str, ...]]:
-        body, ignored = decode(raw, TokenizeBody, {})
-        request = Request(_prompt(body), model=body.model or "").of(caller(scope))
-        encoded, model = await frontend.tokenize(request)
-        document = {
-            "count": len(encoded.token_ids),
-            "max_model_len": model.max_model_len,
-            "tokens": list(encoded.token_ids),
-            "token_strs": list(encoded.token_strings) if body.return_token_strs else None,
-        }
-        return document, ignored
-
-    async def detokenize(raw: bytes, scope: Scope) -> tuple[Json, tuple[str, ...]]:
-        body, ignored = decode(raw, DetokenizeBody, {})
-        prompt = TokenPrompt(tuple(body.tokens))
-        request = Request(prompt, model=body.model or "").of(caller(scope))
-        return {"prompt": await frontend.detokenize(request)}, ignored
-
     return {
-        "/tokenize": Tokenizing(tokenize, PROMPT_NAMES),
-        "/detokenize": Tokenizing(detokenize, {"prompt": "tokens"}),
+        "/tokenize": Tokenizing(frontend, bodies, _read_text, _tokenize, PROMPT_NAMES),
+        "/detokenize": Tokenizing(
+            frontend, bodies, _read_tokens, _detokenize, {"prompt": "tokens"}
+        ),
     }
+
+
+def _read_text(raw: bytes) -> tuple[Asked, tuple[str, ...]]:
+    body, ignored = decode(raw, TokenizeBody, {})
+    request = Request(_prompt(body), model=body.model or "")
+    return Asked(request, bool(body.return_token_strs)), ignored
+
+
+def _read_tokens(raw: bytes) -> tuple[Asked, tuple[str, ...]]:
+    body, ignored = decode(raw, DetokenizeBody, {})
+    return Asked(Request(TokenPrompt(tuple(body.tokens)), model=body.model or "")), ignored
+
+
+async def _tokenize(frontend: Frontend, asked: Asked, holding: Holding) -> list[bytes]:
+    """In parts, between which others get their turn: a long text has megabytes of answer."""
+    strings = _List(holding)
+    on_names = strings.add if asked.with_names else None
+    encoded, model = await frontend.tokenize(asked.request, holding, on_names)
+    ids, tokens = encoded.token_ids, _List(holding)
+    for start in range(0, len(ids), AT_ONCE):
+        tokens.add(ids[start : start + AT_ONCE])
+        await asyncio.sleep(0)
+    return [
+        b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), model.max_model_len),
+        *tokens.parts,
+        b'],"token_strs":',
+        *((b"[", *strings.parts, b"]") if asked.with_names else (b"null",)),
+        b"}",
+    ]
+
+
+async def _detokenize(frontend: Frontend, asked: Asked, holding: Holding) -> list[bytes]:
+    return [encode({"prompt": await frontend.detokenize(asked.request, holding)})]
+
+
+class _List:
+    """The members of a JSON list, written some at a time. holding: what they are held by."""
+
+    def __init__(self, holding: Holding) -> None:
+        self.parts: list[bytes] = []
+        self._holding = holding
+
+    def add(self, values: Sequence[int] | Sequence[str]) -> None:
+        """Raises Refusal when there is no room for so much of an answer."""
+        part = (b"," if self.parts else b"") + encode_list(values)[1:-1]
+        self._holding.grow(len(part))
+        self.parts.append(part)
 
 
 def _prompt(body: TokenizeBody) -> Prompt:

@@ -7,7 +7,7 @@ protocol writes most of its defaults as zero, so zero means them here too.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -15,6 +15,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from baton.core.checks import check_text
 from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request import Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from baton.core.tenants import Tenant
+from baton.core.trace_context import TraceContext
 from baton.router.structured import (
     Asked,
     any_object,
@@ -69,6 +71,10 @@ class Call:
     request_id: str
     stream: bool
     names: dict[str, str] = field(default_factory=dict)
+
+    def of(self, tenant: Tenant, trace: TraceContext) -> Call:
+        """The same call, of whoever made it, as a part of its trace."""
+        return replace(self, request=self.request.of(tenant, trace))
 
     def in_client_words(self, error: BatonError) -> BatonError:
         """The same failure with the protocol's name of the field, in its message too, and a hint

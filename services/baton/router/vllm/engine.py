@@ -10,9 +10,10 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
+from baton.core.admission import Holding
 from baton.core.errors import BatonError, Cancelled, InvalidArgument, Unimplemented
 from baton.core.request import Accepted, Delta
-from baton.router.grpc_door import CALLER
+from baton.router.grpc_door import caller
 from baton.router.pipeline import Pipeline
 from baton.router.stall import Stall
 from baton.router.time_left import deadline_s
@@ -56,23 +57,31 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        tenant = CALLER.get()
-        self._pipeline.turn_away(tenant, 0)
-        self._about.check_single()
-        call = call_of(request, deadline_s(context))
-        with self._running.entered(tenant.name, call.request_id) as handle:
-            try:
-                async with Stall(self._stall_timeout_s) as stall:
-                    await self._answer(call, handle, context, stall)
-            except BatonError as error:
-                raise call.in_client_words(error) from error
+        tenant = caller(context)
+        # The message is in memory already: what is held is room for its encoding.
+        holding = self._pipeline.receive(tenant, request.ByteSize())
+        try:
+            self._pipeline.turn_away(tenant, 0)
+            self._about.check_single()
+            with self._pipeline.reading(tenant):
+                call = call_of(request, deadline_s(context)).of(
+                    tenant, context_of(context.invocation_metadata() or ())
+                )
+            with self._running.entered(tenant.name, call.request_id) as handle:
+                try:
+                    async with Stall(self._stall_timeout_s) as stall:
+                        await self._answer(call, holding, handle, context, stall)
+                except BatonError as error:
+                    raise call.in_client_words(error) from error
+        finally:
+            holding.release()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if len(request.request_ids) > MAX_REQUEST_IDS:
             raise InvalidArgument(
                 f"request_ids must have at most {MAX_REQUEST_IDS} entries", field="request_ids"
             )
-        self._running.abort(CALLER.get().name, request.request_ids)
+        self._running.abort(caller(context).name, request.request_ids)
         return pb.AbortResponse()
 
     async def HealthCheck(
@@ -88,12 +97,12 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        return self._about.server_info(CALLER.get())
+        return self._about.server_info(caller(context))
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         if request.dp_rank:
             raise InvalidArgument("dp_rank must be 0: there is one", field="dp_rank")
-        return self._about.loads(CALLER.get())
+        return self._about.loads(caller(context))
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
@@ -129,15 +138,16 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
     ) -> common_pb2.ProfileResponse:
         raise Unimplemented("Workers cannot be profiled from here.")
 
-    async def _answer(self, call: Call, handle: Handle, context: Context, stall: Stall) -> None:
+    async def _answer(
+        self, call: Call, holding: Holding, handle: Handle, context: Context, stall: Stall
+    ) -> None:
         async def tell(messages: Iterable[pb.GenerateResponse]) -> None:
             for message in messages:
                 await stall.watch(context.write(message))
 
         try:
             async with handle.interrupting():
-                trace = context_of(context.invocation_metadata() or ())
-                stream = await self._pipeline.open(call.request.of(CALLER.get(), trace))
+                stream = await self._pipeline.open(call.request, holding)
         except Aborted:
             await tell(Answer(call).aborted())
             return
