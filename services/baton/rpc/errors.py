@@ -126,6 +126,18 @@ def retry_after_headers(error: BatonError) -> dict[str, str]:
     }
 
 
+def forget_frames(error: BaseException) -> None:
+    """Of a failure that was answered, and of what caused it: which calls it came through. A frame
+    may refer to what refers to the failure, a task or a time-out; then all that the request held
+    would be held until the garbage collector comes."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+
+
 def to_status(error: BatonError, request_id: str = "") -> status_pb2.Status:
     """A Status with ErrorInfo always, BadRequest and RetryInfo where they help."""
     code: int = grpc_code(error).value[0]

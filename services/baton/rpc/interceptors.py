@@ -24,7 +24,7 @@ import grpc
 from grpc import aio
 
 from baton.core.errors import BatonError, Internal
-from baton.rpc.errors import DETAILS_KEY, grpc_code, to_status
+from baton.rpc.errors import DETAILS_KEY, forget_frames, grpc_code, to_status
 from baton.rpc.logs import named
 from baton.rpc.received import each, one, tolerant
 from baton.rpc.tracing import context_of
@@ -136,6 +136,7 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
     if context.done():
         raise asyncio.CancelledError from error
     status = to_status(error, request_id)
+    forget_frames(error)
     try:
         await context.abort(
             grpc_code(error),

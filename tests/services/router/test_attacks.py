@@ -7,6 +7,9 @@ that are only encoded. The tokenizer stands still for what is long, so nothing d
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
@@ -23,6 +27,8 @@ from baton.core.request import TextPrompt, TokenPrompt
 from baton.core.tenants import Tenant
 from baton.router.config import RouterConfig
 from baton.router.grpc_door import KeyInterceptor
+from baton.router.http.app import HttpApp
+from baton.router.http.door import HttpDoor
 from baton.router.keys import Door, OpenDoor
 from baton.router.servicer import InferenceServicer
 from baton.router.vllm.optional import engine_service
@@ -33,6 +39,7 @@ from tests.services.router import gateway, language
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, check
 from tests.services.router.test_admission import nothing_held
+from tests.services.router_http.test_bodies import Client
 
 GREEDY, POLITE = Tenant("greedy"), Tenant("polite")
 MIB = 1 << 20
@@ -269,3 +276,39 @@ async def test_callers_of_grpc_without_names_share_by_their_addresses(world: Wor
         assert inputs.held("127.0.0.1") == inputs.total >= 1 << 16
         call.cancel()
         await until(lambda: nothing_held(world))
+
+
+@pytest.mark.parametrize("way", ["http", "grpc"])
+async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
+    world: World, way: str
+) -> None:
+    """That one comes late, and what a failed request held is far more than it looks like."""
+    await world.start(RouterConfig(local_prefill_tokens=0, vllm_engine=True))
+    app = HttpApp(world.pipeline, CollectorRegistry(), HttpDoor(OpenDoor(), open_metrics=False))
+    text = "x" * (1 << 16)
+
+    async def fail() -> None:
+        world.tokenizers[0].begun.clear()
+        if way == "http":
+            asked = Client(who="", parts=[json.dumps({"prompt": text}).encode()])
+            assert await asked.ask(app) == 400
+            return
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in routes["Generate"][0](pb.GenerateRequest(text=text), timeout=20):
+                pass
+
+    async with grpc_routes(world, OpenDoor()) as routes:
+        await fail()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            await fail()
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(5):
+                await fail()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert after - before < 5 * len(text) / 2

@@ -26,6 +26,7 @@ from baton.router.http.parse import parse_chat, parse_completion
 from baton.router.http.requests import request_routes
 from baton.router.http.respond import send_json
 from baton.router.http.tokenizing import tokenizing_apps
+from baton.rpc.errors import forget_frames
 from baton.rpc.logs import named
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class HttpApp:
         except ClientGone:
             return
         except (BatonError, HttpError, HTTPException) as error:
+            forget_frames(error)
             await _refuse(error, send)
         except Exception:
             request_id = secrets.token_hex(16)
