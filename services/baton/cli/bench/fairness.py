@@ -1,6 +1,10 @@
 """`baton bench fairness`: what one tenant's flood does to another, with two routers.
 
-Two tenants have the same quota, a part of what the fleet can do. First B alone asks for half of its
+First neither tenant has a quota: B asks for a part of what the fleet can do, alone and then beside
+each of A's attacks (`attackers`), which want what comes before a place: bytes in the routers'
+memory, tokenizers, the routers' time. B must not be refused, and hardly notice.
+
+Then both have the same quota, a part of what the fleet can do. First B alone asks for half of its
 quota. Then A asks for ten times its own as well, at both routers: B's objectives must be met all
 the same. Last A asks at one router only: it must get all of its quota there.
 """
@@ -9,24 +13,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from baton.cli.bench.arrivals import ENGINE_CORE, OTHER_CORE, Arrivals, Phase, stream
+from baton.cli.bench.arrivals import ENGINE_CORE, MIB, OTHER_CORE, Arrivals, Phase, stream
+from baton.cli.bench.attackers import ATTACKS
 from baton.cli.bench.fleet import fleet
 from baton.cli.bench.process import say
 from baton.cli.bench.report import Report
-from baton.cli.layout import UpOptions
+from baton.cli.layout import Layout, UpOptions
 from baton.cli.ports import free_row
-from baton.cli.results import Result, compared
+from baton.cli.results import Result, at_most, compared
 from baton.core.errors import BatonError
 
 FLOODS, LIGHT = "a", "b"
 QUOTA = 0.3
 """Of what the fleet can do: each tenant's."""
+
+POLITE, NOTICED = 0.25, 1.5
+"""Of what the fleet can do: what B asks for beside attacks. Times its first token alone, p99."""
+
+ENDING_S = 60.0
+"""That attackers have to tell what they were answered."""
 
 FLOOD, HALF, GREEDY = 10.0, 0.5, 2.0
 """Times the quota: what A asks for with B, what B asks for, what A asks for at one router."""
@@ -48,7 +62,8 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
-    headers = [f"authorization: Bearer {_new_key(keys, name)}\r\n" for name in (FLOODS, LIGHT)]
+    shown = {name: _new_key(keys, name) for name in (FLOODS, LIGHT)}
+    headers = [f"authorization: Bearer {key}\r\n" for key in shown.values()]
     http_port, grpc_port = free_row(2), free_row(2)
     options = UpOptions(
         model=args.model,
@@ -69,6 +84,12 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
         capacity = await load.capacity()
         if not capacity:
             raise BatonError("nothing was answered while capacity was looked for")
+        polite = stream(POLITE * capacity, 1, (0, 1))
+        attacked = []
+        for attack in ("", *ATTACKS):
+            phase = {"name": attack or "idle", "seconds": args.seconds, "streams": [polite]}
+            async with _attacking(layout, attack, shown[FLOODS]):
+                attacked += await load.run([phase])
         quota = QUOTA * capacity
         tokens = args.prompt_tokens + args.output_tokens
         for name in (FLOODS, LIGHT):
@@ -85,19 +106,73 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
                  "streams": [stream(GREEDY * quota, 0, (0,))]},
             ]
         )  # fmt: skip
-    return _figures(args, capacity, quota, phases)
+    return [
+        Result("capacity", capacity, "requests/s"),
+        *_attacks_figures(capacity, attacked),
+        *_figures(args, quota, phases),
+    ]
 
 
-def _figures(
-    args: argparse.Namespace, capacity: float, quota: float, phases: list[Phase]
-) -> list[Result]:
+@asynccontextmanager
+async def _attacking(layout: Layout, attack: str, key: str) -> AsyncIterator[None]:
+    """Whoever attacks does so within. attack: "" for none."""
+    if not attack:
+        yield
+        return
+    targets = [spec.metrics for spec in layout.processes if spec.role == "router"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "baton.cli.bench.attackers", "--attack", attack),
+        *("--targets", ",".join(targets), "--key", key),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    try:
+        yield
+        process.stdin.close()
+        async with asyncio.timeout(ENDING_S):
+            told, _ = await process.communicate()
+        say(f"{attack}: A was answered {json.loads(told)['statuses']}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def _attacks_figures(capacity: float, phases: list[Phase]) -> list[Result]:
+    """Of B alone, and beside each attack of A."""
+    idle, *attacked = phases
+    alone = 1000 * idle.first_token(0.99)
+    found = [
+        Result("B asks for beside attacks", POLITE * capacity, "requests/s"),
+        Result("B's first token, p50, idle", 1000 * idle.first_token(0.5), "ms"),
+        Result("the routers' memory, idle", _routers_rss(idle), "MiB"),
+    ]
+    for phase in attacked:
+        num_refused = sum(one.status == 429 for one in phase.asked)
+        beside = 1000 * phase.first_token(0.99)
+        found += [
+            at_most(f"B's first token, p99, {phase.name} / idle", beside, "ms", NOTICED, alone),
+            at_most(f"B's requests refused, {phase.name}", num_refused, "", 0),
+            at_most(f"B's requests failed otherwise, {phase.name}", phase.failed(), "", 0),
+            Result(f"the routers' memory, {phase.name}", _routers_rss(phase), "MiB"),
+        ]
+    return found
+
+
+def _routers_rss(phase: Phase) -> float:
+    """The most that all of them held, in MiB."""
+    return sum(size for name, size in phase.rss.items() if name.startswith("router")) / MIB
+
+
+def _figures(args: argparse.Namespace, quota: float, phases: list[Phase]) -> list[Result]:
     alone, flooded, sticky = phases
     if not _attained(args, alone):
         raise BatonError("nothing that B asked for alone was answered within its objectives")
     before, beside = _attained(args, alone), _attained(args, flooded)
     b_alone, b_beside = _of(alone, 1), _of(flooded, 1)
     return [
-        Result("capacity", capacity, "requests/s"),
         Result("each tenant's quota", quota, "requests/s"),
         Result("B asks for", HALF * quota, "requests/s"),
         Result("A asks for, at both routers", FLOOD * quota, "requests/s"),

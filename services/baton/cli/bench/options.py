@@ -233,8 +233,8 @@ def _fairness(kinds: Any) -> None:
     fairness = flags.kind(
         kinds,
         "fairness",
-        "what one tenant's flood does to another, with two routers",
-        "About 3 minutes.",
+        "what one tenant's floods and attacks do to another, with two routers",
+        "About 6 minutes.",
         plot=False,
     )
     _served(fairness)
