@@ -107,10 +107,13 @@ class Preparation:
             _asked_by(held, request_id, stages.trace.stage_context),
             size=held.input_bytes,
             grammar=request.grammar,
+            most_tokens=model.max_model_len if request.truncate_prompt_tokens is None else None,
             on_turn=held.grant.encoding,
             on_served=stages.served_by,
         )
-        held.grant.encoded(len(encoded.token_ids))
+        held.grant.encoded(encoded.too_many or len(encoded.token_ids))
+        if encoded.too_many:
+            resolve_stop(request, encoded.too_many, model)
         answers = self._answer_rules.of(
             request, encoded.answer_format, left_open=encoded.reasoning_open
         )

@@ -43,6 +43,7 @@ class Encoded(NamedTuple):
     each token's name in the vocabulary.
 
     reasoning_open: it is a chat's and ends within reasoning. answer_format: of the model.
+    too_many: how many tokens there are, where they were too many to be looked at; else 0.
     """
 
     token_ids: tuple[int, ...]
@@ -50,6 +51,7 @@ class Encoded(NamedTuple):
     token_strings: tuple[str, ...] = ()
     reasoning_open: bool = False
     answer_format: AnswerFormat = _UNTOLD
+    too_many: int = 0
 
 
 class TokenizerClient(UnaryClient):
@@ -68,10 +70,13 @@ class TokenizerClient(UnaryClient):
         remaining_s: float,
         *,
         grammar: Grammar | None = None,
+        most_tokens: int | None = None,
         with_token_strings: bool = False,
         trace: TraceContext = UNTRACED,
     ) -> Encoded:
-        """Raises BatonError, naming the field if the prompt or the grammar is at fault."""
+        """most_tokens: of more only the number is told: to look at a million of them would keep
+        the event loop. Raises BatonError, naming the field if the prompt or the grammar is at
+        fault."""
         item = _input(prompt, cache_salt)
         item.with_token_strings = with_token_strings
         if grammar is not None:
@@ -79,6 +84,9 @@ class TokenizerClient(UnaryClient):
         output = await self._ask(
             self._stub.Encode, EncodeRequest(inputs=[item]), request_id, remaining_s, trace
         )
+        num_tokens = len(output.token_ids) // TOKEN_ID_BYTES
+        if most_tokens is not None and num_tokens > most_tokens:
+            return Encoded((), b"", too_many=num_tokens)
         token_ids = token_ids_from_bytes(output.token_ids, "token_ids")
         strings = tuple(output.token_strings)
         if len(output.prefix_hashes) % HASH_BYTES or len(strings) != (

@@ -64,10 +64,12 @@ class Tokenizers:
         *,
         size: int,
         grammar: Grammar | None = None,
+        most_tokens: int | None = None,
         on_turn: Callable[[], None] = lambda: None,
         on_served: Callable[[WorkerIdentity], None] | None = None,
     ) -> Encoded:
-        """grammar: tried first. on_served: told which tokenizer did it."""
+        """grammar: tried first. most_tokens: see TokenizerClient. on_served: told which tokenizer
+        did it."""
         digest = grammar.digest if grammar is not None else b""
         if grammar is not None and digest not in self._known_grammars:
             lane = Lane.GRAMMAR
@@ -87,6 +89,7 @@ class Tokenizers:
                 asked_by.request_id,
                 remaining_s,
                 grammar=grammar,
+                most_tokens=most_tokens,
                 trace=asked_by.trace,
             ),
             on_turn,
