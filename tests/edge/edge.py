@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 from prometheus_client import CollectorRegistry
 
+from baton.core.admission import Holding
 from baton.core.errors import Unauthenticated
 from baton.core.request import Accepted, Delta, Event, Request
 from baton.core.tenants import Tenant
@@ -59,11 +60,13 @@ class Lasting(Scripted):
     """Never ends two answers: "endless" comes as fast as it is taken, "silent" says one word and no
     more. And "late" comes later than others."""
 
-    async def open(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: Request, holding: Holding | None = None
+    ) -> AsyncGenerator[Event, None]:
         if prompt_text(request) == "late":
             await asyncio.sleep(LATE_S)
         if prompt_text(request) not in ("endless", "silent"):
-            return await super().open(request)
+            return await super().open(request, holding)
         self.seen.append(request)
         return self._without_end(request)
 

@@ -38,7 +38,6 @@ from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 from tests.services.router import gateway, language
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, check
-from tests.services.router.test_admission import nothing_held
 from tests.services.router_http.test_bodies import Client
 
 GREEDY, POLITE = Tenant("greedy"), Tenant("polite")
@@ -116,7 +115,7 @@ async def test_a_flood_of_long_inputs_refuses_and_delays_nobody_else(
     )
     assert world.tokenizers[0].most_at_once == 1, "the others wait in the router"
     await let_go(held)
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_a_long_prompt_is_served_before_the_backlog_of_others(world: World) -> None:
@@ -135,7 +134,7 @@ async def test_a_long_prompt_is_served_before_the_backlog_of_others(world: World
     place = world.tokenizers[0].begun.index(own.encode())
     assert place <= 2, "the one that had begun, and at most one more"
     await let_go(backlog)
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 FAULTS: list[tuple[dict[str, Any], type[Exception]]] = [
@@ -263,7 +262,7 @@ async def test_every_grpc_route_counts_requests(world: World, name: str) -> None
         assert await status(method, wrong, "rated") is grpc.StatusCode.INVALID_ARGUMENT
         assert await status(method, right, "rated") is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await status(method, right, "polite") is grpc.StatusCode.OK
-    await until(lambda: nothing_held(world))
+    await until(world.nothing_left)
 
 
 async def test_callers_of_grpc_without_names_share_by_their_addresses(world: World) -> None:
@@ -275,7 +274,7 @@ async def test_callers_of_grpc_without_names_share_by_their_addresses(world: Wor
         await until(lambda: world.tokenizers[0].num_slow == 1)
         assert inputs.held("127.0.0.1") == inputs.total >= 1 << 16
         call.cancel()
-        await until(lambda: nothing_held(world))
+        await until(world.nothing_left)
 
 
 @pytest.mark.parametrize("way", ["http", "grpc"])
