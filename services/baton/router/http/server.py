@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from typing import Any
 
@@ -30,6 +31,8 @@ START_S = 10.0
 """A bound: the server listens a few milliseconds after it is started."""
 FLUSH_S = 1.0
 """How long what was said last may take to reach the clients."""
+THREADS_S = 1.0
+"""A bound: its threads end within a millisecond or so after it."""
 END_S = 5.0
 """A bound: the server ends at once when all its connections have."""
 SEND_BUFFER_BYTES = 64 << 10
@@ -65,6 +68,8 @@ class HttpServer:
         self._edge = Edge(app, limits, self._connections)
         self._serving: list[tuple[Server, asyncio.Task[None]]] = []
         """The last one takes connections; those before it, of older certificates, end theirs."""
+        self._threads: set[str] = set()
+        """What began as a server started: its threads, and maybe others."""
         self._looking: asyncio.Task[None] | None = None
 
     @property
@@ -107,7 +112,7 @@ class HttpServer:
         close_left_over(self._host, self._port)
 
     async def _start_serving(self) -> None:
-        server = self._new_server()
+        server, before = self._new_server(), _threads()
         task = asyncio.create_task(server.serve())
         self._serving.append((server, task))
         async with asyncio.timeout(START_S):
@@ -115,6 +120,7 @@ class HttpServer:
                 await asyncio.wait({task}, timeout=0.001)
                 if task.done():
                     raise RuntimeError("the HTTP server ended as it started") from task.exception()
+        self._threads |= _threads() - before
 
     async def _end_serving(self) -> None:
         """Ends all connections, and with them the servers, which wait for theirs."""
@@ -132,6 +138,12 @@ class HttpServer:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._serving), return_exceptions=True)
         self._serving.clear()
+        # The server says that it has ended a moment before its threads let go of Python's objects.
+        # An interpreter that ends in that moment takes the process with it (SIGABRT).
+        until = loop.time() + THREADS_S
+        while self._threads & _threads() and loop.time() < until:
+            await asyncio.sleep(0.001)
+        self._threads.clear()
 
     def _new_server(self) -> Server:
         limits = self._limits
@@ -225,3 +237,11 @@ async def serve_http(
     except OSError as error:
         raise refusal(error, listen, _FIELD) from None
     return server
+
+
+def _threads() -> set[str]:
+    """The system's ids of this process's threads, also those that Python does not know."""
+    try:
+        return set(os.listdir("/proc/self/task"))
+    except OSError:
+        return set()
