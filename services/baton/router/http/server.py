@@ -141,7 +141,7 @@ class HttpServer:
         # The server says that it has ended a moment before its threads let go of Python's objects.
         # An interpreter that ends in that moment takes the process with it (SIGABRT).
         until = loop.time() + THREADS_S
-        while self._threads & _threads() and loop.time() < until:
+        while self._threads & _threads() and loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self._threads.clear()
 
