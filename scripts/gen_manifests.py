@@ -66,7 +66,17 @@ def plain(objects: Iterable[Json | None]) -> list[Json]:
                 for entry in container["env"]:
                     if "value" in entry:
                         entry["value"] = _POOL.sub(r"k8s:///\1:grpc", entry["value"])
+                    if entry["name"] == "BATON_ALLOWED_HOSTS":
+                        entry["value"] = _anywhere(entry["value"])
     return sorted(kept, key=lambda each: (each["kind"], each["metadata"]["name"]))
+
+
+def _anywhere(hosts: str) -> str:
+    """The names of a Service without its namespace: what is below `svc` is the cluster's own."""
+    names = hosts.split(",")
+    bare = [name for name in names if "." not in name]
+    below = [f"*.svc{name.partition('.svc')[2]}" for name in names if ".svc" in name]
+    return ",".join([*bare, *below])
 
 
 def differing(files: Mapping[str, str], folder: Path) -> list[str]:
