@@ -115,7 +115,7 @@ def test_the_address_is_that_of_the_running_baton(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert access_of(parsed(), "10.0.0.1:1").address == "10.0.0.1:1"
-    state.write({"grpc": address, "http": "", "pid": os.getpid(), "processes": []})
+    state.write({"grpc": address, "http": "", "processes": []} | state.process(os.getpid()))
     chat.ask(access_of(parsed(), ""), "hello")
     assert capsys.readouterr().out == ANSWER + "\n"
 

@@ -120,7 +120,7 @@ def there(address: str | None) -> Access:
 
 def test_a_baton_that_serves(address: str) -> None:
     assert doctor.running(there(address)) == ok(f"serving at {address}")
-    state.write({"grpc": address, "http": "", "pid": os.getpid(), "processes": []})
+    state.write({"grpc": address, "http": "", "processes": []} | state.process(os.getpid()))
     assert doctor.running(there(None)) == ok(f"serving at {address}")
 
 

@@ -194,6 +194,8 @@ class EdgeProcess:
     def close(self) -> None:
         """Asserts that the process ends in order."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        # Its end alone does not do: processes that a test forked may hold a copy of the pipe.
+        self._process.stdin.write("\n")
         self._process.stdin.close()
         try:
             self._process.wait(LIVENESS_S)
@@ -217,7 +219,7 @@ class EdgeProcess:
 
 
 async def _run(options: EdgeOptions) -> None:
-    """Serves until standard input ends; every line of it is a question."""
+    """Serves until an empty line comes; every other one is a question."""
     frontend = Lasting()
     certificates = Certificates(*options.certificate) if options.certificate else None
     limits = HttpLimits(**options.limits)  # type: ignore[arg-type]
