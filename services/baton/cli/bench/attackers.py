@@ -63,7 +63,7 @@ def _request(attack: str, draw: random.Random, header: str) -> bytes:
             )
     body = json.dumps(asked).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: b\r\n{header}content-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{header}content-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

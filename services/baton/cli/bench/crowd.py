@@ -60,7 +60,7 @@ class Stalled:
                 "stream": True,
             }
         )
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, port))
         await loop.sock_sendall(client, f"{head}{body}".encode())
@@ -137,7 +137,7 @@ async def slow(host: str, port: int, start: bytes, drip: bytes) -> None:
 def slow_ways(
     http: tuple[str, int], grpc_: tuple[str, int]
 ) -> Iterator[tuple[str, int, bytes, bytes]]:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
     for number in count():
         match number % 10:
             case 0 | 1 | 2 | 3:
