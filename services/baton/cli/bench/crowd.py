@@ -60,7 +60,8 @@ class Stalled:
                 "stream": True,
             }
         )
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, port))
         await loop.sock_sendall(client, f"{head}{body}".encode())

@@ -171,7 +171,8 @@ class SseDrain(asyncio.Protocol):
         text = json.dumps(body).encode()
         self._answer = Drained(perf_counter())
         self._transport.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(text), text)
         )
         return self._answer

@@ -166,7 +166,8 @@ class _Load:
 
     def _head(self, one: Asked, length: int) -> str:
         return (
-            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{self._job['headers'][one.tenant]}"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            f"{self._job['headers'][one.tenant]}"
             f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
         )
 

@@ -247,7 +247,8 @@ class Connections:
 
     def _make_room(self) -> None:
         """Ends idle connections: of addresses with too many, and of the fullest when crowded."""
-        limit = self._limits.max_per_address
+        limit, now = self._limits.max_per_address, self._now()
+        quiet_s = min(QUIET_S, self._limits.head_timeout_s)
         surplus = [(a, n - limit) for a, n in self._per_address.items() if limit and n > limit]
         over = len(self) - int(self._limits.max_connections * CROWDED)
         if over > 0 and self._per_address:
@@ -256,7 +257,10 @@ class Connections:
             idle = [
                 connection
                 for connection in self._by_inode.values()
-                if connection.peer[0] == address and not connection.exchanges
+                if connection.peer[0] == address
+                and not connection.exchanges
+                # One that has just connected is about to ask.
+                and now - connection.idle_since >= quiet_s
             ]
             # Those that never asked for anything go first, then those that have been idle longest.
             idle.sort(key=lambda connection: (connection.asked, connection.idle_since))
