@@ -15,6 +15,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -269,7 +270,8 @@ class Connections:
 
     def _find(self) -> None:
         """Brings the records in step with the process's sockets."""
-        began = self._now()
+        # Not the loop's clock: that stands still while one callback runs.
+        began = time.perf_counter()
         gone = dict(self._by_inode)
         listed = False
         others: set[int] = set()
@@ -293,7 +295,7 @@ class Connections:
                 connection.abandon()
                 self._forget(connection)
         self._found_at = self._now()
-        self._find_s = self._found_at - began
+        self._find_s = time.perf_counter() - began
 
     def _saw(self, peer: Peer, fd: int, inode: int) -> None:
         connection = self._by_peer.get(peer)
