@@ -191,3 +191,6 @@ async def test_what_is_only_in_our_buffers_is_not_taken() -> None:
             async with asyncio.timeout(30):
                 while server.num_connections:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+                # By a reset: else the kernel would keep the answer for as long as the client lives.
+                while not client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)

@@ -36,6 +36,8 @@ HTTP_TOKENS, GRPC_TOKENS = 320, 160
 TOP_LOGPROBS = 20
 READER_BYTES = 4096
 BYTE_S = 1.0
+RETRY_S = 0.5
+ACCEPTED = b"HTTP/1.1 200"
 GRPC_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
@@ -64,7 +66,14 @@ class Stalled:
         head += f"content-length: {len(body)}\r\n\r\n"
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, port))
-        await loop.sock_sendall(client, f"{head}{body}".encode())
+        # The crowd is one tenant, and some of it are refused while the others are let in.
+        while True:
+            await loop.sock_sendall(client, f"{head}{body}".encode())
+            status = await loop.sock_recv(client, len(ACCEPTED))
+            if status == ACCEPTED:
+                break
+            await loop.sock_recv(client, READER_BYTES)
+            await asyncio.sleep(RETRY_S)
         self._sockets[client.fileno()] = client, time.monotonic()
         self._poll.register(client, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
 
@@ -155,13 +164,15 @@ async def main(args: argparse.Namespace) -> None:
     http, rpc = _address(args.http), _address(args.grpc)
     stalled, calls = Stalled(), StalledCalls(args.grpc)
     ways = slow_ways(http, rpc)
-    dripping = [asyncio.create_task(slow(*next(ways))) for _ in range(args.slow)]
+    dripping: list[asyncio.Task[None]] = []
     try:
         half = args.stalled // 2
         await asyncio.gather(
             *(stalled.add(*http) for _ in range(args.stalled - half)),
             *(calls.add() for _ in range(half)),
         )
+        # After those, which are to be let in: what crawls takes its tenant's share of bodies.
+        dripping += [asyncio.create_task(slow(*next(ways))) for _ in range(args.slow)]
         print(json.dumps({"ready": args.stalled + args.slow}), flush=True)
         ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         while not ended.done():

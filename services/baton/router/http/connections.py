@@ -26,6 +26,7 @@ from baton.router.http.limits import SEND_BUFFER_BYTES, HttpLimits
 
 _FDS = "/proc/self/fd"
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
+_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
 # From linux/tcp.h, struct tcp_info: state, unacked segments, bytes_acked, bytes_received,
 # notsent_bytes.
 _INFO = struct.Struct("=B23xI92xQQ8xI")
@@ -180,6 +181,8 @@ class Connections:
         for connection in list(self._by_inode.values()):
             if connection.exchanges:
                 self._look_at_busy(connection, now)
+            elif self._stalls(connection, self._info(connection), now):
+                self._shut_down(connection, reset=True)
             elif self._overstays(connection, now):
                 self._shut_down(connection)
         self._make_room()
@@ -235,8 +238,6 @@ class Connections:
             # The server may wait for the rest of a body that nobody wants.
             return True
         info = self._info(connection)
-        if self._stalls(connection, info, now):
-            return True
         # Between two requests: whatever comes begins a head, be it only an empty line.
         received = None if info is None else info.received
         if connection.received is None:
@@ -358,14 +359,19 @@ class Connections:
             held.shutdown(socket.SHUT_RDWR)
 
 
-def tune_listeners(host: str, port: int) -> bool:
+def tune_listeners(host: str, port: int, stall_timeout_s: float) -> bool:
     """Sets on the sockets that listen there what the connections they accept inherit: how much the
-    kernel keeps for one. Returns whether there is such a socket."""
+    kernel keeps for one, and for how long after the server has closed it, where the peer takes
+    nothing. Returns whether there is such a socket."""
     found = False
     for held in _bound(host, port):
         if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             found = True
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            if _USER_TIMEOUT is not None:
+                # Later than `look`, which resets what is still open.
+                timeout_ms = int(2000 * stall_timeout_s)
+                held.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, timeout_ms)
     return found
 
 

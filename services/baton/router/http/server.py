@@ -116,7 +116,7 @@ class HttpServer:
         task = asyncio.create_task(server.serve())
         self._serving.append((server, task))
         async with asyncio.timeout(START_S):
-            while not tune_listeners(self._host, self._port):
+            while not tune_listeners(self._host, self._port, self._limits.stall_timeout_s):
                 await asyncio.wait({task}, timeout=0.001)
                 if task.done():
                     raise RuntimeError("the HTTP server ended as it started") from task.exception()
