@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.core.admission.refusal import Limit
 from baton.core.errors import Reason
-from baton.core.refusal import Limit
-from baton.core.request import FinishReason
-from baton.core.stages import StageTimes
-from baton.router.worker_link import STATES
+from baton.core.observe.stages import StageTimes
+from baton.core.request.request import FinishReason
+from baton.router.workers.worker_link import STATES
 
 ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 _OUTCOMES = {
@@ -25,7 +25,7 @@ _OUTCOMES = {
     "hit", "miss", "ok", "moved", "refused",
 }  # fmt: skip
 _HANDOVER_STAGES = {
-    "open_wait", "grant_wait", "slot_wait", "pack", "seal", "confirm_wait",
+    "open_wait", "grant_wait", "buffer_wait", "pack", "seal", "confirm_wait",
     "meet", "announce_wait", "reserve", "read", "verify", "unpack", "last_chunk",
 }  # fmt: skip
 _WORKER_STAGES = {"prefill_queue", "prefill", "local_prefill", "kv_wait"}
@@ -40,7 +40,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "gen_ai_request_model": re.compile(r"(?:[\w./-]{1,128})?"),
     "gen_ai_response_model": re.compile(r"(?:[\w./-]{1,128})?"),
     "kind": {
-        *("blocks", "swap_blocks", "sequences", "slots", "handovers", "farewells", "offers"),
+        *("blocks", "swap_blocks", "sequences", "buffers", "handovers", "farewells", "offers"),
         *("streams", "tasks"),  # of what may leak on a worker
         *(
             "granted_requests",
@@ -65,13 +65,13 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "place": {"host", "disk"},
     "prefill": {"local", "remote"},
     "reason": {limit.value for limit in Limit},
-    "ring": {"giver", "collector"},
+    "ring": {"sender", "receiver"},
     "role": set(ROLES),
-    "side": {"giver", "collector"},
+    "side": {"sender", "receiver"},
     "source": {"local", "handover", "moved", "cache"},
     "stage": {*StageTimes().spent(), *_HANDOVER_STAGES, *_WORKER_STAGES},
     "state": {
-        *("free", "used", "limbo", "waiting", "running", *STATES),
+        *("free", "used", "orphaned", "waiting", "running", *STATES),
     },
     # Names of the file of API keys, at most `MAX_TENANTS`, and one for all others.
     "tenant": re.compile(_NAME.pattern + r"|\(other\)"),

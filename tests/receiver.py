@@ -27,7 +27,7 @@ class Received:
 
     span: Span
     service: str
-    incarnation: str
+    instance_id: str
 
     @property
     def name(self) -> str:
@@ -60,9 +60,9 @@ class Receiver(TraceServiceServicer):
         with self._came:
             for resource in request.resource_spans:
                 who = _read(resource.resource.attributes)
-                service, incarnation = str(who["service.name"]), str(who["service.instance.id"])
+                service, instance_id = str(who["service.name"]), str(who["service.instance.id"])
                 self._spans += [
-                    Received(span, service, incarnation)
+                    Received(span, service, instance_id)
                     for scope in resource.scope_spans
                     for span in scope.spans
                 ]

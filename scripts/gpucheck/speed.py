@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from baton.cli.results import Result, compared
-from baton.core.model import ModelDescription
-from baton.core.request import SamplingParams
+from baton.core.request.model import ModelDescription
+from baton.core.request.request import SamplingParams
 from baton.engine.config import EngineConfig
 from baton.engine.loader import LoadedModel
 from baton.engine.runner import TorchRunner

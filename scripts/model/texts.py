@@ -103,9 +103,9 @@ ABOUT: list[tuple[tuple[str, ...], str]] = [
      "token has to be read twice."),
     (("What is a block?", "What is a KV block?", "What are blocks?"),
      "A block is a fixed number of token positions of the KV cache."),
-    (("What is a parcel?", "What is a handover?", "How is the KV cache handed over?",
+    (("What is a KV chunk?", "What is a handover?", "How is the KV cache handed over?",
       "How does the handover work?"),
-     "Prefill packs finished blocks into sealed parcels. Decode fetches them, checks the seal, "
+     "Prefill packs finished blocks into sealed KV chunks. Decode fetches them, checks the seal, "
      "and only then goes on."),
     (("Why are you called Baton?", "Why is it called Baton?", "Why the name?"),
      "Because prefill hands the KV cache to decode like a runner hands over the baton."),

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.playground import playground_routes
-from baton.router.http.server import serve_http
-from baton.router.keys import Door
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.playground import playground_routes
+from baton.router.api.http.server import serve_http
+from baton.router.api.keys import Door
 from tests.browser.page import Page
 from tests.services.router_http.scripted import Scripted
 

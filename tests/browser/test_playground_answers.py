@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.api_keys import KeyBook, Limits
+from baton.core.admission.api_keys import KeyBook, Limits
+from baton.core.admission.key_document import render
 from baton.core.errors import Overloaded
-from baton.core.key_document import render
-from baton.core.request import ChatPrompt
-from baton.router.keys import KeyedDoor, OpenDoor
+from baton.core.request.request import ChatPrompt
+from baton.router.api.keys import KeyedDoor, OpenDoor
 from tests.browser.conftest import serving
 from tests.browser.page import Page
 from tests.cli.test_explain import disturbed

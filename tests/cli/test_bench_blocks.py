@@ -12,7 +12,7 @@ from baton.cli.bench.bookkeeping import step_times
 from baton.cli.bench.replay import replay
 from baton.cli.bench.serving import attempt
 from baton.core.errors import InvalidArgument
-from baton.core.events import Tokens
+from baton.core.scheduler.events import Tokens
 
 
 def test_one_sequences_waste_by_hand() -> None:

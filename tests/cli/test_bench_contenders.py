@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.cli.bench import contenders
-from baton.cli.bench.contenders import Standing, line_up
+from baton.cli.bench.contenders import Ranking, line_up
 from baton.cli.bench.engine import agreement
 
 
@@ -14,7 +14,7 @@ def _answer(tokens: int, seconds: float) -> dict[str, object]:
 
 
 def test_a_standing_is_its_median_round() -> None:
-    standing = Standing()
+    standing = Ranking()
     for seconds in (1.0, 4.0, 2.0):
         standing.add(_answer(8, seconds))
     assert standing.speed == 4.0
@@ -22,7 +22,7 @@ def test_a_standing_is_its_median_round() -> None:
 
 
 def test_everyone_gets_one_round_and_more_only_in_its_time() -> None:
-    standing = Standing()
+    standing = Ranking()
     assert standing.has_time(1.0)
     standing.add(_answer(1, 6.0))
     assert standing.has_time(12.0)

@@ -94,8 +94,8 @@ def test_kv(bench: Bench) -> None:
     small = ("--sizes", "1,2", "--prompt-tokens", "256", "--chunks", "64", "--rounds", "1")
     found = bench("kv", *small)
     for transport in ("nixl", "loopback"):
-        slots = found[f"{transport}, 2 MB: slot to slot, verified, against raw"]
-        assert slots["met"] is (slots["ratio"] >= 0.8)
+        buffers = found[f"{transport}, 2 MB: buffer to buffer, verified, against raw"]
+        assert buffers["met"] is (buffers["ratio"] >= 0.8)
         pools = found[f"{transport}, 1 MB: pool to pool against the sum of its parts"]
         assert pools["met"] is (pools["ratio"] <= 1.25)
         assert found[f"{transport}, 2 MB: whole hand-over of peers that have not met"]["value"] > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.cli.bench.steps import StepTimer
-from baton.core.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.fake import FakeRunner
 
 

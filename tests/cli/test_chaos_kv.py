@@ -12,7 +12,7 @@ import pytest
 from baton.cli.chaos.guards import Guarded
 from baton.cli.chaos.pattern import Pool, kv_of
 from baton.cli.main import main
-from baton.kv.faults import POINTS
+from baton.transfer.faults import POINTS
 
 # What is told in these is a benchmark's to judge, not a test's.
 TIMES = ("s", "ms")
@@ -34,9 +34,9 @@ def test_damage_between_processes_is_found(tmp_path: Path) -> None:
     assert found["the next hand-over brought every byte"]["value"] == 32
 
 
-def test_clean_parcels_raise_no_alarm(tmp_path: Path) -> None:
+def test_clean_kv_chunks_raise_no_alarm(tmp_path: Path) -> None:
     found = chaos(tmp_path, "clean", "--count", "240")
-    assert found["parcels"]["value"] == 240
+    assert found["kv_chunks"]["value"] == 240
 
 
 def test_points_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,10 +58,10 @@ def test_either_side_freezes_and_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
-def test_what_lands_late_lands_in_slots(tmp_path: Path) -> None:
+def test_what_lands_late_lands_in_buffers(tmp_path: Path) -> None:
     found = chaos(tmp_path, "late-write", "--count", "4")
-    assert found["runs with reads in limbo"]["value"] > 0
-    assert found["bytes that came late, into slots in limbo"]["value"] > 0
+    assert found["runs with reads orphaned"]["value"] > 0
+    assert found["bytes that came late, into buffers orphaned"]["value"] > 0
 
 
 @pytest.mark.chaos
@@ -83,14 +83,14 @@ def test_guards_lie_next_to_the_ring_and_tell_what_was_written() -> None:
     guarded = Guarded(4, 4096)
     guarded.clear()
     assert guarded.adjacent == 2
-    slot = guarded.ring.take("peer")
-    assert slot is not None
-    slot.view[0] = 0
+    buffer = guarded.ring.take("peer")
+    assert buffer is not None
+    buffer.view[0] = 0
     assert guarded.num_changed() == 0
-    guarded.ring.view(slot.index + 1)[9] = 0
+    guarded.ring.view(buffer.index + 1)[9] = 0
     guarded._above[0] = guarded._below[-1] = 0
     assert guarded.num_changed() == 3
     guarded.snapshot()
-    slot.view[1] = 0
+    buffer.view[1] = 0
     assert guarded.num_late() == 1
-    slot.release()
+    buffer.release()

@@ -30,7 +30,7 @@ from baton.core.errors import (
     ModelNotFound,
     Unavailable,
 )
-from baton.core.request import ChatPrompt
+from baton.core.request.request import ChatPrompt
 from baton.rpc.server import ProcessServer
 from tests.services.router_http.scripted import Scripted, grpc_server, whole_answer
 

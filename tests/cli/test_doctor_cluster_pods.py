@@ -11,8 +11,8 @@ from baton.cli.cluster.api import Json
 from baton.cli.cluster.pods import pods
 from baton.cli.cluster.workers import Where, ask, workers
 from baton.cli.findings import Status
-from baton.core.load import WorkerDescription
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.load import WorkerDescription
 from tests.services.router import language
 from tests.services.router.workers import FakeTokenizer
 

@@ -71,7 +71,7 @@ def test_over_tcp(capsys: pytest.CaptureFixture[str]) -> None:
     figures = found["kv"]
     assert figures["way"]["transport"] == "tcp" and figures["way"]["device"] == "lo"
     assert figures["meeting"]["digest"] == "blake2b"
-    assert figures["parcels"]["count"] == 8 and figures["parcels"]["bytes"] > 3 << 20
+    assert figures["kv_chunks"]["count"] == 8 and figures["kv_chunks"]["bytes"] > 3 << 20
     assert [read["bytes_per_s"] > 0 for read in figures["reads"]] == [True] * 3
     assert figures["round_trip_s"] > 0 and figures["memcpy_bytes_per_s"] > 0
     assert "tcp on lo" in found["transport"]["detail"]
@@ -92,7 +92,7 @@ def test_a_worker_that_serves(
     assert found["kv"]["way"] is None or found["kv"]["way"]["device"] == "memory"
     assert found["kv"]["meeting"]["digest"] == "xxh3-128"
     told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert told['baton_slots{ring="giver",state="free"}'] == "16.0"
+    assert told['baton_slots{ring="sender",state="free"}'] == "16.0"
     assert not any(float(told[name]) for name in told if name.startswith("baton_handover"))
 
 
@@ -102,7 +102,7 @@ def test_a_peer_that_keeps_its_kv_to_its_machine(capsys: pytest.CaptureFixture[s
     assert code == 1
     assert "on its own machine" in found["transport"]["detail"]
     assert "--kv-network isolated" in found["transport"]["advice"]
-    assert found["meeting"]["status"] == "warn" and "parcels" not in found
+    assert found["meeting"]["status"] == "warn" and "kv_chunks" not in found
 
 
 def test_nobody_and_strangers(capsys: pytest.CaptureFixture[str]) -> None:

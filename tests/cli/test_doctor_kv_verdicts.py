@@ -22,18 +22,18 @@ TCP = Way("tcp", "eth0", True)
 def facts(**changes: Any) -> dict[str, Any]:
     """Of a probe that went well; None leaves a fact out."""
     good = {
-        "peer": {"role": "prefill", "incarnation": "ab" * 16, "address": FAR, "has_kv": True},
+        "peer": {"role": "prefill", "instance_id": "ab" * 16, "address": FAR, "has_kv": True},
         "meeting": {
             "seconds": 4e-4,
             "digest": "xxh3-128",
-            "slot_bytes": 1 << 20,
+            "buffer_bytes": 1 << 20,
             "kv_network": "trusted",
             "ucx_transports": ["self", "sm", "tcp"],
         },
         "ours": {"kv_network": "trusted", "ucx_transports": ["self", "tcp"], "ucx_devices": []},
         "transport": "nixl",
         "memcpy_bytes_per_s": 1e10,
-        "parcels": {"count": 8, "bytes": 1 << 20, "seconds": 3e-3},
+        "kv_chunks": {"count": 8, "bytes": 1 << 20, "seconds": 3e-3},
         "round_trip_s": 3e-5,
         "reads": [{"bytes": 1 << 20, "seconds": 1e-4, "bytes_per_s": 9e9}],
         "done": True,
@@ -63,11 +63,11 @@ def judged(
 
 def test_all_is_well() -> None:
     found = judged(facts())
-    assert list(found) == ["peer", "meeting", "transport", "parcels", "round trip", "bandwidth"]
+    assert list(found) == ["peer", "meeting", "transport", "kv_chunks", "round trip", "bandwidth"]
     assert {status for status, _ in found.values()} == {Status.OK}
     assert "tcp on eth0" in found["transport"][1]
     assert "xxh3-128" in found["meeting"][1] and "400 µs" in found["meeting"][1]
-    assert "8 of 1 MiB verified, 3 ms" in found["parcels"][1]
+    assert "8 of 1 MiB verified, 3 ms" in found["kv_chunks"][1]
     assert "30 µs" in found["round trip"][1]
     assert "1 MiB 9 GB/s (memcpy 10 GB/s)" in found["bandwidth"][1]
 
@@ -94,10 +94,14 @@ def test_unknown_rather_than_guessed() -> None:
             "transport",
             ["cannot be reached", "--ucx-devices", "firewall"],
         ),
-        (until("parcels", "HANDOVER_FAILED", "the giver left"), "parcels", ["the giver left"]),
         (
-            until("parcels", "HANDOVER_FAILED", "a parcel is not what was announced"),
-            "parcels",
+            until("kv_chunks", "HANDOVER_FAILED", "the sender left"),
+            "kv_chunks",
+            ["the sender left"],
+        ),
+        (
+            until("kv_chunks", "HANDOVER_FAILED", "a KV chunk is not what was announced"),
+            "kv_chunks",
             ["changed on their way", "do not serve"],
         ),
         (until("round_trip_s", "HANDOVER_FAILED", "no"), "measuring", ["no"]),
@@ -138,7 +142,7 @@ def test_why_memory_cannot_be_reached(
 
 def test_a_worker_without_kv() -> None:
     peer = {**facts()["peer"], "role": "tokenizer", "has_kv": False}
-    after = dict.fromkeys(("meeting", "transport", "parcels"))
+    after = dict.fromkeys(("meeting", "transport", "kv_chunks"))
     found = judged(facts(peer=peer, **after))
     assert list(found) == ["peer"]
     assert found["peer"][0] is Status.FAIL and "tokenizer" in found["peer"][1]

@@ -17,18 +17,18 @@ from baton.cli.explaining.asking import everyone
 from baton.cli.explaining.picture import show
 from baton.cli.http_client import HttpClient
 from baton.cli.main import main
-from baton.core.attempt_states import Leg
-from baton.core.candidates import Candidate, Fate
 from baton.core.errors import Unavailable
-from baton.core.model import WorkerIdentity
-from baton.core.request import FinishReason
-from baton.core.request_record import ChoiceEnd, RequestRecord
-from baton.core.stages import Stage
-from baton.core.worker_cost import Cost
-from baton.router.http.app import HttpApp
-from baton.router.http.explain_schema import Explained
-from baton.router.http.explained import explained
-from baton.router.http.server import HttpServer, serve_http
+from baton.core.observe.request_record import ChoiceEnd, RequestRecord
+from baton.core.observe.stages import Stage
+from baton.core.request.attempt_states import Phase
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import FinishReason
+from baton.core.routing.candidates import Candidate, FilterReason
+from baton.core.routing.worker_cost import Cost
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.explain_schema import Explained
+from baton.router.api.http.explained import explained
+from baton.router.api.http.server import HttpServer, serve_http
 from tests.core.test_request_history import attempt, over, record
 from tests.services.router_http.scripted import ANYONE, Scripted
 
@@ -46,10 +46,10 @@ def disturbed() -> RequestRecord:
     first.prefill_queue_s, first.prefill_s, first.prefill_cached_tokens = 0.01, 0.2, 64
     first.kv_bytes, first.kv_s, first.kv_wait_s = 3 << 20, 0.3, 0.1
     first.candidates = (
-        Candidate(DECODE, Fate.PICKED, COST),
-        Candidate(PREFILL, Fate.NOT_SERVING, None, "starting"),
+        Candidate(DECODE, FilterReason.PICKED, COST),
+        Candidate(PREFILL, FilterReason.NOT_SERVING, None, "starting"),
     )
-    first.lost(Leg.DECODE, Unavailable("It is gone.\x1b[2J"), 1.0)
+    first.lost(Phase.DECODE, Unavailable("It is gone.\x1b[2J"), 1.0)
     first.ended(1.1, well=False)
     told.add(first)
     told.add(attempt(1))

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.cli.main import main
 from baton.core.errors import Unauthenticated
-from baton.router.keys import KeyedDoor
+from baton.router.api.keys import KeyedDoor
 
 
 def test_a_key_is_made_listed_and_removed(

@@ -18,7 +18,7 @@ from baton.cli.planning.curves import (
     MeasuredPrefill,
     PrefillRoofline,
 )
-from baton.cli.planning.decode_pool import Room
+from baton.cli.planning.decode_pool import KvRoom
 from baton.cli.planning.facts import ModelFacts
 from baton.cli.planning.fleet import Fleet, plan_fleet
 from baton.cli.planning.gpus import GB, KNOWN, known
@@ -26,7 +26,7 @@ from baton.cli.planning.lengths import MOST_SPREAD, Lengths
 from baton.cli.planning.prefill_pool import handover_s
 from baton.cli.planning.waiting import P95, queueing, wait_s
 from baton.core.errors import InvalidArgument
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.speed import WorkerSpeed
 
 DENSE = ModelFacts(
     name="dense", dtype="bfloat16", weights=16_000, element=2, body=7000, head=500, experts=0,
@@ -45,7 +45,7 @@ BIG = ModelFacts(
 )  # fmt: skip
 USUAL = Efficiency(0.5, 0.7, 0.001)
 CURVES = PrefillRoofline(BIG, H100, USUAL, 512), DecodeRoofline(BIG, H100, USUAL)
-ROOM = Room(300_000, 256)
+ROOM = KvRoom(300_000, 256)
 EASY = Targets(10.0, 0.2)
 MARGINS = Margins(0.7, 50 * GB)
 

@@ -15,9 +15,9 @@ from baton.cli.layout import resolve_model
 from baton.cli.main import main
 from baton.cli.planning.lengths import Lengths
 from baton.cli.planning.model import read
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import KvLayout, WorkerIdentity
-from baton.core.speed import UNMEASURED, WorkerSpeed
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.speed import UNMEASURED, WorkerSpeed
 from baton.engine.config import EngineConfig
 from baton.rpc.server import ProcessServer
 from baton.rpc.worker import worker_service

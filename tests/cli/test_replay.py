@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from baton.cli.main import main
-from baton.core.grammar import Grammar, GrammarKind
-from baton.core.request import Request
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.keys import OpenDoor
-from baton.router.servicer import InferenceServicer
+from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Request
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.keys import OpenDoor
 from baton.rpc.server import ProcessServer
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, begin

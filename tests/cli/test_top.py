@@ -23,9 +23,9 @@ from baton.cli.top.view import NAMES, View, view
 from baton.cli.top.watch import Source, Watch
 from baton.cli.top.window import STARTED, Window, quantile
 from baton.core.errors import InvalidArgument
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.server import serve_http
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.server import serve_http
 from baton.rpc.metrics import PROCESS, gauge
 from tests.deploy.test_dashboards import exported, unknown
 from tests.services.router.test_keys import Kept

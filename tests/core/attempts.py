@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, FirstTokens, Planned, Started, Tokens
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan, StepResult
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.request import SamplingParams, StopParams
-from baton.core.scheduling import Scheduler
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, SequenceKey
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, FirstTokens, Planned, Started, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan, StepResult
+from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.fake import FakeRunner
 
 VOCAB_SIZE = 512

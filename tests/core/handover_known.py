@@ -10,26 +10,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.core.slot_states import SlotEvent
+from baton.core.handover.buffer_states import BufferEvent
 from tests.core import handover_moves as one
 from tests.core import handover_rings as shared
 from tests.core.handover_numbers import Ids, Ints, Lists, T, Table
 from tests.core.handover_parts import (
     Broken,
+    BufferUse,
     Life,
     Local,
     Move,
     Mutation,
-    SlotUse,
     begin,
     unfinished,
 )
 from tests.core.handover_rings import Rings
 from tests.core.handover_symmetry import mirrored, renamed, renamed_rings, renamings
 
-DEATHS = ("giver dies", "collector dies")
-FREEZES = ("giver freezes", "collector freezes")
-THAWS = ("giver thaws", "collector thaws")
+DEATHS = ("sender dies", "receiver dies")
+FREEZES = ("sender freezes", "receiver freezes")
+THAWS = ("sender thaws", "receiver thaws")
 
 _RING_BITS = 10
 _LIFE_BITS = 2
@@ -37,10 +37,10 @@ _BLOCKED = 0
 
 
 class Size(NamedTuple):
-    """What is explored: inputs of so many positions, each a parcel, and rings of so many slots."""
+    """What is explored: inputs of so many positions, each a KV chunk, rings of so many buffers."""
 
     num_positions: int = 3
-    num_slots: int = 2
+    num_buffers: int = 2
 
 
 FULL_SIZE = Size()
@@ -62,45 +62,47 @@ class Known:
     def __init__(self, mutation: Mutation | None = None, size: Size = FULL_SIZE):
         self.locals: Ids[Local] = Ids()
         self.rings: Ids[Rings] = Ids()
-        self._uses: Ids[tuple[SlotUse, ...]] = Ids()
+        self._uses: Ids[tuple[BufferUse, ...]] = Ids()
         self.begin = (
             self.locals[begin(size.num_positions)],
-            self.rings[shared.fresh(size.num_slots)],
+            self.rings[shared.fresh(size.num_buffers)],
         )
-        move = partial(one.moves, num_slots=size.num_slots, mutation=mutation)
+        move = partial(one.moves, num_buffers=size.num_buffers, mutation=mutation)
         self._moves = {
             "freely": self._lists(partial(move, faults=False)),
             "by fault": self._lists(partial(move, faults=True)),
             "by deadline": self._lists(partial(one.expire, mutation=mutation)),
         }
         self._used = Table(self._use)
-        slots = range(size.num_slots)
+        buffers = range(size.num_buffers)
         self._overwritten = [
-            _table(self.locals, partial(one.overwritten, slot=slot, mutation=mutation))
-            for slot in slots
+            _table(self.locals, partial(one.overwritten, buffer=buffer, mutation=mutation))
+            for buffer in buffers
         ]
-        self.fate = {
-            name: _table(self.locals, partial(one.fate, name=name))
+        self.filter_reason = {
+            name: _table(self.locals, partial(one.filter_reason, name=name))
             for name in (*DEATHS, *FREEZES, *THAWS)
         }
         self.without = {
             name: _table(self.rings, partial(shared.without, name=name)) for name in DEATHS
         }
-        self.settled = [_table(self.rings, partial(shared.settled, slot=slot)) for slot in slots]
+        self.settled = [
+            _table(self.rings, partial(shared.settled, buffer=buffer)) for buffer in buffers
+        ]
         self.mirrored = _table(self.rings, mirrored)
         self.renamed = [
             (
                 _table(self.locals, partial(renamed, names=names)),
                 _table(self.rings, partial(renamed_rings, names=names)),
             )
-            for names in renamings(size.num_slots)
+            for names in renamings(size.num_buffers)
         ]
-        self.giver_life = _facts(self.locals, lambda local: local.giver_life.value)
-        self.collector_life = _facts(self.locals, lambda local: local.collector_life.value)
-        self.in_limbo = _facts(self.rings, shared.in_limbo)
+        self.sender_life = _facts(self.locals, lambda local: local.sender_life.value)
+        self.receiver_life = _facts(self.locals, lambda local: local.receiver_life.value)
+        self.orphaned = _facts(self.rings, shared.orphaned)
         self.ends: Ids[tuple[str, str]] = Ids()
         self.end = _facts(self.locals, self._end)
-        self._check_slots = Table(self._check_leaks)
+        self._check_buffers = Table(self._check_leaks)
 
     def moves(self, kind: str, owner: int, mine: Ints, other: Ints, rings: Ints) -> Moved:
         """All moves of one kind that one of the hand-overs can make in these states."""
@@ -111,23 +113,23 @@ class Known:
             which, after, around = which[possible], after[possible], around[possible]
             filled = filled[possible]
         other = other[which]
-        for slot, overwritten in enumerate(self._overwritten):
-            hit = np.flatnonzero(filled == slot)
+        for buffer, overwritten in enumerate(self._overwritten):
+            hit = np.flatnonzero(filled == buffer)
             after[hit], other[hit] = overwritten(after[hit]), overwritten(other[hit])
         return Moved(which, after, other, around - 1)
 
-    def check_slots(self, locals_: Ints, rings: Ints) -> None:
+    def check_buffers(self, locals_: Ints, rings: Ints) -> None:
         """Of states in which nothing can happen any more."""
-        lives = self.giver_life(locals_) << _LIFE_BITS | self.collector_life(locals_)
-        self._check_slots(rings << 2 * _LIFE_BITS | lives)
+        lives = self.sender_life(locals_) << _LIFE_BITS | self.receiver_life(locals_)
+        self._check_buffers(rings << 2 * _LIFE_BITS | lives)
 
     def _check_leaks(self, packed: int) -> int:
-        giver_life, collector_life = divmod(packed & (1 << 2 * _LIFE_BITS) - 1, 1 << _LIFE_BITS)
+        sender_life, receiver_life = divmod(packed & (1 << 2 * _LIFE_BITS) - 1, 1 << _LIFE_BITS)
         rings = self.rings.values_in_order[packed >> 2 * _LIFE_BITS]
         shared.check_leaks(
             rings,
-            giver=giver_life == Life.ALIVE.value,
-            collector=collector_life == Life.ALIVE.value,
+            sender=sender_life == Life.ALIVE.value,
+            receiver=receiver_life == Life.ALIVE.value,
         )
         return 0
 
@@ -135,12 +137,14 @@ class Known:
         """The number of how a hand-over ended to which nothing can happen any more."""
         if owed := unfinished(local):
             raise Broken(f"nothing can happen any more and {owed}")
-        return self.ends[local.giver[1].value, local.collector[2].value]
+        return self.ends[local.sender[1].value, local.receiver[2].value]
 
     def _lists(self, moves: Callable[[Local], Iterable[Move]]) -> Lists:
         def rows(local: int) -> Iterator[tuple[int, int, int]]:
             for after, uses in moves(self.locals.values_in_order[local]):
-                taken = [u.slot for u in uses if u.ring == "giver" and u.event is SlotEvent.TAKE]
+                taken = [
+                    u.buffer for u in uses if u.ring == "sender" and u.event is BufferEvent.TAKE
+                ]
                 yield self.locals[after], self._uses[uses], taken[0] if taken else -1
 
         return Lists(rows, 3)

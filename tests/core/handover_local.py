@@ -1,8 +1,9 @@
-"""One hand-over that moves: its two sides, the stream between them and the slots it holds.
+"""One hand-over that moves: its two sides, the stream between them and the buffers it holds.
 
 The two sides are production's own. Modelled is what surrounds them: an engine that computes, a
 stream of two FIFO queues, and reads that end well, late or never. Two hand-overs touch each other
-only through slots, so this one knows its slots by number and says what it does to them (`SlotUse`);
+only through buffers, so this one knows its buffers by number and uses them (`BufferUse`);
+
 whose they are is the business of `handover_rings`.
 """
 
@@ -11,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from baton.core.handover import CollectorSide, CollectorState, GiverSide, GiverState, Run
-from baton.core.handover import HandoverEvent as Event
-from baton.core.slot_states import SlotEvent
+from baton.core.handover.buffer_states import BufferEvent
+from baton.core.handover.table import HandoverEvent as Event
+from baton.core.handover.table import ReceiverSide, ReceiverState, Run, SenderSide, SenderState
 from tests.core.handover_parts import (
-    PER_PARCEL,
+    PER_KV_CHUNK,
     Broken,
+    BufferUse,
     Landing,
     Life,
     Local,
     Mutation,
     Phase,
-    SlotUse,
     check,
     of_side,
     thawed,
@@ -35,24 +36,24 @@ class Handover:
     def __init__(self, local: Local, mutation: Mutation | None):
         self.mutation = mutation
         self.local = local
-        self.giver = GiverSide(*thawed(local.giver))
-        self.collector = CollectorSide(*thawed(local.collector))
-        self.to_giver, self.to_collector = list(local.to_giver), list(local.to_collector)
+        self.sender = SenderSide(*thawed(local.sender))
+        self.receiver = ReceiverSide(*thawed(local.receiver))
+        self.to_sender, self.to_receiver = list(local.to_sender), list(local.to_receiver)
         self.unbroken, self.computed, self.packing = local.unbroken, local.computed, local.packing
         self.sent, self.credited = dict(local.sent), list(local.credited)
         self.landing = {each.run.index: each for each in local.landing}
         self.unpacked, self.cached, self.held = local.unpacked, local.cached, local.held
-        self.giver_life, self.collector_life = local.giver_life, local.collector_life
-        self.uses: list[SlotUse] = []
+        self.sender_life, self.receiver_life = local.sender_life, local.receiver_life
+        self.uses: list[BufferUse] = []
 
     def frozen(self) -> Local:
         """Checked, and without what makes no difference any more."""
-        positions = self.giver.num_positions
+        positions = self.sender.num_positions
         now = Local(
-            of_side(self.giver),
-            of_side(self.collector),
-            tuple(self.to_giver),
-            tuple(self.to_collector),
+            of_side(self.sender),
+            of_side(self.receiver),
+            tuple(self.to_sender),
+            tuple(self.to_receiver),
             self.unbroken,
             self.computed,
             self.packing,
@@ -62,205 +63,205 @@ class Handover:
             tuple(sorted(self.unpacked)),
             self.cached,
             self.held,
-            self.giver_life,
-            self.collector_life,
+            self.sender_life,
+            self.receiver_life,
         )
-        check(now, self.giver.state, self.collector.state)
-        if self.giver.ended:
-            over = of_side(GiverSide(positions, self.giver.state))
-            now = now._replace(giver=over, to_giver=(), computed=positions)
-        if self.collector.ended:
-            over = of_side(CollectorSide(positions, PER_PARCEL, self.collector.state))
-            now = now._replace(collector=over, to_collector=())
+        check(now, self.sender.state, self.receiver.state)
+        if self.sender.ended:
+            over = of_side(SenderSide(positions, self.sender.state))
+            now = now._replace(sender=over, to_sender=(), computed=positions)
+        if self.receiver.ended:
+            over = of_side(ReceiverSide(positions, PER_KV_CHUNK, self.receiver.state))
+            now = now._replace(receiver=over, to_receiver=())
             if not self.landing:
-                all_in = self.collector.state is CollectorState.COMPLETED
+                all_in = self.receiver.state is ReceiverState.COMPLETED
                 unpacked = tuple(range(positions)) if all_in else ()
                 now = now._replace(unpacked=unpacked, cached=0)
         # Whether a stream is whole matters to who still hears from it what was sent before its end.
-        deaf_giver = self.giver.ended or (self.collector.ended and not self.to_giver)
-        deaf_collector = self.collector.ended or (self.giver.ended and not self.to_collector)
-        if deaf_giver and deaf_collector:
+        deaf_sender = self.sender.ended or (self.receiver.ended and not self.to_sender)
+        deaf_receiver = self.receiver.ended or (self.sender.ended and not self.to_receiver)
+        if deaf_sender and deaf_receiver:
             now = now._replace(unbroken=False)
         return now
 
-    # The giver.
+    # The sender.
 
-    def giver_hears(self) -> None:
-        kind, *arguments = self.to_giver.pop(0)
-        if self.giver.ended:
+    def sender_hears(self) -> None:
+        kind, *arguments = self.to_sender.pop(0)
+        if self.sender.ended:
             return
         match kind:
             case "open":
-                self.giver.opened(PER_PARCEL)
+                self.sender.opened(PER_KV_CHUNK)
             case "granted":
-                self.giver.granted(*arguments)
+                self.sender.granted(*arguments)
             case "full":
-                self.giver.refused()
+                self.sender.refused()
             case "credit":
-                self.giver.credited(1)
+                self.sender.credited(1)
             case "collected":
-                self.giver.collected(*arguments)
+                self.sender.collected(*arguments)
                 if arguments[0] in self.sent:
-                    self._giver_use(self.sent.pop(*arguments), SlotEvent.RELEASE)
+                    self._sender_use(self.sent.pop(*arguments), BufferEvent.RELEASE)
             case "completed":
-                self.giver.completed()
+                self.sender.completed()
             case "failed":
-                self.end_giver(Event.PEER_FAILED)
-        self.giver_goes_on()
+                self.end_sender(Event.PEER_FAILED)
+        self.sender_goes_on()
 
-    def giver_goes_on(self) -> None:
+    def sender_goes_on(self) -> None:
         """What follows in the same turn of the loop."""
-        if self.giver.state is GiverState.OPENED and self.computed >= 0:
-            self.giver.announced()
-            self._tell_collector("announced")
-        if self.giver.advanced(self.computed):
-            self._tell_collector("finished", self.giver.finished)
-        if self.giver.wants_tokens and self.computed == self.giver.num_positions:
-            self.giver.tokens()
-            self._tell_collector("tokens")
+        if self.sender.state is SenderState.OPENED and self.computed >= 0:
+            self.sender.announced()
+            self._tell_receiver("announced")
+        if self.sender.advanced(self.computed):
+            self._tell_receiver("finished", self.sender.finished)
+        if self.sender.wants_tokens and self.computed == self.sender.num_positions:
+            self.sender.tokens()
+            self._tell_receiver("tokens")
 
     def compute(self) -> None:
         self.computed += 1
-        self.giver_goes_on()
+        self.sender_goes_on()
 
-    def pack(self, slot: int) -> None:
-        run = self.giver.next_run()
+    def pack(self, buffer: int) -> None:
+        run = self.sender.next_run()
         assert run is not None
-        self._giver_use(slot, SlotEvent.TAKE)
-        self.packing = run, slot
+        self._sender_use(buffer, BufferEvent.TAKE)
+        self.packing = run, buffer
 
     def packed(self) -> None:
         assert self.packing is not None
-        (run, slot), self.packing = self.packing, None
-        self._giver_use(slot, None)
-        if self.giver.ended:
+        (run, buffer), self.packing = self.packing, None
+        self._sender_use(buffer, None)
+        if self.sender.ended:
             if self.mutation is not Mutation.FREE_WHILE_PACKING:
-                self._giver_use(slot, SlotEvent.RELEASE)
+                self._sender_use(buffer, BufferEvent.RELEASE)
             return
-        self.giver.sent(run.index)
-        self.sent[run.index] = slot
-        self._tell_collector("parcel", run, slot)
+        self.sender.sent(run.index)
+        self.sent[run.index] = buffer
+        self._tell_receiver("kv_chunk", run, buffer)
         if self.mutation is Mutation.FREE_WHEN_SENT:
-            self._giver_use(self.sent.pop(run.index), SlotEvent.RELEASE)
-        self.giver_goes_on()
+            self._sender_use(self.sent.pop(run.index), BufferEvent.RELEASE)
+        self.sender_goes_on()
 
-    def end_giver(self, event: Event, *, tell: bool = False) -> None:
-        self.giver.end(event)
+    def end_sender(self, event: Event, *, tell: bool = False) -> None:
+        self.sender.end(event)
         if tell:
-            self._tell_collector("failed")
-        if self.mutation is Mutation.KEEP_SLOTS_AT_THE_END:
+            self._tell_receiver("failed")
+        if self.mutation is Mutation.KEEP_BUFFERS_AT_THE_END:
             return
-        for slot in self.sent.values():
-            self._giver_use(slot, SlotEvent.RELEASE)
+        for buffer in self.sent.values():
+            self._sender_use(buffer, BufferEvent.RELEASE)
         self.sent.clear()
         if self.packing is not None and self.mutation is Mutation.FREE_WHILE_PACKING:
-            self._giver_use(self.packing[1], SlotEvent.RELEASE)
+            self._sender_use(self.packing[1], BufferEvent.RELEASE)
 
-    # The collector.
+    # The receiver.
 
-    def collector_hears(self) -> None:
-        kind, *arguments = self.to_collector.pop(0)
-        if self.collector.ended:
+    def receiver_hears(self) -> None:
+        kind, *arguments = self.to_receiver.pop(0)
+        if self.receiver.ended:
             return
         match kind:
             case "announced":
-                self.collector.announced(self.giver.num_positions)
+                self.receiver.announced(self.sender.num_positions)
             case "finished":
-                self.collector.advanced(*arguments)
-            case "parcel":
+                self.receiver.advanced(*arguments)
+            case "kv_chunk":
                 self._arrive(*arguments)
             case "tokens":
-                self.collector.tokens()
+                self.receiver.tokens()
             case "failed":
-                self.end_collector(Event.PEER_FAILED)
-        self.collector_goes_on()
+                self.end_receiver(Event.PEER_FAILED)
+        self.receiver_goes_on()
 
-    def collector_goes_on(self) -> None:
-        if self.collector.all_in:
-            self.collector.completed()
-            self._tell_giver("completed")
+    def receiver_goes_on(self) -> None:
+        if self.receiver.all_in:
+            self.receiver.completed()
+            self._tell_sender("completed")
 
     def grant(self, from_position: int) -> None:
         self.cached, self.held = from_position, True
-        self.collector.granted(from_position)
-        self._tell_giver("granted", from_position)
+        self.receiver.granted(from_position)
+        self._tell_sender("granted", from_position)
 
     def refuse(self) -> None:
-        self.collector.full()
-        self._tell_giver("full")
+        self.receiver.full()
+        self._tell_sender("full")
 
-    def credit(self, slot: int) -> None:
-        self._collector_use(slot, SlotEvent.TAKE)
-        self.credited.append(slot)
-        self.collector.credited()
-        self._tell_giver("credit")
+    def credit(self, buffer: int) -> None:
+        self._receiver_use(buffer, BufferEvent.TAKE)
+        self.credited.append(buffer)
+        self.receiver.credited()
+        self._tell_sender("credit")
 
-    def credit_without_slot(self) -> None:
-        self.collector.credited()
-        self._tell_giver("credit")
+    def credit_without_buffer(self) -> None:
+        self.receiver.credited()
+        self._tell_sender("credit")
 
     def _arrive(self, run: Run, source: int | None) -> None:
-        self.collector.arriving(run)
+        self.receiver.arriving(run)
         if not self.credited:
-            raise Broken("a parcel has no slot to land in")
-        slot = self.credited.pop(0)
-        self._collector_use(slot, SlotEvent.LEND)
-        self.landing[run.index] = Landing(run, slot, source, Phase.READ)
+            raise Broken("a KV chunk has no buffer to land in")
+        buffer = self.credited.pop(0)
+        self._receiver_use(buffer, BufferEvent.LEND)
+        self.landing[run.index] = Landing(run, buffer, source, Phase.READ)
 
     def read(self, index: int) -> None:
         """The transfer is done, and the digest tells whether it read what was announced."""
-        run, slot, source, _ = landing = self.landing[index]
-        self._collector_use(slot, SlotEvent.SETTLE)
+        run, buffer, source, _ = landing = self.landing[index]
+        self._receiver_use(buffer, BufferEvent.SETTLE)
         if source is None:
             if self.mutation is Mutation.ACCEPT_UNVERIFIED:
-                raise Broken("a parcel was accepted that was not sealed for this hand-over")
-            self._collector_use(slot, SlotEvent.RELEASE)
+                raise Broken("a KV chunk was accepted that was not sealed for this hand-over")
+            self._receiver_use(buffer, BufferEvent.RELEASE)
             del self.landing[index]
-            self.end_collector(Event.CANCEL, tell=True)
+            self.end_receiver(Event.CANCEL, tell=True)
             return
         self.landing[index] = landing._replace(source=None, phase=Phase.UNPACK)
         if self.mutation is Mutation.CONFIRM_BEFORE_UNPACKING:
-            self.collector.landed(run.index)
-            self._tell_giver("collected", run.index)
-            self.collector_goes_on()
+            self.receiver.landed(run.index)
+            self._tell_sender("collected", run.index)
+            self.receiver_goes_on()
 
     def fail_read(self, index: int) -> None:
         """The transfer was reported as failed: it writes no more."""
-        slot = self.landing.pop(index).slot
-        self._collector_use(slot, SlotEvent.SETTLE)
-        self._collector_use(slot, SlotEvent.RELEASE)
-        self.end_collector(Event.CANCEL, tell=True)
+        buffer = self.landing.pop(index).buffer
+        self._receiver_use(buffer, BufferEvent.SETTLE)
+        self._receiver_use(buffer, BufferEvent.RELEASE)
+        self.end_receiver(Event.CANCEL, tell=True)
 
     def unpack(self, index: int) -> None:
         if not self.held:
-            raise Broken("a parcel was unpacked into blocks that had been given back")
-        run, slot, _, _ = self.landing.pop(index)
-        if self.collector.state is CollectorState.COMPLETED:
-            raise Broken("a parcel was unpacked into a sequence that runs already")
+            raise Broken("a KV chunk was unpacked into blocks that had been given back")
+        run, buffer, _, _ = self.landing.pop(index)
+        if self.receiver.state is ReceiverState.COMPLETED:
+            raise Broken("a KV chunk was unpacked into a sequence that runs already")
         self.unpacked += tuple(range(run.first_position, run.first_position + run.num_positions))
-        self._collector_use(slot, SlotEvent.RELEASE)
-        if self.collector.ended:
+        self._receiver_use(buffer, BufferEvent.RELEASE)
+        if self.receiver.ended:
             self._give_blocks_back()
             return
         if self.mutation is Mutation.CONFIRM_BEFORE_UNPACKING:
             return
-        self.collector.landed(index)
+        self.receiver.landed(index)
         if self.mutation is not Mutation.FORGET_TO_CONFIRM:
-            self._tell_giver("collected", index)
-        self.collector_goes_on()
+            self._tell_sender("collected", index)
+        self.receiver_goes_on()
 
-    def end_collector(self, event: Event, *, tell: bool = False) -> None:
-        self.collector.end(event)
+    def end_receiver(self, event: Event, *, tell: bool = False) -> None:
+        self.receiver.end(event)
         if tell:
-            self._tell_giver("failed")
-        for slot in self.credited:
-            self._collector_use(slot, SlotEvent.RELEASE)
+            self._tell_sender("failed")
+        for buffer in self.credited:
+            self._receiver_use(buffer, BufferEvent.RELEASE)
         self.credited.clear()
         for index, landing in list(self.landing.items()):
             if landing.phase is not Phase.UNPACK:
                 if self.mutation is Mutation.FREE_WHILE_LENT:
-                    self._collector_use(landing.slot, SlotEvent.SETTLE, pretended=True)
-                self._collector_use(landing.slot, SlotEvent.RELEASE)
+                    self._receiver_use(landing.buffer, BufferEvent.SETTLE, pretended=True)
+                self._receiver_use(landing.buffer, BufferEvent.RELEASE)
                 del self.landing[index]
         self._give_blocks_back()
 
@@ -273,18 +274,18 @@ class Handover:
     def stick(self, index: int) -> None:
         self.landing[index] = self.landing[index]._replace(source=None, phase=Phase.STUCK)
 
-    def overwritten(self, slot: int) -> None:
-        """A slot of the giver's is taken, by this hand-over or by another, and filled anew."""
-        if self._forget(slot) and not self.giver.ended:
-            raise Broken("a slot was written to while its parcel was on its way")
+    def overwritten(self, buffer: int) -> None:
+        """A buffer of the sender's is taken, by this hand-over or by another, and filled anew."""
+        if self._forget(buffer) and not self.sender.ended:
+            raise Broken("a buffer was written to while its KV chunk was on its way")
 
-    def _forget(self, slot: int | None) -> bool:
-        """No parcel lies in this slot, or in any, any more. Returns whether one was to be read."""
-        gone = {slot} if slot is not None else {*self._sources()} - {None}
+    def _forget(self, buffer: int | None) -> bool:
+        """No KV chunk lies in this buffer, or in any, any more. Returns whether one was due."""
+        gone = {buffer} if buffer is not None else {*self._sources()} - {None}
         found = bool(gone & {*self._sources()})
-        self.to_collector = [
-            (*each[:2], None) if each[0] == "parcel" and each[2] in gone else each
-            for each in self.to_collector
+        self.to_receiver = [
+            (*each[:2], None) if each[0] == "kv_chunk" and each[2] in gone else each
+            for each in self.to_receiver
         ]
         for index, landing in self.landing.items():
             if landing.source in gone:
@@ -292,41 +293,41 @@ class Handover:
         return found
 
     def _sources(self) -> Iterator[int | None]:
-        yield from (each[2] for each in self.to_collector if each[0] == "parcel")
+        yield from (each[2] for each in self.to_receiver if each[0] == "kv_chunk")
         yield from (landing.source for landing in self.landing.values())
 
     def disconnect(self) -> None:
         self.unbroken = False
-        self.to_giver.clear()
-        self.to_collector.clear()
+        self.to_sender.clear()
+        self.to_receiver.clear()
 
-    def lose_giver(self) -> None:
+    def lose_sender(self) -> None:
         """Its process is gone, with its memory."""
-        self.giver_life, self.unbroken = Life.DEAD, False
-        self.giver.end(Event.PEER_LOST)
+        self.sender_life, self.unbroken = Life.DEAD, False
+        self.sender.end(Event.PEER_LOST)
         self.packing = None
         self.sent.clear()
-        self.to_giver.clear()
+        self.to_sender.clear()
         self._forget(None)
 
-    def lose_collector(self) -> None:
-        self.collector_life, self.unbroken = Life.DEAD, False
-        self.collector.end(Event.PEER_LOST)
+    def lose_receiver(self) -> None:
+        self.receiver_life, self.unbroken = Life.DEAD, False
+        self.receiver.end(Event.PEER_LOST)
         self.credited.clear()
         self.landing.clear()
         self.held = False
-        self.to_collector.clear()
+        self.to_receiver.clear()
 
-    def _tell_giver(self, *message: Any) -> None:
+    def _tell_sender(self, *message: Any) -> None:
         if self.unbroken:
-            self.to_giver.append(message)
+            self.to_sender.append(message)
 
-    def _tell_collector(self, *message: Any) -> None:
+    def _tell_receiver(self, *message: Any) -> None:
         if self.unbroken:
-            self.to_collector.append(message)
+            self.to_receiver.append(message)
 
-    def _giver_use(self, slot: int, event: SlotEvent | None) -> None:
-        self.uses.append(SlotUse("giver", slot, event))
+    def _sender_use(self, buffer: int, event: BufferEvent | None) -> None:
+        self.uses.append(BufferUse("sender", buffer, event))
 
-    def _collector_use(self, slot: int, event: SlotEvent, *, pretended: bool = False) -> None:
-        self.uses.append(SlotUse("collector", slot, event, pretended))
+    def _receiver_use(self, buffer: int, event: BufferEvent, *, pretended: bool = False) -> None:
+        self.uses.append(BufferUse("receiver", buffer, event, pretended))

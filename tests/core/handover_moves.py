@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from baton.core.errors import HandoverFailed
-from baton.core.handover import CollectorState, GiverSide
-from baton.core.handover import HandoverEvent as Event
+from baton.core.handover.table import HandoverEvent as Event
+from baton.core.handover.table import ReceiverState, SenderSide
 from tests.core.handover_local import Handover
 from tests.core.handover_parts import (
     Broken,
@@ -22,12 +22,12 @@ from tests.core.handover_parts import (
 
 
 def moves(
-    local: Local, num_slots: int, mutation: Mutation | None, *, faults: bool
+    local: Local, num_buffers: int, mutation: Mutation | None, *, faults: bool
 ) -> Iterator[Move]:
     """Everything that can happen next to one hand-over, short of its workers' deaths: what is a
-    fault, or what is none. Of the slots of a ring, any may be taken that is free."""
+    fault, or what is none. Of the buffers of a ring, any may be taken that is free."""
     now = Handover(local, mutation)
-    for _, step, fault in (*_giver_moves(now, num_slots), *_collector_moves(now, num_slots)):
+    for _, step, fault in (*_sender_moves(now, num_buffers), *_receiver_moves(now, num_buffers)):
         if fault is not faults:
             continue
         handover = Handover(local, mutation)
@@ -41,50 +41,50 @@ def moves(
 Step = tuple[str, Callable[[Handover], None], bool]
 
 
-def _giver_moves(now: Handover, num_slots: int) -> Iterator[Step]:
-    if now.giver_life is not Life.ALIVE:
+def _sender_moves(now: Handover, num_buffers: int) -> Iterator[Step]:
+    if now.sender_life is not Life.ALIVE:
         return
     if now.packing is not None:
         yield "packed", Handover.packed, False
-    if now.giver.ended:
+    if now.sender.ended:
         return
-    if now.computed < now.giver.num_positions:
+    if now.computed < now.sender.num_positions:
         yield "compute", Handover.compute, False
-    if now.to_giver:
-        yield "giver hears", Handover.giver_hears, False
-    elif not now.unbroken or now.collector.ended or now.collector_life is not Life.ALIVE:
-        yield "giver loses peer", lambda h: h.end_giver(Event.PEER_LOST), False
+    if now.to_sender:
+        yield "sender hears", Handover.sender_hears, False
+    elif not now.unbroken or now.receiver.ended or now.receiver_life is not Life.ALIVE:
+        yield "sender loses peer", lambda h: h.end_sender(Event.PEER_LOST), False
     if now.packing is None and _may_pack(now):
-        for slot in range(num_slots):
-            yield "pack", partial(Handover.pack, slot=slot), False
-    yield "giver cancels", lambda h: h.end_giver(Event.CANCEL, tell=True), True
+        for buffer in range(num_buffers):
+            yield "pack", partial(Handover.pack, buffer=buffer), False
+    yield "sender cancels", lambda h: h.end_sender(Event.CANCEL, tell=True), True
 
 
 def _may_pack(now: Handover) -> bool:
-    return GiverSide(*thawed(now.local.giver)).next_run() is not None
+    return SenderSide(*thawed(now.local.sender)).next_run() is not None
 
 
-def _collector_moves(now: Handover, num_slots: int) -> Iterator[Step]:
-    if now.collector_life is not Life.ALIVE:
+def _receiver_moves(now: Handover, num_buffers: int) -> Iterator[Step]:
+    if now.receiver_life is not Life.ALIVE:
         return
     for landing in now.landing.values():
         yield from _landing_moves(now, landing)
-    if now.collector.ended:
+    if now.receiver.ended:
         return
-    if now.to_collector:
-        yield "collector hears", Handover.collector_hears, False
-    elif not now.unbroken or now.giver.ended or now.giver_life is not Life.ALIVE:
-        yield "collector loses peer", lambda h: h.end_collector(Event.PEER_LOST), False
-    if now.collector.state is CollectorState.RESERVING:
+    if now.to_receiver:
+        yield "receiver hears", Handover.receiver_hears, False
+    elif not now.unbroken or now.sender.ended or now.sender_life is not Life.ALIVE:
+        yield "receiver loses peer", lambda h: h.end_receiver(Event.PEER_LOST), False
+    if now.receiver.state is ReceiverState.RESERVING:
         yield "grant", lambda h: h.grant(0), False
         yield "grant behind a cached prefix", lambda h: h.grant(1), False
         yield "pool full", Handover.refuse, True
-    if now.collector.wants_credit:
-        if now.mutation is Mutation.CREDIT_WITHOUT_SLOT and not now.credited:
-            yield "credit", Handover.credit_without_slot, False
-        for slot in range(num_slots):
-            yield "credit", partial(Handover.credit, slot=slot), False
-    yield "collector cancels", lambda h: h.end_collector(Event.CANCEL, tell=True), True
+    if now.receiver.wants_credit:
+        if now.mutation is Mutation.CREDIT_WITHOUT_BUFFER and not now.credited:
+            yield "credit", Handover.credit_without_buffer, False
+        for buffer in range(num_buffers):
+            yield "credit", partial(Handover.credit, buffer=buffer), False
+    yield "receiver cancels", lambda h: h.end_receiver(Event.CANCEL, tell=True), True
     if now.unbroken:
         yield "stream breaks", Handover.disconnect, True
 
@@ -93,10 +93,10 @@ def _landing_moves(now: Handover, landing: Landing) -> Iterator[Step]:
     index = landing.run.index
     if landing.phase is Phase.UNPACK:
         yield "unpack", lambda h: h.unpack(index), False
-    elif now.giver_life is Life.DEAD:
+    elif now.sender_life is Life.DEAD:
         yield "read fails", lambda h: h.fail_read(index), False
-    elif landing.phase is Phase.STUCK or now.giver_life is Life.FROZEN:
-        yield "read is late", lambda h: h.end_collector(Event.CANCEL, tell=True), False
+    elif landing.phase is Phase.STUCK or now.sender_life is Life.FROZEN:
+        yield "read is late", lambda h: h.end_receiver(Event.CANCEL, tell=True), False
     else:
         yield "read", lambda h: h.read(index), False
         yield "read sticks", lambda h: h.stick(index), True
@@ -107,12 +107,12 @@ def expire(local: Local, mutation: Mutation | None) -> Iterator[Move]:
     now = Handover(local, mutation)
     sides: list[tuple[bool, Callable[[Handover], None]]] = [
         (
-            now.giver.ended or now.giver_life is not Life.ALIVE,
-            lambda h: h.end_giver(Event.DEADLINE, tell=True),
+            now.sender.ended or now.sender_life is not Life.ALIVE,
+            lambda h: h.end_sender(Event.DEADLINE, tell=True),
         ),
         (
-            now.collector.ended or now.collector_life is not Life.ALIVE,
-            lambda h: h.end_collector(Event.DEADLINE, tell=True),
+            now.receiver.ended or now.receiver_life is not Life.ALIVE,
+            lambda h: h.end_receiver(Event.DEADLINE, tell=True),
         ),
     ]
     for over, end in sides:
@@ -122,27 +122,27 @@ def expire(local: Local, mutation: Mutation | None) -> Iterator[Move]:
             yield Move(handover.frozen(), tuple(handover.uses))
 
 
-def overwritten(local: Local, slot: int, mutation: Mutation | None) -> Local:
-    """When a slot of the giver's is taken, by either hand-over."""
+def overwritten(local: Local, buffer: int, mutation: Mutation | None) -> Local:
+    """When a buffer of the sender's is taken, by either hand-over."""
     handover = Handover(local, mutation)
-    handover.overwritten(slot)
+    handover.overwritten(buffer)
     return handover.frozen()
 
 
-def fate(local: Local, name: str) -> Local:
+def filter_reason(local: Local, name: str) -> Local:
     """What becomes of a hand-over when one of its workers does."""
     handover = Handover(local, None)
     match name:
-        case "giver dies":
-            handover.lose_giver()
-        case "collector dies":
-            handover.lose_collector()
-        case "giver freezes":
-            handover.giver_life = Life.FROZEN
-        case "collector freezes":
-            handover.collector_life = Life.FROZEN
-        case "giver thaws":
-            handover.giver_life = Life.ALIVE
-        case "collector thaws":
-            handover.collector_life = Life.ALIVE
+        case "sender dies":
+            handover.lose_sender()
+        case "receiver dies":
+            handover.lose_receiver()
+        case "sender freezes":
+            handover.sender_life = Life.FROZEN
+        case "receiver freezes":
+            handover.receiver_life = Life.FROZEN
+        case "sender thaws":
+            handover.sender_life = Life.ALIVE
+        case "receiver thaws":
+            handover.receiver_life = Life.ALIVE
     return handover.frozen()

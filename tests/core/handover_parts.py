@@ -7,10 +7,17 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from baton.core.handover import CollectorSide, CollectorState, GiverSide, GiverState, Run, State
-from baton.core.slot_states import SlotEvent
+from baton.core.handover.buffer_states import BufferEvent
+from baton.core.handover.table import (
+    ReceiverSide,
+    ReceiverState,
+    Run,
+    SenderSide,
+    SenderState,
+    State,
+)
 
-PER_PARCEL = 1
+PER_KV_CHUNK = 1
 
 Message = tuple[Any, ...]
 
@@ -22,9 +29,9 @@ class Mutation(Enum):
     FREE_WHEN_SENT = auto()
     ACCEPT_UNVERIFIED = auto()
     FREE_WHILE_LENT = auto()
-    CREDIT_WITHOUT_SLOT = auto()
+    CREDIT_WITHOUT_BUFFER = auto()
     FREE_WHILE_PACKING = auto()
-    KEEP_SLOTS_AT_THE_END = auto()
+    KEEP_BUFFERS_AT_THE_END = auto()
     CONFIRM_BEFORE_UNPACKING = auto()
 
 
@@ -37,7 +44,7 @@ class Life(Enum):
 
 
 class Phase(Enum):
-    """Of a parcel at the collector. STUCK: its read does not end in time, if ever."""
+    """Of a KV chunk at the receiver. STUCK: its read does not end in time, if ever."""
 
     READ = auto()
     STUCK = auto()
@@ -45,33 +52,33 @@ class Phase(Enum):
 
 
 class Landing(NamedTuple):
-    """source: the giver's slot, or None once that holds something else or does not matter."""
+    """source: the sender's buffer, or None once that holds something else or does not matter."""
 
     run: Run
-    slot: int
+    buffer: int
     source: int | None
     phase: Phase
 
 
-class SlotUse(NamedTuple):
-    """ring: "giver" or "collector". event: None when its holder writes to it. pretended: its holder
+class BufferUse(NamedTuple):
+    """ring: "sender" or "receiver". event: None when its holder writes to it. pretended: its holder
     takes it to be so, and it is not."""
 
     ring: str
-    slot: int
-    event: SlotEvent | None
+    buffer: int
+    event: BufferEvent | None
     pretended: bool = False
 
 
 class Local(NamedTuple):
-    """Everything about one hand-over. giver, collector: the fields of its sides. computed:
-    positions, -1 before its first chunk is planned. sent: (parcel, slot) until confirmed. unpacked:
-    positions, in order. held: whether the collector owns blocks for it."""
+    """Everything about one hand-over. sender, receiver: the fields of its sides. computed:
+    positions, -1 before its first chunk is planned. sent: (kv_chunk, buffer) until confirmed.
+    unpacked: positions, in order. held: whether the receiver owns blocks for it."""
 
-    giver: tuple[Any, ...]
-    collector: tuple[Any, ...]
-    to_giver: tuple[Message, ...] = (("open",),)
-    to_collector: tuple[Message, ...] = ()
+    sender: tuple[Any, ...]
+    receiver: tuple[Any, ...]
+    to_sender: tuple[Message, ...] = (("open",),)
+    to_receiver: tuple[Message, ...] = ()
     unbroken: bool = True
     computed: int = -1
     packing: tuple[Run, int] | None = None
@@ -81,15 +88,15 @@ class Local(NamedTuple):
     unpacked: tuple[int, ...] = ()
     cached: int = 0
     held: bool = False
-    giver_life: Life = Life.ALIVE
-    collector_life: Life = Life.ALIVE
+    sender_life: Life = Life.ALIVE
+    receiver_life: Life = Life.ALIVE
 
 
 class Move(NamedTuple):
-    """What can happen next, if the slots that it takes are free."""
+    """What can happen next, if the buffers that it takes are free."""
 
     after: Local
-    uses: tuple[SlotUse, ...]
+    uses: tuple[BufferUse, ...]
 
 
 class Broken(AssertionError):
@@ -97,14 +104,14 @@ class Broken(AssertionError):
 
 
 def begin(num_positions: int) -> Local:
-    giver, collector = GiverSide(num_positions), CollectorSide(num_positions, PER_PARCEL)
-    return Local(of_side(giver), of_side(collector))
+    sender, receiver = SenderSide(num_positions), ReceiverSide(num_positions, PER_KV_CHUNK)
+    return Local(of_side(sender), of_side(receiver))
 
 
-_FIELDS = {side: attrgetter(*(f.name for f in fields(side))) for side in (GiverSide, CollectorSide)}
+_FIELDS = {side: attrgetter(*(f.name for f in fields(side))) for side in (SenderSide, ReceiverSide)}
 
 
-def of_side(side: GiverSide | CollectorSide) -> tuple[Any, ...]:
+def of_side(side: SenderSide | ReceiverSide) -> tuple[Any, ...]:
     return tuple([frozenset(v) if type(v) is set else v for v in _FIELDS[type(side)](side)])
 
 
@@ -112,7 +119,7 @@ def thawed(side: tuple[Any, ...]) -> list[Any]:
     return [set(value) if type(value) is frozenset else value for value in side]
 
 
-def check(local: Local, giver: State, collector: State) -> None:
+def check(local: Local, sender: State, receiver: State) -> None:
     """What holds of one hand-over, whose sides are in these states, at every moment.
 
     Raises Broken.
@@ -123,25 +130,25 @@ def check(local: Local, giver: State, collector: State) -> None:
             raise Broken("a position was unpacked twice")
         if unpacked[0] < cached or unpacked[-1] >= computed:
             raise Broken("a position was unpacked that was not computed, or was there already")
-    completed = collector is CollectorState.COMPLETED
+    completed = receiver is ReceiverState.COMPLETED
     if completed:
-        if unpacked != tuple(range(cached, local.giver[0])):
+        if unpacked != tuple(range(cached, local.sender[0])):
             raise Broken("a hand-over is complete and lacks KV")
         if local.landing:
-            raise Broken("a hand-over is complete and a parcel is still landing")
-    both_live = local.giver_life is Life.ALIVE is local.collector_life
-    if giver is GiverState.COMPLETED and both_live and not completed:
-        raise Broken("the giver takes a hand-over for complete that is not")
+            raise Broken("a hand-over is complete and a KV chunk is still landing")
+    both_live = local.sender_life is Life.ALIVE is local.receiver_life
+    if sender is SenderState.COMPLETED and both_live and not completed:
+        raise Broken("the sender takes a hand-over for complete that is not")
 
 
 def unfinished(local: Local) -> str:
     """What is still owed when nothing can happen any more, or nothing."""
-    giver, collector = GiverSide(*thawed(local.giver)), CollectorSide(*thawed(local.collector))
-    if local.giver_life is Life.ALIVE and (not giver.ended or local.sent or local.packing):
-        return f"the giver is {giver.state.value}"
-    if local.collector_life is Life.ALIVE:
-        if not collector.ended or local.credited or local.landing:
-            return f"the collector is {collector.state.value}"
-        if local.held and collector.state is not CollectorState.COMPLETED:
-            return "the collector still holds blocks"
+    sender, receiver = SenderSide(*thawed(local.sender)), ReceiverSide(*thawed(local.receiver))
+    if local.sender_life is Life.ALIVE and (not sender.ended or local.sent or local.packing):
+        return f"the sender is {sender.state.value}"
+    if local.receiver_life is Life.ALIVE:
+        if not receiver.ended or local.credited or local.landing:
+            return f"the receiver is {receiver.state.value}"
+        if local.held and receiver.state is not ReceiverState.COMPLETED:
+            return "the receiver still holds blocks"
     return ""

@@ -1,87 +1,87 @@
-"""The two rings that the explorer's hand-overs share: whose a slot is, and who may write into it.
+"""The two rings that the explorer's hand-overs share: whose a buffer is, and who may write into it.
 
-Their slots follow production's own table. A violation raises Broken.
+Their buffers follow production's own table. A violation raises Broken.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.core.slot_states import SlotEvent, SlotState, follow
-from tests.core.handover_parts import Broken, SlotUse
+from baton.core.handover.buffer_states import BufferEvent, BufferState, follow
+from tests.core.handover_parts import Broken, BufferUse
 
 
-class Slot(NamedTuple):
+class Buffer(NamedTuple):
     """owner: the hand-over that holds it, or -1. written: a transfer may still write into it."""
 
-    state: SlotState = SlotState.FREE
+    state: BufferState = BufferState.FREE
     owner: int = -1
     written: bool = False
 
 
 class Rings(NamedTuple):
-    giver: tuple[Slot, ...]
-    collector: tuple[Slot, ...]
+    sender: tuple[Buffer, ...]
+    receiver: tuple[Buffer, ...]
 
 
-def fresh(num_slots: int) -> Rings:
-    return Rings((Slot(),) * num_slots, (Slot(),) * num_slots)
+def fresh(num_buffers: int) -> Rings:
+    return Rings((Buffer(),) * num_buffers, (Buffer(),) * num_buffers)
 
 
-def used(rings: Rings, owner: int, uses: tuple[SlotUse, ...]) -> Rings | None:
-    """The rings after what one hand-over does to them, or None when it finds no free slot where
+def used(rings: Rings, owner: int, uses: tuple[BufferUse, ...]) -> Rings | None:
+    """The rings after what one hand-over does to them, or None when it finds no free buffer where
     it would take one."""
-    slots = {"giver": list(rings.giver), "collector": list(rings.collector)}
-    for ring, slot, event, pretended in uses:
-        state, holder, written = slots[ring][slot]
-        if event is SlotEvent.TAKE and state is not SlotState.FREE:
+    buffers = {"sender": list(rings.sender), "receiver": list(rings.receiver)}
+    for ring, buffer, event, pretended in uses:
+        state, holder, written = buffers[ring][buffer]
+        if event is BufferEvent.TAKE and state is not BufferState.FREE:
             return None
-        if event is not SlotEvent.TAKE and holder != owner:
-            raise Broken("a slot was touched that belongs to another hand-over")
+        if event is not BufferEvent.TAKE and holder != owner:
+            raise Broken("a buffer was touched that belongs to another hand-over")
         if event is None:
             continue
         try:
             state = follow(state, event)
         except RuntimeError as error:
             raise Broken(str(error)) from None
-        if event is SlotEvent.SETTLE and not pretended:
+        if event is BufferEvent.SETTLE and not pretended:
             written = False
-        written = written or event is SlotEvent.LEND
-        if written and state in (SlotState.FREE, SlotState.HELD):
-            raise Broken("a slot is free that a transfer may still write into")
-        # Whoever held it has left a slot in limbo.
-        holder = -1 if state in (SlotState.FREE, SlotState.LIMBO) else owner
-        slots[ring][slot] = Slot(state, holder, written)
-    return Rings(tuple(slots["giver"]), tuple(slots["collector"]))
+        written = written or event is BufferEvent.LEND
+        if written and state in (BufferState.FREE, BufferState.HELD):
+            raise Broken("a buffer is free that a transfer may still write into")
+        # Whoever held it has left a buffer orphaned.
+        holder = -1 if state in (BufferState.FREE, BufferState.ORPHANED) else owner
+        buffers[ring][buffer] = Buffer(state, holder, written)
+    return Rings(tuple(buffers["sender"]), tuple(buffers["receiver"]))
 
 
 def without(rings: Rings, name: str) -> Rings:
     """The memory of a process that dies is gone with it."""
     match name:
-        case "giver dies":
-            return rings._replace(giver=fresh(len(rings.giver)).giver)
-        case "collector dies":
-            return rings._replace(collector=fresh(len(rings.collector)).collector)
+        case "sender dies":
+            return rings._replace(sender=fresh(len(rings.sender)).sender)
+        case "receiver dies":
+            return rings._replace(receiver=fresh(len(rings.receiver)).receiver)
     return rings
 
 
-def settled(rings: Rings, slot: int) -> Rings:
-    """After the end of the transfer that this slot is in limbo for, if it is."""
-    if rings.collector[slot].state is not SlotState.LIMBO:
+def settled(rings: Rings, buffer: int) -> Rings:
+    """After the end of the transfer that this buffer is orphaned for, if it is."""
+    if rings.receiver[buffer].state is not BufferState.ORPHANED:
         return rings
-    after = used(rings, -1, (SlotUse("collector", slot, SlotEvent.SETTLE),))
+    after = used(rings, -1, (BufferUse("receiver", buffer, BufferEvent.SETTLE),))
     assert after is not None
     return after
 
 
-def in_limbo(rings: Rings) -> bool:
-    return any(slot.state is SlotState.LIMBO for slot in rings.collector)
+def orphaned(rings: Rings) -> bool:
+    return any(buffer.state is BufferState.ORPHANED for buffer in rings.receiver)
 
 
-def check_leaks(rings: Rings, *, giver: bool, collector: bool) -> None:
+def check_leaks(rings: Rings, *, sender: bool, receiver: bool) -> None:
     """Of the rings of live processes, when nothing can happen any more. Raises Broken."""
-    if giver and any(slot.state is not SlotState.FREE for slot in rings.giver):
-        raise Broken("a slot of the giver has leaked")
-    over = SlotState.FREE, SlotState.LIMBO
-    if collector and any(slot.state not in over for slot in rings.collector):
-        raise Broken("a slot of the collector has leaked")
+    if sender and any(buffer.state is not BufferState.FREE for buffer in rings.sender):
+        raise Broken("a buffer of the sender has leaked")
+    over = BufferState.FREE, BufferState.ORPHANED
+    if receiver and any(buffer.state not in over for buffer in rings.receiver):
+        raise Broken("a buffer of the receiver has leaked")

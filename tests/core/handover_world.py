@@ -1,4 +1,4 @@
-"""Two hand-overs between one giver and one collector that share two rings of slots, explored.
+"""Two hand-overs between one sender and one receiver that share two rings of buffers, explored.
 
 Every interleaving, breadth first, with at most so many faults a run. What one hand-over can do is
 computed once for each of its states, by production's own code; the search handles numbers only,
@@ -73,12 +73,12 @@ class Explorer:
         for which, after in self._moves("freely", first, second, rings):
             rests[which] = False
             yield after
-        for name, life in zip(THAWS, (known.giver_life, known.collector_life), strict=True):
+        for name, life in zip(THAWS, (known.sender_life, known.receiver_life), strict=True):
             cold = np.flatnonzero(life(first) == Life.FROZEN.value)
-            fate = known.fate[name]
-            yield self._packed(fate(first[cold]), fate(second[cold]), rings[cold])
+            filter_reason = known.filter_reason[name]
+            yield self._packed(filter_reason(first[cold]), filter_reason(second[cold]), rings[cold])
         for settled in known.settled:
-            # A transfer in limbo may end, or not.
+            # A transfer orphaned may end, or not.
             after = settled(rings)
             ended = np.flatnonzero(after != rings)
             yield self._packed(first[ended], second[ended], after[ended])
@@ -88,15 +88,17 @@ class Explorer:
         known = self._known
         for _, after in self._moves("by fault", first, second, rings):
             yield after
-        lives = known.giver_life(first), known.collector_life(first)
+        lives = known.sender_life(first), known.receiver_life(first)
         for name, life in zip(DEATHS, lives, strict=True):
             at = np.flatnonzero(life != Life.DEAD.value)
-            fate, without = known.fate[name], known.without[name]
-            yield self._packed(fate(first[at]), fate(second[at]), without(rings[at]))
+            filter_reason, without = known.filter_reason[name], known.without[name]
+            yield self._packed(
+                filter_reason(first[at]), filter_reason(second[at]), without(rings[at])
+            )
         for name, life in zip(FREEZES, lives, strict=True):
             at = np.flatnonzero(life == Life.ALIVE.value)
-            fate = known.fate[name]
-            yield self._packed(fate(first[at]), fate(second[at]), rings[at])
+            filter_reason = known.filter_reason[name]
+            yield self._packed(filter_reason(first[at]), filter_reason(second[at]), rings[at])
 
     def _moves(
         self, kind: str, first: Ints, second: Ints, rings: Ints
@@ -108,11 +110,11 @@ class Explorer:
         yield which, self._packed(other, mine, around)
 
     def _at_rest(self, first: Ints, second: Ints, rings: Ints) -> Iterator[Ints]:
-        """Nothing can happen any more but what may never happen. Slots in limbo starve who waits
+        """Nothing can happen any more but what may never happen. Buffers orphaned starve who waits
         for one, up to its deadline; otherwise all must be over."""
         known = self._known
         over = np.ones(len(first), dtype=bool)
-        starved = np.flatnonzero(known.in_limbo(rings))
+        starved = np.flatnonzero(known.orphaned(rings))
         waiting = first[starved], second[starved], rings[starved]
         for which, after in self._moves("by deadline", *waiting):
             over[starved[which]] = False
@@ -121,7 +123,7 @@ class Explorer:
 
     def _check_over(self, first: Ints, second: Ints, rings: Ints) -> None:
         known = self._known
-        known.check_slots(first, rings)
+        known.check_buffers(first, rings)
         ends = known.ends.values_in_order
         for pair in distinct(known.end(first) << _BITS | known.end(second)).tolist():
             self.ends.add(frozenset((ends[pair >> _BITS], ends[pair & _MASK])))

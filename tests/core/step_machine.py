@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.attempt import Attempt, AttemptKey
-from baton.core.events import Event
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan
-from baton.core.scheduling import Scheduler
+from baton.core.request.attempt import Attempt, AttemptKey
+from baton.core.scheduler.events import Event
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import attempt
 
 EOS_EVERY = 12

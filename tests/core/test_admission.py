@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.admission import Admission, AdmissionLimits, Ask, Grant, Outlook
-from baton.core.drain_rate import DrainRate
+from baton.core.admission.admission import Admission, AdmissionCharge, AdmissionLimits, Ask, Outlook
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_queue import Entry, FairQueue
+from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.shares import Use
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument
-from baton.core.fair_queue import Entry, FairQueue
-from baton.core.refusal import Limit, Refusal
-from baton.core.shares import Use
-from baton.core.tenants import Tenant
 
 TENANTS = {
     "free": Tenant("free"),
@@ -29,7 +29,7 @@ NOWHERE = Outlook()
 
 @dataclass
 class Held:
-    grant: Grant
+    grant: AdmissionCharge
     tenant: str
     charged: int
     settled: bool = False
@@ -53,7 +53,9 @@ def ask(tenant: Tenant = TENANTS["free"], **more: Any) -> Ask:
     return Ask(tenant, **{**fields, "longest_output": 20, **more})
 
 
-def enter(by: Admission, wanted: Ask, outlook: Outlook, left_s: float, now: float) -> Grant:
+def enter(
+    by: Admission, wanted: Ask, outlook: Outlook, left_s: float, now: float
+) -> AdmissionCharge:
     """As a request is: first room for its bytes, then the request."""
     holding = by.receive(wanted.tenant, wanted.most_tokens, outlook, now)
     try:
@@ -131,7 +133,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def turned_away(self, tenant: str) -> bool:
         try:
-            self.admission.glance(TENANTS[tenant], 0, NOWHERE, self.now)
+            self.admission.precheck(TENANTS[tenant], 0, NOWHERE, self.now)
         except Refusal as refusal:
             self.told_when(refusal)
             return True
@@ -189,7 +191,7 @@ def test_who_would_wait_for_too_long_is_refused_and_told_to_come_later_the_longe
     wanted=st.tuples(st.integers(1, 300), st.integers(1, 300)),
     kv_tokens=st.none() | st.integers(0, 500),
 )
-def test_a_glance_refuses_nothing_that_would_be_enter(
+def test_a_precheck_refuses_nothing_that_would_be_enter(
     queued: list[tuple[str, int]],
     tenant: str,
     priority: int,
@@ -203,7 +205,7 @@ def test_a_glance_refuses_nothing_that_would_be_enter(
     asked = ask(TENANTS[tenant], priority=priority, least_tokens=wanted[0], most_tokens=400)
     refused_anyway = False
     try:
-        busy.glance(TENANTS[tenant], priority, outlook, 0.0)
+        busy.precheck(TENANTS[tenant], priority, outlook, 0.0)
     except Refusal:
         refused_anyway = True
     try:
@@ -213,13 +215,13 @@ def test_a_glance_refuses_nothing_that_would_be_enter(
     assert not refused_anyway
 
 
-def test_at_a_glance_a_long_queue_turns_away_all_but_who_would_pass_it() -> None:
+def test_at_a_precheck_a_long_queue_turns_away_all_but_who_would_pass_it() -> None:
     busy = waiting(1000)
     with pytest.raises(Refusal) as caught:
-        busy.glance(TENANTS["free"], 0, NOWHERE, 0.0)
+        busy.precheck(TENANTS["free"], 0, NOWHERE, 0.0)
     assert caught.value.limit is Limit.WAIT
-    busy.glance(TENANTS["free"], -1, NOWHERE, 0.0)
-    busy.glance(TENANTS["few"], 0, NOWHERE, 0.0)
+    busy.precheck(TENANTS["free"], -1, NOWHERE, 0.0)
+    busy.precheck(TENANTS["few"], 0, NOWHERE, 0.0)
     assert busy.requests.total == busy.tokens.total == busy.input_bytes.total == 0
 
 
@@ -312,7 +314,7 @@ def test_one_larger_than_its_limit_passes_alone_and_keeps_the_next_one_out() -> 
     assert refused(let_in, ask(tenant)).limit is Limit.TOKEN_RATE
 
 
-def take_all(by: Admission, wanted: Ask) -> list[Grant]:
+def take_all(by: Admission, wanted: Ask) -> list[AdmissionCharge]:
     """Everything a tenant gets of one kind of request."""
     grants = []
     while True:
@@ -389,7 +391,7 @@ def test_what_a_tokenizer_began_and_refused_is_paid_for_by_what_it_had_to_be_tak
 def test_a_request_that_could_not_be_read_counts_as_one() -> None:
     tenant = Tenant("faulty", requests_per_minute=6)
     let_in = admission()
-    let_in.glance(tenant, 0, NOWHERE, 0.0)
+    let_in.precheck(tenant, 0, NOWHERE, 0.0)
     let_in.fault(tenant, NOWHERE, 0.0)
     with pytest.raises(Refusal) as caught:
         let_in.receive(tenant, 1, NOWHERE, 0.0)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.api_keys import KeyBook, KeyIndex, Limits
+from baton.core.admission.api_keys import KeyBook, KeyIndex, Limits
+from baton.core.admission.key_document import parse, render
+from baton.core.admission.tenants import ANYONE, Tenant
 from baton.core.errors import InvalidArgument
-from baton.core.key_document import parse, render
-from baton.core.request import Request, TextPrompt
-from baton.core.tenants import ANYONE, Tenant
+from baton.core.request.request import Request, TextPrompt
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 counts = st.none() | st.integers(1, 2**40)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.breaker import (
+from baton.core.routing.breaker import (
     FEWEST,
     LONGEST_OPEN_S,
     MAX_IN_A_ROW,
@@ -110,8 +110,8 @@ def test_the_table_is_what_the_drawing_says() -> None:
 def test_at_most_half_of_a_pool_is_ejected(size: int) -> None:
     breakers = Breakers()
     live = [f"w{number}" for number in range(size)]
-    for incarnation in live:
-        tripped(breakers.of(incarnation))
+    for instance_id in live:
+        tripped(breakers.of(instance_id))
     assert len(breakers.ejected(live, 1.0)) == size // 2
 
 
@@ -145,9 +145,9 @@ class Pools(RuleBasedStateMachine):
     @rule(data=st.data())
     def placed(self, data: st.DataObject) -> None:
         ejected = self.breakers.ejected(self.live, self.now)
-        incarnation = data.draw(st.sampled_from([w for w in self.live if w not in ejected]))
-        if self.breakers.of(incarnation).placed():
-            self.probes.append(incarnation)
+        instance_id = data.draw(st.sampled_from([w for w in self.live if w not in ejected]))
+        if self.breakers.of(instance_id).placed():
+            self.probes.append(instance_id)
 
     @precondition(lambda self: self.probes)
     @rule()

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core import cache_log
-from baton.core.block_pool import BlockPool
-from baton.core.blocks import BlockTable
-from baton.core.cache_log import CacheBatch, CacheLog, CacheReader
-from baton.core.cached_units import Change
-from baton.core.prefix import HASH_BYTES, PrefixChain, namespace, prefix_hashes
+from baton.core.kvcache import cache_log
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.blocks import BlockTable
+from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
+from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.prefix import HASH_BYTES, PrefixChain, namespace, prefix_hashes
 from tests.core.cache_replica import CacheReplica, hashes
 
 UNITS = [bytes([number]) * HASH_BYTES for number in range(6)]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.candidates import MAX_DRAWN, MAX_HOLDERS, PoolView, filtered
-from baton.core.load import WorkerLoad, WorkerState
-from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.prefix_index import Overlap
-from baton.core.routing import Decision, Demand, Fate, RoutingPolicy, WorkerSnapshot, decide
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.routing.candidates import MAX_DRAWN, MAX_HOLDERS, PoolView, filtered
+from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.prefix_index import Overlap
+from baton.core.routing.routing import (
+    Decision,
+    Demand,
+    FilterReason,
+    RoutingPolicy,
+    WorkerSnapshot,
+    decide,
+)
 
 DEMAND = Demand("r", input_tokens=700, choices=1, needs_decode=True)
 POOL = [
@@ -59,5 +66,5 @@ def test_when_none_of_them_can_run_it_all_are_looked_at() -> None:
     workers[777] = POOL[777]
     decision = route(DEMAND, workers, Overlap())
     assert decision.decode == POOL[777].identity
-    fates = [candidate.fate for candidate in decision.candidates]
-    assert fates == [Fate.PICKED] + [Fate.NOT_SERVING] * 999
+    fates = [candidate.filter_reason for candidate in decision.candidates]
+    assert fates == [FilterReason.PICKED] + [FilterReason.NOT_SERVING] * 999

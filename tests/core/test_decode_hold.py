@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import HandoverFailed, NotFound
-from baton.core.events import Event, Failed, Held, Tokens
-from baton.core.loop import EngineLoop
-from baton.core.request import SamplingParams
+from baton.core.request.attempt import Attempt, SequenceKey
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, Failed, Held, Tokens
+from baton.core.scheduler.loop import EngineLoop
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run_out
 
 KEY = SequenceKey("r", 0, 0)

@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from baton.core.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, Failed, Held
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, Failed, Held
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
 from tests.core.attempts import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -188,10 +188,10 @@ class DecodeMachine(StepMachine):
         if count:
             runner.pack(scheduler.held_extents(key), position, count, memoryview(payload))
             runner.unpack(scheduler.extents(next_one.key), position, count, memoryview(payload))
-        (heir,) = next_one.keys()
-        self.outputs.tokens[heir] = self.outputs.tokens[key][:-1]
-        self.confirmed[heir] = next_one.position
-        self.wanted = (self.wanted - {key}) | {heir}
+        (replacement,) = next_one.keys()
+        self.outputs.tokens[replacement] = self.outputs.tokens[key][:-1]
+        self.confirmed[replacement] = next_one.position
+        self.wanted = (self.wanted - {key}) | {replacement}
         scheduler.admit(next_one.key, (held.newest,), self.now)
         scheduler.cancel(AttemptKey(key.request_id, key.attempt), (key.choice,))
         self.take(scheduler.take_events())

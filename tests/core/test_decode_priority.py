@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, Tokens
-from baton.core.loop import EngineLoop
-from baton.core.plan import PENDING, StepPlan, StepWork
-from baton.core.request import SamplingParams
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import PENDING, StepPlan, StepWork
 from tests.core.attempts import (
     Outputs,
     attempt,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.attempt import Attempt, AttemptKey
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import (
     InvalidArgument,
     NotFound,
 )
-from baton.core.events import Tokens
-from baton.core.loop import EngineLoop
+from baton.core.request.attempt import Attempt, AttemptKey
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Tokens
+from baton.core.scheduler.loop import EngineLoop
 from tests.core.attempts import (
     VOCAB_SIZE,
     Outputs,

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.attempt import SequenceKey
-from baton.core.decode_scheduler import DecodePolicy
 from baton.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -15,9 +13,11 @@ from baton.core.errors import (
     InvalidArgument,
     Overloaded,
 )
-from baton.core.events import Failed, Tokens
-from baton.core.request import FinishReason
-from baton.core.scheduling import QueueLimit
+from baton.core.request.attempt import SequenceKey
+from baton.core.request.request import FinishReason
+from baton.core.scheduler.decode import DecodePolicy
+from baton.core.scheduler.events import Failed, Tokens
+from baton.core.scheduler.scheduler import QueueLimit
 from tests.core.attempts import (
     EOS,
     Outputs,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Failed
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan, StepResult
-from baton.core.request import SamplingParams
-from baton.core.sequence import SequenceState
+from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Failed
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan, StepResult
+from baton.core.scheduler.sequence import SequenceState
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run, run_out
 
 TIGHT = DecodePolicy(headroom=4)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.fit import difference, refusal
-from baton.core.model import KvLayout, WorkerIdentity
+from baton.core.handover.fit import difference, refusal
+from baton.core.request.model import KvLayout, WorkerIdentity
 
 LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
 BOTH = ("nixl", "loopback")
@@ -53,9 +53,9 @@ def test_ranges_of_wire_versions_meet_at_the_newest_common_one(
 
 
 def test_a_refusal_names_both_workers_in_the_order_of_the_values() -> None:
-    giver = WorkerIdentity("prefill", "a1" * 16, "10.0.0.1:1")
-    collector = WorkerIdentity("decode", "b2" * 16, "10.0.0.2:1")
-    assert refusal(giver, collector, "dtype: float32 against bfloat16").message == (
+    sender = WorkerIdentity("prefill", "a1" * 16, "10.0.0.1:1")
+    receiver = WorkerIdentity("decode", "b2" * 16, "10.0.0.2:1")
+    assert refusal(sender, receiver, "dtype: float32 against bfloat16").message == (
         "KV does not fit between prefill a1a1a1a1 and decode b2b2b2b2: "
         "dtype: float32 against bfloat16"
     )

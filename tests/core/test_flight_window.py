@@ -1,15 +1,15 @@
-"""FlightWindow: grows while used, shrinks once per round trip, and always lets one in."""
+"""ConcurrencyLimiter: grows while used, shrinks once per round trip, and always lets one in."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.flight_window import DECREASE, FlightWindow
+from baton.core.admission.concurrency_limiter import DECREASE, ConcurrencyLimiter
 
 
 def test_a_used_window_doubles_until_the_first_congestion() -> None:
-    window = FlightWindow(1000, 100, 10_000)
+    window = ConcurrencyLimiter(1000, 100, 10_000)
     for limit in (2000, 4000, 8000, 10_000):
         window.take(round(window.limit))
         window.answered(window.tokens, 0.1)
@@ -23,7 +23,7 @@ def test_a_used_window_doubles_until_the_first_congestion() -> None:
 
 
 def test_a_used_window_grows_by_a_step_per_windowful() -> None:
-    window = FlightWindow(1000 / DECREASE, 100, 10_000)
+    window = ConcurrencyLimiter(1000 / DECREASE, 100, 10_000)
     window.congested(0.0)
     for _ in range(10):
         window.take(100)
@@ -39,7 +39,7 @@ def test_a_used_window_grows_by_a_step_per_windowful() -> None:
 
 
 def test_congestion_shrinks_it_once_per_round_trip() -> None:
-    window = FlightWindow(1000, 100, 10_000)
+    window = ConcurrencyLimiter(1000, 100, 10_000)
     window.answered(1, 2.0)
     window.congested(10.0)
     window.congested(11.0)
@@ -52,7 +52,7 @@ def test_congestion_shrinks_it_once_per_round_trip() -> None:
 
 
 def test_a_long_queue_at_a_worker_is_congestion_and_a_long_prompt_is_not() -> None:
-    window = FlightWindow(1000, 100, 10_000)
+    window = ConcurrencyLimiter(1000, 100, 10_000)
     window.queued(queue_s=2.0, compute_s=1.0, now=0.0)
     window.queued(queue_s=0.09, compute_s=0.001, now=0.0)
     assert window.limit == 1000
@@ -62,7 +62,7 @@ def test_a_long_queue_at_a_worker_is_congestion_and_a_long_prompt_is_not() -> No
 
 @given(st.integers(1, 10**6), st.lists(st.integers(1, 500), max_size=20))
 def test_one_alone_has_room_and_all_is_given_back(first: int, others: list[int]) -> None:
-    window = FlightWindow(1000, 100, 10_000)
+    window = ConcurrencyLimiter(1000, 100, 10_000)
     assert window.has_room(first)
     window.take(first)
     taken = [first]
@@ -78,7 +78,7 @@ def test_one_alone_has_room_and_all_is_given_back(first: int, others: list[int])
 
 def test_routers_that_share_workers_meet_at_equal_windows() -> None:
     """What AIMD is for: from any start, with the same signals."""
-    a, b = FlightWindow(10_000, 100, 10**6), FlightWindow(500, 100, 10**6)
+    a, b = ConcurrencyLimiter(10_000, 100, 10**6), ConcurrencyLimiter(500, 100, 10**6)
     for round_ in range(400):
         for window in (a, b):
             window.tokens = int(window.limit)

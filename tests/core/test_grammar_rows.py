@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from baton.core.attempt import Attempt
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import InvalidArgument
-from baton.core.events import Event, Failed, FirstTokens, Tokens
-from baton.core.loop import EngineLoop
-from baton.core.plan import PENDING
-from baton.core.request import FinishReason, SamplingParams
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, Failed, FirstTokens, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import PENDING
 from tests.core.attempts import (
     BLOCK_SIZE,
     EOS,

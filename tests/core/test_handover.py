@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoverFailed
-from baton.core.handover import (
+from baton.core.handover.table import (
     ENDS,
     LIMITS,
     TRANSITIONS,
-    CollectorSide,
-    CollectorState,
-    GiverSide,
-    GiverState,
     HandoverEvent,
+    ReceiverSide,
+    ReceiverState,
     Run,
+    SenderSide,
+    SenderState,
     State,
     follow,
 )
 
-STATES: list[State] = [*GiverState, *CollectorState]
+STATES: list[State] = [*SenderState, *ReceiverState]
 FAULTS = (
     HandoverEvent.CANCEL,
     HandoverEvent.PEER_FAILED,
@@ -50,7 +50,7 @@ def test_every_fault_ends_every_state(state: State, event: HandoverEvent) -> Non
 
 def test_the_table_never_crosses_sides_and_every_state_is_reached() -> None:
     assert all(type(source) is type(target) for (source, _), target in TRANSITIONS.items())
-    reached = {*TRANSITIONS.values(), GiverState.OFFERED, CollectorState.OPENING}
+    reached = {*TRANSITIONS.values(), SenderState.OFFERED, ReceiverState.OPENING}
     assert reached == set(STATES)
 
 
@@ -72,27 +72,27 @@ def test_everything_else_is_refused(state: State, event: HandoverEvent) -> None:
         follow(state, event)
 
 
-def giving(num_positions: int = 10, positions_per_parcel: int = 4) -> GiverSide:
-    side = GiverSide(num_positions)
-    side.opened(positions_per_parcel)
+def giving(num_positions: int = 10, positions_per_kv_chunk: int = 4) -> SenderSide:
+    side = SenderSide(num_positions)
+    side.opened(positions_per_kv_chunk)
     side.announced()
     side.granted(0)
     return side
 
 
-def taking(num_positions: int = 10, positions_per_parcel: int = 4) -> CollectorSide:
-    side = CollectorSide(num_positions, positions_per_parcel)
+def taking(num_positions: int = 10, positions_per_kv_chunk: int = 4) -> ReceiverSide:
+    side = ReceiverSide(num_positions, positions_per_kv_chunk)
     side.announced(num_positions)
     side.granted(0)
     return side
 
 
 @given(st.integers(1, 200), st.integers(1, 50))
-def test_parcels_are_as_few_as_can_be_and_alike(
-    num_positions: int, positions_per_parcel: int
+def test_kv_chunks_are_as_few_as_can_be_and_alike(
+    num_positions: int, positions_per_kv_chunk: int
 ) -> None:
-    fewest = -(-num_positions // positions_per_parcel)
-    side = giving(num_positions, positions_per_parcel)
+    fewest = -(-num_positions // positions_per_kv_chunk)
+    side = giving(num_positions, positions_per_kv_chunk)
     side.advanced(num_positions)
     side.credited(fewest)
     sizes = []
@@ -102,7 +102,7 @@ def test_parcels_are_as_few_as_can_be_and_alike(
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_parcels_follow_each_other_within_finished_positions_and_credits() -> None:
+def test_kv_chunks_follow_each_other_within_finished_positions_and_credits() -> None:
     side = giving()
     assert side.next_run() is None
     assert side.advanced(6)
@@ -118,7 +118,7 @@ def test_parcels_follow_each_other_within_finished_positions_and_credits() -> No
 
 
 def test_cached_positions_are_not_sent() -> None:
-    side = GiverSide(10)
+    side = SenderSide(10)
     side.opened(4)
     side.announced()
     side.granted(7)
@@ -130,7 +130,7 @@ def test_cached_positions_are_not_sent() -> None:
 
 @pytest.mark.parametrize("from_position", [-1, 11])
 def test_a_grant_outside_the_input_is_refused(from_position: int) -> None:
-    side = GiverSide(10)
+    side = SenderSide(10)
     side.opened(4)
     side.announced()
     with pytest.raises(HandoverFailed):
@@ -145,7 +145,7 @@ def test_credits_beyond_what_is_finished_are_refused() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 7])
-def test_only_parcels_that_were_sent_can_be_collected(index: int) -> None:
+def test_only_kv_chunks_that_were_sent_can_be_collected(index: int) -> None:
     side = giving()
     side.advanced(4)
     side.credited(1)
@@ -154,12 +154,12 @@ def test_only_parcels_that_were_sent_can_be_collected(index: int) -> None:
         side.collected(index)
 
 
-def test_a_collector_whose_slots_hold_no_position_is_refused() -> None:
+def test_a_receiver_whose_buffers_hold_no_position_is_refused() -> None:
     with pytest.raises(HandoverFailed, match="smaller than one position"):
-        GiverSide(10).opened(0)
+        SenderSide(10).opened(0)
 
 
-def test_token_0_is_the_givers_last_word() -> None:
+def test_token_0_is_the_senders_last_word() -> None:
     side = giving(num_positions=4)
     side.advanced(4)
     side.credited(1)
@@ -170,12 +170,12 @@ def test_token_0_is_the_givers_last_word() -> None:
     side.tokens()
     with pytest.raises(HandoverFailed):
         side.tokens()
-    assert side.state is GiverState.GIVING
+    assert side.state is SenderState.GIVING
     side.collected(run.index)
-    assert side.state is GiverState.GIVEN
+    assert side.state is SenderState.GIVEN
 
 
-def test_the_collector_wants_credits_for_finished_positions_only() -> None:
+def test_the_receiver_wants_credits_for_finished_positions_only() -> None:
     side = taking()
     assert not side.wants_credit
     side.advanced(5)
@@ -194,7 +194,7 @@ def test_the_collector_wants_credits_for_finished_positions_only() -> None:
         Run(0, 0, 0),
     ],
 )
-def test_parcels_out_of_order_or_too_large_are_refused(run: Run) -> None:
+def test_kv_chunks_out_of_order_or_too_large_are_refused(run: Run) -> None:
     side = taking()
     side.advanced(10)
     side.credited()
@@ -203,7 +203,7 @@ def test_parcels_out_of_order_or_too_large_are_refused(run: Run) -> None:
     assert side.credits == 1 and not side.landing
 
 
-def test_a_parcel_of_unfinished_positions_is_refused() -> None:
+def test_a_kv_chunk_of_unfinished_positions_is_refused() -> None:
     side = taking()
     side.advanced(3)
     side.credited()
@@ -211,7 +211,7 @@ def test_a_parcel_of_unfinished_positions_is_refused() -> None:
         side.arriving(Run(0, 0, 4))
 
 
-def test_a_parcel_without_credit_is_refused() -> None:
+def test_a_kv_chunk_without_credit_is_refused() -> None:
     side = taking()
     side.advanced(10)
     with pytest.raises(HandoverFailed, match="credit"):
@@ -227,19 +227,19 @@ def test_finished_positions_only_grow_within_the_input(finished: int) -> None:
 
 
 def test_another_input_is_refused() -> None:
-    side = CollectorSide(10, 4)
+    side = ReceiverSide(10, 4)
     with pytest.raises(HandoverFailed, match="another input"):
         side.announced(11)
 
 
-def test_an_ended_side_makes_no_parcel_and_wants_no_credit() -> None:
-    giver, collector = giving(), taking()
-    giver.advanced(10)
-    collector.advanced(10)
-    giver.credited(2)
-    giver.end(HandoverEvent.PEER_LOST)
-    collector.end(HandoverEvent.DEADLINE)
-    assert giver.ended and giver.next_run() is None and not giver.wants_tokens
-    assert collector.ended and not collector.wants_credit and not collector.all_in
-    giver.end(HandoverEvent.CANCEL)
-    assert giver.state is GiverState.FAILED
+def test_an_ended_side_makes_no_kv_chunk_and_wants_no_credit() -> None:
+    sender, receiver = giving(), taking()
+    sender.advanced(10)
+    receiver.advanced(10)
+    sender.credited(2)
+    sender.end(HandoverEvent.PEER_LOST)
+    receiver.end(HandoverEvent.DEADLINE)
+    assert sender.ended and sender.next_run() is None and not sender.wants_tokens
+    assert receiver.ended and not receiver.wants_credit and not receiver.all_in
+    sender.end(HandoverEvent.CANCEL)
+    assert sender.state is SenderState.FAILED

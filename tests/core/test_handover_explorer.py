@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.core.handover import CollectorState, GiverState
+from baton.core.handover.table import ReceiverState, SenderState
 from tests.core.handover_known import Known, Size
 from tests.core.handover_parts import Broken, Mutation
 from tests.core.handover_world import Explorer
 
-COMPLETED = (GiverState.COMPLETED.value, CollectorState.COMPLETED.value)
+COMPLETED = (SenderState.COMPLETED.value, ReceiverState.COMPLETED.value)
 SMALL = Size(num_positions=2)
 
 

@@ -1,4 +1,4 @@
-"""The journey: whatever workers do, the answer is the model's, each position accepted once."""
+"""RequestState: whatever workers do, the answer is the model's, each position accepted once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
-from baton.core.attempt_states import OVER, TRANSITIONS, AttemptEvent, AttemptState, Leg
 from baton.core.errors import (
     BatonError,
     HandoverFailed,
@@ -20,9 +18,11 @@ from baton.core.errors import (
     Reason,
     Unavailable,
 )
-from baton.core.journey import AttemptRun, Journey
-from baton.core.losses import VERDICTS
-from baton.core.request import FinishReason, SamplingParams, StopParams
+from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
+from baton.core.request.attempt_states import OVER, TRANSITIONS, AttemptEvent, AttemptState, Phase
+from baton.core.request.losses import VERDICTS
+from baton.core.request.request import FinishReason, SamplingParams, StopParams
+from baton.core.request.request_state import AttemptRun, RequestState
 
 PROMPT = (1, 2, 3)
 END = 99
@@ -41,14 +41,14 @@ def whole(choice: int, max_tokens: int) -> tuple[int, ...]:
     return output
 
 
-def make(n: int = 1, max_tokens: int = 12, max_barren: int = 3) -> Journey:
-    return Journey(
+def make(n: int = 1, max_tokens: int = 12, max_fruitless_attempts: int = 3) -> RequestState:
+    return RequestState(
         "r",
         PROMPT,
         n=n,
         sampling=SamplingParams(seed=5),
         stop=StopParams(max_tokens=max_tokens),
-        max_barren=max_barren,
+        max_fruitless_attempts=max_fruitless_attempts,
     )
 
 
@@ -77,68 +77,70 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(n=st.integers(1, 4))
     def begin(self, n: int) -> None:
         self.n = n
-        self.journey = make(n, self.max_tokens, max_barren=10**6)
+        self.request_state = make(n, self.max_tokens, max_fruitless_attempts=10**6)
         self.runs: list[AttemptRun] = []
         self.accepted: list[list[int]] = [[] for _ in range(n)]
 
     @rule()
     def start_what_waits(self) -> None:
-        for run in self.journey.next_attempts():
-            legs = (
-                {Leg.PREFILL, Leg.DECODE}
-                if self.journey.needs_decode(run.attempt)
-                else {Leg.PREFILL}
+        for run in self.request_state.next_attempts():
+            phases = (
+                {Phase.PREFILL, Phase.DECODE}
+                if self.request_state.needs_decode(run.attempt)
+                else {Phase.PREFILL}
             )
             if run.moved:
-                legs = {Leg.DECODE}
-                assert self.journey.needs_decode(run.attempt) and len(run.attempt.choices) == 1
+                phases = {Phase.DECODE}
+                assert (
+                    self.request_state.needs_decode(run.attempt) and len(run.attempt.choices) == 1
+                )
             for choice in run.attempt.choices:
-                output = self.journey.logs[choice].token_ids()
+                output = self.request_state.logs[choice].token_ids()
                 assert run.attempt.token_ids == PROMPT + (output[:-1] if run.moved else output)
-            self.journey.placed(run.attempt.attempt, legs)
+            self.request_state.placed(run.attempt.attempt, phases)
             self.runs.append(run)
 
     @precondition(lambda self: bool(getattr(self, "runs", [])))
-    @rule(data=st.data(), leg=st.sampled_from(Leg))
-    def say_tokens(self, data: st.DataObject, leg: Leg) -> None:
+    @rule(data=st.data(), phase=st.sampled_from(Phase))
+    def say_tokens(self, data: st.DataObject, phase: Phase) -> None:
         run = data.draw(st.sampled_from(self.runs))
         choice = data.draw(st.sampled_from(run.attempt.choices))
         base = run.attempt.position
         # A live worker's next tokens, or a repetition: it may begin anywhere below the next one.
-        known = len(self.journey.logs[choice])
-        start = base if leg is Leg.PREFILL else data.draw(st.integers(base, max(base, known)))
-        count = 1 if leg is Leg.PREFILL else data.draw(st.integers(1, 4))
+        known = len(self.request_state.logs[choice])
+        start = base if phase is Phase.PREFILL else data.draw(st.integers(base, max(base, known)))
+        count = 1 if phase is Phase.PREFILL else data.draw(st.integers(1, 4))
         said = tokens_of(run.attempt, choice, start, count, self.max_tokens)
         if not said.token_ids:
             return
-        before = self.journey.logs[choice].token_ids()
-        self.journey.tokens(leg, said)
-        after = self.journey.logs[choice].token_ids()
+        before = self.request_state.logs[choice].token_ids()
+        self.request_state.tokens(phase, said)
+        after = self.request_state.logs[choice].token_ids()
         assert after[: len(before)] == before
         self.accepted[choice] += after[len(before) :]
 
     @precondition(lambda self: bool(getattr(self, "runs", [])))
-    @rule(data=st.data(), leg=st.sampled_from(Leg))
-    def lose_a_leg(self, data: st.DataObject, leg: Leg) -> None:
+    @rule(data=st.data(), phase=st.sampled_from(Phase))
+    def lose_a_phase(self, data: st.DataObject, phase: Phase) -> None:
         run = data.draw(st.sampled_from(self.runs))
-        if leg is Leg.DECODE and not self.journey.needs_decode(run.attempt):
+        if phase is Phase.DECODE and not self.request_state.needs_decode(run.attempt):
             return
-        if leg is Leg.PREFILL and (run.state is AttemptState.HANDING_OVER or run.moved):
+        if phase is Phase.PREFILL and (run.state is AttemptState.HANDING_OVER or run.moved):
             return
         choices = data.draw(st.sets(st.sampled_from(run.attempt.choices)))
         error = data.draw(
             st.sampled_from([Unavailable("x"), Internal("x"), Overloaded("x"), HandoverFailed("x")])
         )
-        self.journey.leg_failed(
-            run.attempt.attempt, leg, error, choices if leg is Leg.DECODE else ()
+        self.request_state.phase_failed(
+            run.attempt.attempt, phase, error, choices if phase is Phase.DECODE else ()
         )
 
     @precondition(lambda self: bool(getattr(self, "runs", [])))
     @rule(data=st.data())
     def complete_kv(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.runs))
-        if self.journey.needs_decode(run.attempt):
-            self.journey.kv_complete(run.attempt.attempt)
+        if self.request_state.needs_decode(run.attempt):
+            self.request_state.kv_complete(run.attempt.attempt)
 
     @precondition(lambda self: bool(getattr(self, "runs", [])))
     @rule(data=st.data())
@@ -147,7 +149,7 @@ class AnyOrder(RuleBasedStateMachine):
         if run.state in (AttemptState.PAIRED, AttemptState.PREFILLING):
             for choice in run.attempt.choices:
                 self.say(run, choice)
-            self.journey.prefill_answered(run.attempt.attempt)
+            self.request_state.prefill_answered(run.attempt.attempt)
 
     @precondition(lambda self: bool(getattr(self, "runs", [])))
     @rule(data=st.data())
@@ -155,35 +157,35 @@ class AnyOrder(RuleBasedStateMachine):
         """A gap: nothing of it may be accepted."""
         run = data.draw(st.sampled_from(self.runs))
         choice = data.draw(st.sampled_from(run.attempt.choices))
-        log = self.journey.logs[choice]
+        log = self.request_state.logs[choice]
         before = log.token_ids()
         key = SequenceKey("r", choice, run.attempt.attempt)
-        self.journey.tokens(Leg.DECODE, ChoiceTokens(key, len(before) + 1, (7,)))
+        self.request_state.tokens(Phase.DECODE, ChoiceTokens(key, len(before) + 1, (7,)))
         assert log.token_ids() == before
         assert run.over or choice not in run.running
 
     @precondition(lambda self: bool(getattr(self, "runs", [])))
     @rule(data=st.data())
-    def give_away(self, data: st.DataObject) -> None:
+    def migrate_out(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.runs))
         choice = data.draw(st.sampled_from(run.attempt.choices))
-        position = len(self.journey.logs[choice])
+        position = len(self.request_state.logs[choice])
         if run.state is not AttemptState.DECODING or not position:
             return
         expected = choice in run.running
-        assert self.journey.given_away(run.attempt.attempt, choice, position) is expected
+        assert self.request_state.migrated_out(run.attempt.attempt, choice, position) is expected
 
     def say(self, run: AttemptRun, choice: int) -> None:
         said = tokens_of(run.attempt, choice, run.attempt.position, 1, self.max_tokens)
-        before = len(self.journey.logs[choice])
-        self.journey.tokens(Leg.PREFILL, said)
-        self.accepted[choice] += self.journey.logs[choice].token_ids(before)
+        before = len(self.request_state.logs[choice])
+        self.request_state.tokens(Phase.PREFILL, said)
+        self.accepted[choice] += self.request_state.logs[choice].token_ids(before)
 
     @invariant()
     def answers_are_the_models(self) -> None:
         for choice in range(getattr(self, "n", 0)):
             expected = whole(choice, self.max_tokens)
-            log = self.journey.logs[choice]
+            log = self.request_state.logs[choice]
             assert log.token_ids() == tuple(self.accepted[choice]) == expected[: len(log)]
             assert log.ended == (len(log) == len(expected))
 
@@ -196,28 +198,32 @@ class AnyOrder(RuleBasedStateMachine):
                 running += run.running
         assert len(running) == len(set(running))
         for choice in range(getattr(self, "n", 0)):
-            log = self.journey.logs[choice]
+            log = self.request_state.logs[choice]
             assert not (log.ended and choice in running)
             if not log.ended and log.attempt is not None:
                 assert choice in running
 
     def teardown(self) -> None:
         """From wherever it got, undisturbed workers finish it."""
-        if not hasattr(self, "journey"):
+        if not hasattr(self, "request_state"):
             return
         for _ in range(3):
             self.start_what_waits()
             for run in self.runs:
                 for choice in sorted(run.running):
                     said = tokens_of(
-                        run.attempt, choice, len(self.journey.logs[choice]), 99, self.max_tokens
+                        run.attempt,
+                        choice,
+                        len(self.request_state.logs[choice]),
+                        99,
+                        self.max_tokens,
                     )
-                    before = len(self.journey.logs[choice])
-                    self.journey.tokens(Leg.DECODE, said)
-                    self.accepted[choice] += self.journey.logs[choice].token_ids(before)
+                    before = len(self.request_state.logs[choice])
+                    self.request_state.tokens(Phase.DECODE, said)
+                    self.accepted[choice] += self.request_state.logs[choice].token_ids(before)
         self.answers_are_the_models()
-        assert self.journey.done
-        assert self.journey.failure is None
+        assert self.request_state.done
+        assert self.request_state.failure is None
         assert all(run.over for run in self.runs)
 
 
@@ -260,64 +266,66 @@ def test_every_reason_has_a_verdict() -> None:
     assert set(VERDICTS) == set(Reason)
 
 
-def start(journey: Journey, *legs: Leg) -> AttemptRun:
-    (run,) = journey.next_attempts()
-    journey.placed(run.attempt.attempt, legs)
+def start(request_state: RequestState, *phases: Phase) -> AttemptRun:
+    (run,) = request_state.next_attempts()
+    request_state.placed(run.attempt.attempt, phases)
     return run
 
 
-BOTH = (Leg.PREFILL, Leg.DECODE)
+BOTH = (Phase.PREFILL, Phase.DECODE)
 
 
 @pytest.mark.parametrize(
-    ("legs", "lost", "to_cancel"),
+    ("phases", "lost", "to_cancel"),
     [
-        (BOTH, Leg.PREFILL, {Leg.DECODE}),
-        (BOTH, Leg.DECODE, {Leg.PREFILL}),
-        ((Leg.DECODE,), Leg.DECODE, set()),
-        ((Leg.PREFILL,), Leg.PREFILL, set()),
+        (BOTH, Phase.PREFILL, {Phase.DECODE}),
+        (BOTH, Phase.DECODE, {Phase.PREFILL}),
+        ((Phase.DECODE,), Phase.DECODE, set()),
+        ((Phase.PREFILL,), Phase.PREFILL, set()),
     ],
 )
-def test_the_other_leg_is_cancelled(legs: tuple[Leg, ...], lost: Leg, to_cancel: set[Leg]) -> None:
-    journey = make()
-    run = start(journey, *legs)
-    journey.leg_failed(0, lost, Unavailable("gone"))
+def test_the_other_phase_is_cancelled(
+    phases: tuple[Phase, ...], lost: Phase, to_cancel: set[Phase]
+) -> None:
+    request_state = make()
+    run = start(request_state, *phases)
+    request_state.phase_failed(0, lost, Unavailable("gone"))
     assert run.state is AttemptState.FAILED
     assert run.to_cancel == to_cancel
-    assert [again.attempt.attempt for again in journey.next_attempts()] == [1]
+    assert [again.attempt.attempt for again in request_state.next_attempts()] == [1]
 
 
 def test_prefill_lost_after_the_kv_was_collected_is_no_loss() -> None:
-    journey = make()
-    run = start(journey, *BOTH)
-    journey.kv_complete(0)
-    journey.leg_failed(0, Leg.PREFILL, Unavailable("gone"))
+    request_state = make()
+    run = start(request_state, *BOTH)
+    request_state.kv_complete(0)
+    request_state.phase_failed(0, Phase.PREFILL, Unavailable("gone"))
     assert run.state is AttemptState.DECODING
-    assert journey.next_attempts() == []
+    assert request_state.next_attempts() == []
 
 
 def test_a_stop_string_ends_one_choice_and_the_attempt_goes_on() -> None:
-    journey = make(n=2, max_tokens=100)
-    run = start(journey, *BOTH)
+    request_state = make(n=2, max_tokens=100)
+    run = start(request_state, *BOTH)
     for choice in range(2):
         key = SequenceKey("r", choice, 0)
-        journey.tokens(Leg.DECODE, ChoiceTokens(key, 0, (10, 11, 12, 13)))
-    assert journey.stopped(0, 1, "x") == 0
-    assert journey.logs[0].token_ids() == (10, 11)
+        request_state.tokens(Phase.DECODE, ChoiceTokens(key, 0, (10, 11, 12, 13)))
+    assert request_state.stopped(0, 1, "x") == 0
+    assert request_state.logs[0].token_ids() == (10, 11)
     assert run.running == {1}
-    assert journey.stopped(1, 2, "x") is None
+    assert request_state.stopped(1, 2, "x") is None
     assert run.state is AttemptState.ENDED
     assert run.to_cancel == set(BOTH)
-    assert journey.done
+    assert request_state.done
 
 
 def test_groups_with_different_output_become_attempts_of_their_own() -> None:
-    journey = make(n=3, max_tokens=100)
-    start(journey, *BOTH)
+    request_state = make(n=3, max_tokens=100)
+    start(request_state, *BOTH)
     for choice, ids in enumerate([(10, 11), (10,), (10, 11)]):
-        journey.tokens(Leg.DECODE, ChoiceTokens(SequenceKey("r", choice, 0), 0, ids))
-    journey.leg_failed(0, Leg.DECODE, Unavailable("gone"))
-    attempts = [run.attempt for run in journey.next_attempts()]
+        request_state.tokens(Phase.DECODE, ChoiceTokens(SequenceKey("r", choice, 0), 0, ids))
+    request_state.phase_failed(0, Phase.DECODE, Unavailable("gone"))
+    attempts = [run.attempt for run in request_state.next_attempts()]
     assert [(a.attempt, a.choices, a.token_ids) for a in attempts] == [
         (1, (0, 2), (1, 2, 3, 10, 11)),
         (2, (1,), (1, 2, 3, 10)),
@@ -327,46 +335,46 @@ def test_groups_with_different_output_become_attempts_of_their_own() -> None:
 
 @given(st.lists(st.sampled_from(["barren", "progress", "busy"]), max_size=20))
 def test_failures_count_only_without_progress(history: list[str]) -> None:
-    journey = make(max_tokens=1000, max_barren=3)
-    barren = 0
+    request_state = make(max_tokens=1000, max_fruitless_attempts=3)
+    fruitless_attempts = 0
     for what in history:
-        run = start(journey, *BOTH)
+        run = start(request_state, *BOTH)
         attempt = run.attempt
         if what == "progress":
             key = SequenceKey("r", 0, attempt.attempt)
-            journey.tokens(Leg.DECODE, ChoiceTokens(key, attempt.position, (5, 6)))
+            request_state.tokens(Phase.DECODE, ChoiceTokens(key, attempt.position, (5, 6)))
         error: BatonError = Overloaded("full") if what == "busy" else Unavailable("gone")
-        journey.leg_failed(attempt.attempt, Leg.DECODE, error)
-        barren = 0 if what == "progress" else barren + (what == "barren")
-        assert (journey.failure is not None) == (barren >= 3)
-        if journey.failure is not None:
-            assert journey.next_attempts() == []
+        request_state.phase_failed(attempt.attempt, Phase.DECODE, error)
+        fruitless_attempts = 0 if what == "progress" else fruitless_attempts + (what == "barren")
+        assert (request_state.failure is not None) == (fruitless_attempts >= 3)
+        if request_state.failure is not None:
+            assert request_state.next_attempts() == []
             return
 
 
 def test_a_fault_of_the_request_ends_it_at_once() -> None:
-    journey = make(n=2)
-    run = start(journey, *BOTH)
+    request_state = make(n=2)
+    run = start(request_state, *BOTH)
     error = InvalidArgument("bad")
-    journey.leg_failed(0, Leg.PREFILL, error)
-    assert journey.failure is error
-    assert journey.done
-    assert run.to_cancel == {Leg.DECODE}
+    request_state.phase_failed(0, Phase.PREFILL, error)
+    assert request_state.failure is error
+    assert request_state.done
+    assert run.to_cancel == {Phase.DECODE}
 
 
 def test_ending_the_request_cancels_all_that_runs() -> None:
-    journey = make()
-    run = start(journey, *BOTH)
-    journey.fail(Unavailable("leaving"))
+    request_state = make()
+    run = start(request_state, *BOTH)
+    request_state.fail(Unavailable("leaving"))
     assert run.over
     assert run.to_cancel == set(BOTH)
-    assert not journey.tokens(Leg.DECODE, ChoiceTokens(SequenceKey("r", 0, 0), 0, (1,)))
+    assert not request_state.tokens(Phase.DECODE, ChoiceTokens(SequenceKey("r", 0, 0), 0, (1,)))
 
 
 def test_an_answer_of_prefill_alone_must_end_every_choice() -> None:
-    journey = make(max_tokens=1)
-    run = start(journey, Leg.PREFILL)
-    journey.tokens(Leg.PREFILL, ChoiceTokens(SequenceKey("r", 0, 0), 0, (5,)))
-    journey.prefill_answered(0)
+    request_state = make(max_tokens=1)
+    run = start(request_state, Phase.PREFILL)
+    request_state.tokens(Phase.PREFILL, ChoiceTokens(SequenceKey("r", 0, 0), 0, (5,)))
+    request_state.prefill_answered(0)
     assert run.state is AttemptState.FAILED
-    assert not journey.done
+    assert not request_state.done

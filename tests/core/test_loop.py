@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.core.block_pool import BlockPool, InvariantBroken
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import Internal
-from baton.core.events import Computed, FirstTokens, Planned
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan, StepResult
+from baton.core.kvcache.block_pool import BlockPool, InvariantBroken
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Computed, FirstTokens, Planned
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine.fake import FakeRunner
 from tests.core.attempts import (
     BLOCK_SIZE,

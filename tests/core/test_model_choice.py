@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.load import WorkerLoad, WorkerState
-from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.model_choice import heir_of, model_for, models_of
-from baton.core.worker_cost import WorkerSnapshot
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.model_choice import model_for, models_of, replacement_model
+from baton.core.routing.worker_cost import WorkerSnapshot
 
 OLD = ModelDescription("m", "d1", 1000, 100, (2,), tokenizer_digest="t1")
 NEW = replace(OLD, digest="d2", tokenizer_digest="t2")
@@ -56,20 +56,20 @@ def test_one_is_named_where_none_can_serve_it_now() -> None:
     assert set(picks([worker(replace(OLD, name="other"))])) == {""}
 
 
-def test_a_request_without_a_token_may_go_to_an_heir_that_reads_its_prompt_alike() -> None:
-    heir = replace(OLD, digest="d2")
+def test_a_request_without_a_token_may_go_to_an_replacement_that_reads_its_prompt_alike() -> None:
+    replacement = replace(OLD, digest="d2")
     left = worker(OLD, WorkerState.DRAINING)
-    assert heir_of(OLD, [left, worker(heir)]) == heir
-    assert heir_of(OLD, [worker(heir), worker(OLD)]) == OLD
-    assert heir_of(OLD, [left]) == OLD
+    assert replacement_model(OLD, [left, worker(replacement)]) == replacement
+    assert replacement_model(OLD, [worker(replacement), worker(OLD)]) == OLD
+    assert replacement_model(OLD, [left]) == OLD
     for other in (
         NEW,
-        replace(heir, name="other"),
-        replace(heir, vocab_size=99),
-        replace(heir, max_model_len=999),
+        replace(replacement, name="other"),
+        replace(replacement, vocab_size=99),
+        replace(replacement, max_model_len=999),
     ):
-        assert heir_of(OLD, [left, worker(other)]) == OLD
-    assert heir_of(OLD, [worker(heir, WorkerState.STARTING)]) == OLD
+        assert replacement_model(OLD, [left, worker(other)]) == OLD
+    assert replacement_model(OLD, [worker(replacement, WorkerState.STARTING)]) == OLD
 
 
 def test_models_are_listed_once() -> None:

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.pace import FIRST_S, LONGEST_S, Pace
+from baton.core.observe.load_monitor import FIRST_S, LONGEST_S, LoadMonitor
 
 
 def test_with_time_to_spare_events_come_as_they_come() -> None:
-    pace = Pace(0.6)
+    pace = LoadMonitor(0.6)
     for busy in (0.0, 0.3, 0.6):
         pace.observe(busy)
         assert pace.interval_s == 0.0
 
 
 def test_what_is_busy_keeps_them_apart_and_what_has_time_lets_them_together() -> None:
-    pace, intervals = Pace(0.6), []
+    pace, intervals = LoadMonitor(0.6), []
     for _ in range(6):
         pace.observe(0.9)
         intervals.append(pace.interval_s)
@@ -36,7 +36,7 @@ def test_coming_closer_does_not_make_it_too_busy(
     events: float, else_: float, interval_s: float
 ) -> None:
     """events: what they cost when a second apart."""
-    pace = Pace(0.6)
+    pace = LoadMonitor(0.6)
     pace.interval_s = interval_s
     busy = events / interval_s + else_
     pace.observe(busy)
@@ -46,7 +46,7 @@ def test_coming_closer_does_not_make_it_too_busy(
 
 @given(st.lists(st.floats(0, 4)))
 def test_it_is_bounded_and_ends(busy: list[float]) -> None:
-    pace = Pace(0.6)
+    pace = LoadMonitor(0.6)
     for share in busy:
         pace.observe(share)
         assert pace.interval_s == 0.0 or FIRST_S <= pace.interval_s <= LONGEST_S

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.core.block_pool import BlockPool
-from baton.core.blocks import BlockTable, blocks_for
-from baton.core.prefix import PrefixChain
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.blocks import BlockTable, blocks_for
+from baton.core.kvcache.prefix import PrefixChain
 from tests.core.chains import chain_of
 
 SIZE = 4

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from baton.core.attempt import Attempt, AttemptKey
-from baton.core.block_pool import BlockPool
-from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
-from baton.core.loop import EngineLoop
-from baton.core.plan import Extents
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.scheduling import first_come, shortest_remaining
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, AttemptKey
+from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import Extents
+from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.scheduler import first_come, shortest_remaining
 from tests.core.attempts import BLOCK_SIZE, expected, handed_over, runner
 from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, StepMachine
 
@@ -30,7 +30,7 @@ class PrefillMachine(StepMachine):
         )
         engine = runner(NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY)
         scheduler = PrefillScheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), policy, engine.model)
-        scheduler.live_collectors = 2
+        scheduler.live_receivers = 2
         self.loop = EngineLoop(engine, scheduler)
         self.live: set[AttemptKey] = set()
         self.kept: set[AttemptKey] = set()
@@ -40,10 +40,10 @@ class PrefillMachine(StepMachine):
     def budget(self) -> int:
         return self.token_budget
 
-    @rule(one=DRAWN, keep=st.booleans(), collector=st.sampled_from("xy"))
-    def add(self, one: Attempt, keep: bool, collector: str) -> None:
+    @rule(one=DRAWN, keep=st.booleans(), receiver=st.sampled_from("xy"))
+    def add(self, one: Attempt, keep: bool, receiver: str) -> None:
         named = self.name(one)
-        self.loop.scheduler.add(named, self.now, keep=keep, collector=collector)
+        self.loop.scheduler.add(named, self.now, keep=keep, receiver=receiver)
         self.live.add(named.key)
         if keep:
             self.kept.add(named.key)

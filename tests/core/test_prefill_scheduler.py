@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.attempt import AttemptKey
 from baton.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -14,11 +13,12 @@ from baton.core.errors import (
     InvalidArgument,
     Overloaded,
 )
-from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
-from baton.core.plan import StepPlan
-from baton.core.prefill_scheduler import PrefillPolicy
-from baton.core.request import FinishReason, SamplingParams, StopParams
-from baton.core.scheduling import QueueLimit, first_come
+from baton.core.request.attempt import AttemptKey
+from baton.core.request.request import FinishReason, SamplingParams, StopParams
+from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.prefill import PrefillPolicy
+from baton.core.scheduler.scheduler import QueueLimit, first_come
 from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run, run_out
 
 
@@ -163,12 +163,12 @@ def test_cancel_while_its_step_is_in_flight_frees_when_the_step_is_done() -> Non
     loop.idle_check()
 
 
-def test_an_ungranted_collector_pins_only_its_share_and_holds_up_nobody() -> None:
+def test_an_ungranted_receiver_pins_only_its_share_and_holds_up_nobody() -> None:
     loop = prefill_loop(num_blocks=20)
-    loop.scheduler.live_collectors = 2
-    for name, collector in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y")):
+    loop.scheduler.live_receivers = 2
+    for name, receiver in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y")):
         one = attempt(name, size=16, seed=ord(name))
-        loop.scheduler.add(one, 0.0, keep=True, collector=collector)
+        loop.scheduler.add(one, 0.0, keep=True, receiver=receiver)
     started = {key.request_id for key in firsts(loop.step(1.0))}
     assert started == {"a", "b", "d"}, "8 of 10 blocks are pinned for x, 12 would be too many"
     assert loop.step(2.0) == []
@@ -179,8 +179,8 @@ def test_an_ungranted_collector_pins_only_its_share_and_holds_up_nobody() -> Non
 
 def test_at_least_one_ungranted_attempt_may_start_whatever_its_size() -> None:
     loop = prefill_loop(num_blocks=20)
-    loop.scheduler.live_collectors = 10
-    loop.scheduler.add(attempt("a", size=60), 0.0, keep=True, collector="x")
+    loop.scheduler.live_receivers = 10
+    loop.scheduler.add(attempt("a", size=60), 0.0, keep=True, receiver="x")
     assert len(firsts(loop.step(1.0))) == 1
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core import cache_log
-from baton.core.cache_log import CacheBatch, CacheLog, CacheReader
-from baton.core.cached_units import Change
-from baton.core.prefix import HASH_BYTES
-from baton.core.prefix_index import NO_OVERLAP, Overlap, PrefixIndex
+from baton.core.kvcache import cache_log
+from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
+from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.prefix import HASH_BYTES
+from baton.core.routing.prefix_index import NO_OVERLAP, Overlap, PrefixIndex
 
 DEPTH = 6
 CHAINS = tuple(

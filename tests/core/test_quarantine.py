@@ -8,98 +8,102 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.attempt import ChoiceTokens, SequenceKey
-from baton.core.attempt_states import Leg
 from baton.core.errors import HandoverFailed, Quarantined, Unavailable, WorkerLost
-from baton.core.journey import AttemptRun, Journey
-from baton.core.quarantine import Quarantine
-from baton.core.request import SamplingParams, StopParams
+from baton.core.request.attempt import ChoiceTokens, SequenceKey
+from baton.core.request.attempt_states import Phase
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.request.request_state import AttemptRun, RequestState
+from baton.core.routing.quarantine import Quarantine
 
-BOTH = (Leg.PREFILL, Leg.DECODE)
+BOTH = (Phase.PREFILL, Phase.DECODE)
 GONE = WorkerLost("gone")
 
 
-def make(name: str = "r") -> Journey:
-    return Journey(
+def make(name: str = "r") -> RequestState:
+    return RequestState(
         name,
         (1, 2, 3),
         n=1,
         sampling=SamplingParams(),
         stop=StopParams(max_tokens=100),
-        max_barren=10,
+        max_fruitless_attempts=10,
     )
 
 
-def start(journey: Journey, *legs: Leg) -> AttemptRun:
-    (run,) = journey.next_attempts()
-    journey.placed(run.attempt.attempt, legs)
+def start(request_state: RequestState, *phases: Phase) -> AttemptRun:
+    (run,) = request_state.next_attempts()
+    request_state.placed(run.attempt.attempt, phases)
     return run
 
 
-def gain(journey: Journey, run: AttemptRun, count: int, leg: Leg = Leg.DECODE) -> None:
-    key = SequenceKey(journey.request_id, 0, run.attempt.attempt)
-    journey.tokens(leg, ChoiceTokens(key, run.attempt.position, tuple(range(count))))
+def gain(
+    request_state: RequestState, run: AttemptRun, count: int, phase: Phase = Phase.DECODE
+) -> None:
+    key = SequenceKey(request_state.request_id, 0, run.attempt.attempt)
+    request_state.tokens(phase, ChoiceTokens(key, run.attempt.position, tuple(range(count))))
 
 
 def test_two_deaths_with_a_lone_suspect_end_it() -> None:
-    journey = make()
+    request_state = make()
     for suspect in (False, True, True):
-        assert journey.failure is None
-        run = start(journey, Leg.DECODE)
+        assert request_state.failure is None
+        run = start(request_state, Phase.DECODE)
         assert run.suspect is suspect
-        journey.leg_failed(run.attempt.attempt, Leg.DECODE, GONE)
-    assert isinstance(journey.failure, Quarantined)
+        request_state.phase_failed(run.attempt.attempt, Phase.DECODE, GONE)
+    assert isinstance(request_state.failure, Quarantined)
 
 
 @pytest.mark.parametrize(
-    ("legs", "lost", "tokens", "suspect"),
+    ("phases", "lost", "tokens", "suspect"),
     [
-        ((Leg.DECODE,), Leg.DECODE, 0, True),
-        ((Leg.DECODE,), Leg.DECODE, 1, False),
+        ((Phase.DECODE,), Phase.DECODE, 0, True),
+        ((Phase.DECODE,), Phase.DECODE, 1, False),
         # Token 0 is prefill's doing: it does not clear what decode died of.
-        (BOTH, Leg.DECODE, 1, True),
-        (BOTH, Leg.DECODE, 2, False),
-        (BOTH, Leg.PREFILL, 0, True),
-        (BOTH, Leg.PREFILL, 1, False),
+        (BOTH, Phase.DECODE, 1, True),
+        (BOTH, Phase.DECODE, 2, False),
+        (BOTH, Phase.PREFILL, 0, True),
+        (BOTH, Phase.PREFILL, 1, False),
     ],
 )
-def test_who_is_a_suspect(legs: tuple[Leg, ...], lost: Leg, tokens: int, suspect: bool) -> None:
-    journey = make()
-    run = start(journey, *legs)
+def test_who_is_a_suspect(
+    phases: tuple[Phase, ...], lost: Phase, tokens: int, suspect: bool
+) -> None:
+    request_state = make()
+    run = start(request_state, *phases)
     if tokens:
-        gain(journey, run, tokens)
-    journey.leg_failed(0, lost, GONE)
-    assert journey.suspicion.suspect is suspect
-    assert start(journey, *legs).suspect is suspect
+        gain(request_state, run, tokens)
+    request_state.phase_failed(0, lost, GONE)
+    assert request_state.suspicion.suspect is suspect
+    assert start(request_state, *phases).suspect is suspect
 
 
 @pytest.mark.parametrize("error", [Unavailable("draining"), HandoverFailed("cut")])
 def test_only_a_death_makes_suspects(error: Exception) -> None:
-    journey = make()
-    start(journey, *BOTH)
-    journey.leg_failed(0, Leg.DECODE, error)  # type: ignore[arg-type]
-    assert not journey.suspicion.suspect
+    request_state = make()
+    start(request_state, *BOTH)
+    request_state.phase_failed(0, Phase.DECODE, error)  # type: ignore[arg-type]
+    assert not request_state.suspicion.suspect
 
 
 def test_a_token_clears() -> None:
-    journey = make()
+    request_state = make()
     for number in range(8):
-        run = start(journey, Leg.DECODE)
+        run = start(request_state, Phase.DECODE)
         assert run.suspect is bool(number % 2)
         if number % 2:
-            gain(journey, run, 1)
-        assert not journey.suspicion.suspect
-        journey.leg_failed(run.attempt.attempt, Leg.DECODE, GONE)
-    assert journey.failure is None
+            gain(request_state, run, 1)
+        assert not request_state.suspicion.suspect
+        request_state.phase_failed(run.attempt.attempt, Phase.DECODE, GONE)
+    assert request_state.failure is None
 
 
 def test_prefill_cannot_clear_what_decode_died_of() -> None:
-    journey = make()
+    request_state = make()
     for _ in range(3):
-        run = start(journey, *BOTH)
-        gain(journey, run, 1, Leg.PREFILL)
-        journey.leg_failed(run.attempt.attempt, Leg.DECODE, GONE)
-    assert isinstance(journey.failure, Quarantined)
+        run = start(request_state, *BOTH)
+        gain(request_state, run, 1, Phase.PREFILL)
+        request_state.phase_failed(run.attempt.attempt, Phase.DECODE, GONE)
+    assert isinstance(request_state.failure, Quarantined)
 
 
 def test_one_suspect_a_worker() -> None:
@@ -121,33 +125,41 @@ def test_the_poison_ends_within_three_deaths_and_nobody_else_does(
     """Rounds of one step: everybody is placed, the poison kills its worker before anybody there
     gains a token, everybody else gains one."""
     draw = Random(seed)
-    journeys = [make(f"r{number}") for number in range(innocents + 1)]
-    poison = draw.choice(journeys)
+    request_states = [make(f"r{number}") for number in range(innocents + 1)]
+    poison = draw.choice(request_states)
     deaths = 0
     for _ in range(40):
-        places: dict[int, list[tuple[Journey, AttemptRun]]] = {}
+        places: dict[int, list[tuple[RequestState, AttemptRun]]] = {}
         suspects: set[int] = set()
-        draw.shuffle(journeys)
-        for journey in journeys:
-            if journey.failure is not None or len(journey.logs[0]) >= 5:
+        draw.shuffle(request_states)
+        for request_state in request_states:
+            if request_state.failure is not None or len(request_state.logs[0]) >= 5:
                 continue
-            free = [w for w in range(workers) if not journey.suspicion.suspect or w not in suspects]
+            free = [
+                w
+                for w in range(workers)
+                if not request_state.suspicion.suspect or w not in suspects
+            ]
             if not free:
                 continue
             worker = draw.choice(free)
-            run = start(journey, Leg.DECODE)
+            run = start(request_state, Phase.DECODE)
             assert not (run.suspect and worker in suspects)
             if run.suspect:
                 suspects.add(worker)
-            places.setdefault(worker, []).append((journey, run))
+            places.setdefault(worker, []).append((request_state, run))
         for here in places.values():
-            dies = any(journey is poison for journey, _ in here)
+            dies = any(request_state is poison for request_state, _ in here)
             deaths += dies
-            for journey, run in here:
+            for request_state, run in here:
                 if not dies:
-                    gain(journey, run, 1)
+                    gain(request_state, run, 1)
                 error = GONE if dies else Unavailable("it drains")
-                journey.leg_failed(run.attempt.attempt, Leg.DECODE, error)
+                request_state.phase_failed(run.attempt.attempt, Phase.DECODE, error)
     assert deaths <= 3
     assert isinstance(poison.failure, Quarantined)
-    assert all(journey.failure is None for journey in journeys if journey is not poison)
+    assert all(
+        request_state.failure is None
+        for request_state in request_states
+        if request_state is not poison
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.answer_deltas import AnswerDeltas
-from baton.core.answer_parts import AnswerParts
-from baton.core.call_ids import CallIds
-from baton.core.reasoning import REASONING_FORMATS, left_open
-from baton.core.request import ChatPrompt, Delta, FinishReason, Message
-from baton.core.tool_formats.forms import TOOL_FORMATS
+from baton.core.request.answer_deltas import AnswerDeltas
+from baton.core.request.answer_parts import AnswerParts
+from baton.core.request.call_ids import CallIds
+from baton.core.request.reasoning import REASONING_FORMATS, left_open
+from baton.core.request.request import ChatPrompt, Delta, FinishReason, Message
+from baton.core.request.tool_formats.forms import TOOL_FORMATS
 from tests.core.answer_reading import NAMES, read
 
 THINK = REASONING_FORMATS["think"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.attempt_record import BEST_OF_A_ROLE, MAX_LOSSES, AttemptRecord, best_few
-from baton.core.attempt_states import Leg
-from baton.core.candidates import Candidate, Fate
 from baton.core.errors import Internal, NotFound, Reason
-from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.replay import Replay, digest, packed
-from baton.core.request import SamplingParams, StopParams
-from baton.core.request_history import RequestHistory
-from baton.core.request_record import ATTEMPT_BYTES, BASE_BYTES, MAX_ATTEMPTS, RequestRecord
-from baton.core.routing import RoutingPolicy
-from baton.core.stages import Stage, StageClock
+from baton.core.observe.attempt_record import BEST_OF_A_ROLE, MAX_LOSSES, AttemptRecord, best_few
+from baton.core.observe.replay import Replay, digest, packed
+from baton.core.observe.request_history import RequestHistory
+from baton.core.observe.request_record import ATTEMPT_BYTES, BASE_BYTES, MAX_ATTEMPTS, RequestRecord
+from baton.core.observe.stages import Stage, StageClock
+from baton.core.request.attempt_states import Phase
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.routing.candidates import Candidate, FilterReason
+from baton.core.routing.routing import RoutingPolicy
 
 PLENTY = 1 << 30
 
@@ -116,20 +116,20 @@ def test_attempts_and_losses_are_bounded() -> None:
     assert one.attempt(0) and one.attempt(39) and one.attempt(20) is None
     last = one.attempts[-1]
     for at in range(9):
-        last.lost(Leg.DECODE, Internal("x" * 1000), float(at))
+        last.lost(Phase.DECODE, Internal("x" * 1000), float(at))
     assert len(last.losses) == MAX_LOSSES
     assert len(last.losses[0].message) < 500
 
 
 def test_the_best_few_of_each_role() -> None:
     pools = [
-        Candidate(WorkerIdentity(role, f"{role}{n}", ""), Fate.OUTSCORED)
+        Candidate(WorkerIdentity(role, f"{role}{n}", ""), FilterReason.OUTSCORED)
         for role in ("decode", "prefill")
         for n in range(7)
     ]
     kept, others = best_few(pools)
     assert others == 2 * (7 - BEST_OF_A_ROLE)
-    assert [c.identity.incarnation for c in kept[:2]] == ["decode0", "decode1"]
+    assert [c.identity.instance_id for c in kept[:2]] == ["decode0", "decode1"]
     assert len(kept) == 2 * BEST_OF_A_ROLE
 
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.load import WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing import (
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.routing import (
     Decision,
     Demand,
-    Fate,
+    FilterReason,
     PoolView,
     RoutingPolicy,
     WorkerSnapshot,
-    collector_for,
     decide,
     is_stalled,
+    receiver_for,
 )
 
 MODEL = ModelDescription("m", "d1", 100, 10, (), "t1")
@@ -76,7 +76,7 @@ def pool(of_role: str) -> st.SearchStrategy[list[WorkerSnapshot]]:
         layout=st.sampled_from([LAYOUT, replace(LAYOUT, dtype="bfloat16"), None]),
         model=st.sampled_from([MODEL, replace(MODEL, name="other"), replace(MODEL, digest="d2")]),
     )
-    return st.lists(snapshots, max_size=6, unique_by=lambda s: s.identity.incarnation)
+    return st.lists(snapshots, max_size=6, unique_by=lambda s: s.identity.instance_id)
 
 
 prefill_pools, decode_pools = pool("prefill"), pool("decode")
@@ -104,11 +104,11 @@ def test_only_workers_that_can_run_it_are_picked(
             assert found.load.state is WorkerState.SERVING
             assert demand.model in ("", found.model.name)
             assert demand.model_digest in ("", found.model.digest)
-            assert picked.incarnation not in demand.failed
+            assert picked.instance_id not in demand.failed
     if decision.prefill is not None and decision.decode is not None:
-        giver, collector = by_id[decision.prefill].layout, by_id[decision.decode].layout
-        if collector is not None:
-            assert giver is not None and not giver.difference(collector)
+        sender, receiver = by_id[decision.prefill].layout, by_id[decision.decode].layout
+        if receiver is not None:
+            assert sender is not None and not sender.difference(receiver)
     if demand.needs_decode:
         assert decision.decode is not None or decision.prefill is None
 
@@ -129,11 +129,11 @@ def test_the_cheapest_wins_whatever_the_order(
 
 
 @given(demands, prefill_pools, decode_pools)
-def test_every_candidate_has_a_fate(
+def test_every_candidate_has_a_filter_reason(
     demand: Demand, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
 ) -> None:
     decision = route(demand, prefills, decodes)
-    picked = {c.identity for c in decision.candidates if c.fate is Fate.PICKED}
+    picked = {c.identity for c in decision.candidates if c.filter_reason is FilterReason.PICKED}
     assert {decision.prefill, decision.decode} - {None} <= picked
     if demand.needs_decode:
         assert {d.identity for d in decodes} <= {c.identity for c in decision.candidates}
@@ -161,7 +161,7 @@ def test_less_load_wins(lighter: dict[str, Any]) -> None:
     decodes = [worker("heavy", **heavier), worker("light", **lighter)]
     decision = route(DEMAND, [], decodes)
     assert decision.decode is not None
-    assert decision.decode.incarnation == "light"
+    assert decision.decode.instance_id == "light"
 
 
 def test_what_was_just_placed_counts_before_it_is_reported() -> None:
@@ -181,7 +181,7 @@ def test_equal_workers_share_the_requests() -> None:
     for number in range(400):
         decision = route(replace(DEMAND, request_id=f"r{number}"), [], decodes)
         assert decision.decode is not None
-        counts[decision.decode.incarnation] += 1
+        counts[decision.decode.instance_id] += 1
     assert min(counts.values()) > 60
 
 
@@ -197,7 +197,7 @@ def test_a_worker_that_does_not_fit_is_named_with_the_difference() -> None:
     assert decision.prefill is None
     assert decision.decode is not None
     (candidate,) = [c for c in decision.candidates if c.identity == prefill.identity]
-    assert candidate.fate is Fate.OTHER_LAYOUT
+    assert candidate.filter_reason is FilterReason.OTHER_LAYOUT
     assert candidate.detail == "num_kv_heads: 4 against 1"
 
 
@@ -236,7 +236,7 @@ def test_one_token_runs_on_prefill_alone_or_else_on_decode() -> None:
 def test_another_tokenizer_is_another_language() -> None:
     decision = route(replace(DEMAND, tokenizer_digest="t2"), [], [worker("d")])
     assert decision.wait
-    assert decision.candidates[0].fate is Fate.OTHER_TOKENIZER
+    assert decision.candidates[0].filter_reason is FilterReason.OTHER_TOKENIZER
 
 
 @given(st.integers(0, 10**8), st.integers(0, 10**8))
@@ -247,8 +247,8 @@ def test_a_step_is_dead_after_2_s_and_three_times_its_prediction(age: int, predi
 def test_sequences_move_only_where_all_of_them_fit() -> None:
     demand = replace(DEMAND, input_tokens=160, choices=2)
     roomy, busier = worker("a", free_blocks=11), worker("b", free_blocks=11, waiting_tokens=5)
-    giver = worker("giver", state=WorkerState.DRAINING)
-    assert collector_for(demand, [giver, busier, roomy], giver) == roomy.identity
+    sender = worker("sender", state=WorkerState.DRAINING)
+    assert receiver_for(demand, [sender, busier, roomy], sender) == roomy.identity
     others = [
         worker("c", free_blocks=10),
         worker("d", state=WorkerState.DRAINING),
@@ -256,6 +256,6 @@ def test_sequences_move_only_where_all_of_them_fit() -> None:
         replace(worker("f"), layout=replace(LAYOUT, num_layers=3)),
         replace(worker("g"), layout=None),
     ]
-    assert collector_for(demand, others, giver) is None
+    assert receiver_for(demand, others, sender) is None
     places = replace(worker("h", running_sequences=2), max_sequences=4)
-    assert collector_for(demand, [*others, places], giver) == places.identity
+    assert receiver_for(demand, [*others, places], sender) == places.identity

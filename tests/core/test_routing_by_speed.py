@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from baton.core.load import WorkerState
-from baton.core.prefix_index import Overlap
-from baton.core.routing import Decision, Demand, PoolView, RoutingPolicy, WorkerSnapshot, decide
-from baton.core.speed import UNMEASURED, WorkerSpeed
+from baton.core.routing.load import WorkerState
+from baton.core.routing.prefix_index import Overlap
+from baton.core.routing.routing import (
+    Decision,
+    Demand,
+    PoolView,
+    RoutingPolicy,
+    WorkerSnapshot,
+    decide,
+)
+from baton.core.routing.speed import UNMEASURED, WorkerSpeed
 from tests.core.test_routing import DEMAND, route, worker
 
 SPEED = WorkerSpeed(
@@ -47,7 +54,7 @@ def test_what_is_cached_is_no_work() -> None:
             demand, PoolView([]), view._replace(workers=[busy, other]), RoutingPolicy(0)
         )
         assert picked.decode is not None
-        assert picked.decode.incarnation == expected
+        assert picked.decode.instance_id == expected
 
 
 @pytest.mark.parametrize(("rate", "running", "expected"), [(0.0, 0, 0), (1e9, 0, 0), (1e9, 4, 1)])
@@ -125,7 +132,7 @@ def test_the_faster_worker_gets_the_longer_queue() -> None:
             measured("slow", "prefill", slow, waiting_tokens=1000, waiting_sequences=1),
         ]
         decision = route(demand, prefills, [])
-        assert decision.prefill is not None and decision.prefill.incarnation == expected
+        assert decision.prefill is not None and decision.prefill.instance_id == expected
 
 
 def test_one_without_a_speed_is_taken_for_a_middling_one() -> None:
@@ -137,7 +144,7 @@ def test_one_without_a_speed_is_taken_for_a_middling_one() -> None:
         measured("new", "prefill", UNMEASURED),
     ]
     decision = route(demand, prefills, [])
-    costs = {c.identity.incarnation: c.cost.total for c in decision.candidates if c.cost}
+    costs = {c.identity.instance_id: c.cost.total for c in decision.candidates if c.cost}
     assert sorted(costs, key=costs.__getitem__) == ["quick", "new", "middling", "slow"]
     assert decision.first_token_s == pytest.approx(0.002 + 100 * 0.0001)
 
@@ -167,7 +174,7 @@ def test_small_differences_between_steps_do_not_outweigh_what_is_cached() -> Non
         for order in (decodes, decodes[::-1]):
             view = PoolView(order, Overlap(((8, 1),)))
             decision = decide(demand, PoolView([]), view, RoutingPolicy(0))
-            assert decision.decode is not None and decision.decode.incarnation == expected
+            assert decision.decode is not None and decision.decode.instance_id == expected
 
 
 def test_a_new_workers_share_grows() -> None:
@@ -183,7 +190,7 @@ def test_a_new_workers_share_grows() -> None:
                 RoutingPolicy(64, slow_start_s=10.0),
             )
             assert decision.decode is not None
-            name = decision.decode.incarnation
+            name = decision.decode.instance_id
             decodes[name] = replace(
                 decodes[name],
                 fresh_sequences=decodes[name].fresh_sequences + 1,
@@ -209,7 +216,7 @@ def test_a_new_worker_gets_work_while_the_others_are_idle() -> None:
         for number in range(60)
     ]
     for chosen in ([each.prefill for each in given], [each.decode for each in given]):
-        assert 10 < sum(one is not None and one.incarnation == "new" for one in chosen) < 45
+        assert 10 < sum(one is not None and one.instance_id == "new" for one in chosen) < 45
 
 
 def test_what_is_cached_counts_among_workers_that_are_all_new() -> None:
@@ -227,7 +234,7 @@ def test_what_is_cached_counts_among_workers_that_are_all_new() -> None:
             RoutingPolicy(0, slow_start_s=10.0),
             now=now,
         )
-        assert decision.prefill is not None and decision.prefill.incarnation == "holds"
+        assert decision.prefill is not None and decision.prefill.instance_id == "holds"
 
 
 def test_old_reports_make_no_herd() -> None:
@@ -239,7 +246,7 @@ def test_old_reports_make_no_herd() -> None:
             demand = replace(DEMAND, request_id=f"{router}-{number}")
             decision = route(demand, [], list(decodes.values()))
             assert decision.decode is not None
-            name = decision.decode.incarnation
+            name = decision.decode.instance_id
             snapshot = decodes[name]
             decodes[name] = replace(snapshot, fresh_tokens=snapshot.fresh_tokens + 100)
             total[name] += 1

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.attempt import Attempt
-from baton.core.decode_scheduler import DecodePolicy
 from baton.core.errors import InvalidArgument
-from baton.core.events import Event, FirstTokens, Started
-from baton.core.plan import Chunk
-from baton.core.prefill_scheduler import PrefillPolicy
-from baton.core.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
+from baton.core.request.attempt import Attempt
+from baton.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
+from baton.core.scheduler.decode import DecodePolicy
+from baton.core.scheduler.events import Event, FirstTokens, Started
+from baton.core.scheduler.plan import Chunk
+from baton.core.scheduler.prefill import PrefillPolicy
 from tests.core.attempts import VOCAB_SIZE, attempt, decode_loop, prefill_loop, run, run_out
 
 

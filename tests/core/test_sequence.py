@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 
-from baton.core.attempt import Logprobs
 from baton.core.errors import Internal
-from baton.core.request import FinishReason, SamplingParams
-from baton.core.sequence import TERMINAL, TRANSITIONS, Sequence, SequenceEvent, SequenceState
-from baton.core.stops import StopRule
+from baton.core.request.attempt import Logprobs
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.stops import StopRule
+from baton.core.scheduler.sequence import (
+    TERMINAL,
+    TRANSITIONS,
+    Sequence,
+    SequenceEvent,
+    SequenceState,
+)
 from tests.core.attempts import EOS, MAX_MODEL_LEN, attempt
 
 S, E = SequenceState, SequenceEvent

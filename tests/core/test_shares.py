@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.attempt import Attempt
-from baton.core.load import TenantUse
-from baton.core.refusal import Refusal
-from baton.core.request import SamplingParams, StopParams
-from baton.core.shares import NO_USE, OthersUse, Use, share
-from baton.core.tenant_budgets import TenantBudgets
-from baton.core.tenants import Tenant
-from baton.core.use_meter import MAX_TOLD, UseMeter
+from baton.core.admission.refusal import Refusal
+from baton.core.admission.shares import NO_USE, OthersUse, Use, share
+from baton.core.admission.tenant_budgets import TenantBudgets
+from baton.core.admission.tenants import Tenant
+from baton.core.admission.use_meter import MAX_TOLD, UseMeter
+from baton.core.request.attempt import Attempt
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.routing.load import TenantUse
 
 
 def test_an_equal_part_and_what_others_leave() -> None:

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.candidates import MAX_DRAWN, MAX_HOLDERS
-from baton.core.load import WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing import (
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.candidates import MAX_DRAWN, MAX_HOLDERS
+from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.routing import (
     Decision,
     Demand,
-    Fate,
+    FilterReason,
     PoolView,
     RoutingPolicy,
     WorkerSnapshot,
-    collector_for,
     decide,
+    receiver_for,
 )
 
 SERVING = WorkerLoad(WorkerState.SERVING, free_blocks=1000)
@@ -38,19 +38,21 @@ def route(demand: Demand, *workers: WorkerSnapshot, missing: bool = False) -> De
     return decide(demand, PoolView([]), PoolView(workers, missing=missing), RoutingPolicy())
 
 
-def fates(decision: Decision) -> dict[str, Fate]:
-    return {candidate.identity.incarnation: candidate.fate for candidate in decision.candidates}
+def fates(decision: Decision) -> dict[str, FilterReason]:
+    return {
+        candidate.identity.instance_id: candidate.filter_reason for candidate in decision.candidates
+    }
 
 
 def test_it_gets_nothing_while_nobody_is_missing() -> None:
     decision = route(DEMAND, AT_WORK, STANDBY)
-    assert fates(decision) == {"at-work": Fate.PICKED, "standby": Fate.STANDS_BY}
+    assert fates(decision) == {"at-work": FilterReason.PICKED, "standby": FilterReason.STANDS_BY}
     assert "decode standby: stands by, and no other is missing" in decision.lines()
 
 
 def test_it_is_one_like_all_others_while_one_is_missing() -> None:
     decision = route(DEMAND, AT_WORK, STANDBY, missing=True)
-    assert fates(decision) == {"at-work": Fate.OUTSCORED, "standby": Fate.PICKED}
+    assert fates(decision) == {"at-work": FilterReason.OUTSCORED, "standby": FilterReason.PICKED}
     assert any(line.startswith("decode standby: picked a standby") for line in decision.lines())
 
 
@@ -67,7 +69,7 @@ def test_it_helps_where_nobody_else_can_and_not_where_others_are_busy(
     demand: Demand, called: bool
 ) -> None:
     decision = route(demand, AT_WORK, STANDBY)
-    assert fates(decision)["standby"] is (Fate.PICKED if called else Fate.STANDS_BY)
+    assert fates(decision)["standby"] is (FilterReason.PICKED if called else FilterReason.STANDS_BY)
     assert decision.wait is not called
 
 
@@ -90,9 +92,9 @@ def test_in_a_large_pool_others_are_looked_for_before_it_is_called() -> None:
 
 def test_who_leaves_may_hand_over_to_it() -> None:
     layout = KvLayout("d", "float32", 1, 1, 8, 8)
-    giver = replace(AT_WORK, layout=layout)
-    leaving = replace(giver, load=replace(SERVING, state=WorkerState.DRAINING))
+    sender = replace(AT_WORK, layout=layout)
+    leaving = replace(sender, load=replace(SERVING, state=WorkerState.DRAINING))
     standby = replace(STANDBY, layout=layout)
     other = replace(decode("other"), layout=layout, placed_sequences=9)
-    assert collector_for(DEMAND, [other, standby], giver) == other.identity
-    assert collector_for(DEMAND, [other, standby], leaving) == standby.identity
+    assert receiver_for(DEMAND, [other, standby], sender) == other.identity
+    assert receiver_for(DEMAND, [other, standby], leaving) == standby.identity

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.grammar import Grammar
-from baton.core.request import FinishReason, StopParams
-from baton.core.stops import StopRule
+from baton.core.request.grammar import Grammar
+from baton.core.request.request import FinishReason, StopParams
+from baton.core.request.stops import StopRule
 from tests.core.attempts import attempt
 from tests.core.grammars import ANY
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.scheduler.decode import DecodePolicy
 from tests.core.attempts import (
     BLOCK_SIZE,
     Outputs,

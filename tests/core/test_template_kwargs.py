@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.core.request import ChatPrompt, Message, Request
-from baton.core.template_kwargs import FIELD, MAX_BYTES, RESERVED, parse_template_kwargs
-from baton.core.validation import validate
+from baton.core.request.request import ChatPrompt, Message, Request
+from baton.core.request.template_kwargs import FIELD, MAX_BYTES, RESERVED, parse_template_kwargs
+from baton.core.request.validation import validate
 
 
 def test_an_object_of_json_values_passes() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.block_pool import BlockPool
-from baton.core.events import Planned
-from baton.core.loop import EngineLoop
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.scheduling import first_come
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.scheduler.events import Planned
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.scheduler import first_come
 from tests.core.attempts import BLOCK_SIZE, attempt, runner
 
 SIZE = 16

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton.core.request import (
+from baton.core.request.request import (
     ChatPrompt,
     Message,
     Prompt,
@@ -20,7 +20,7 @@ from baton.core.request import (
     TextPrompt,
     TokenPrompt,
 )
-from baton.core.validation import (
+from baton.core.request.validation import (
     MAX_PROMPT_BYTES,
     MAX_PROMPT_TOKENS,
     REQUEST_RANGES,

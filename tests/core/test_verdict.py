@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.verdict import Verdict
+from baton.core.routing.verdict import SteadyVerdict
 
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=40))
 def test_only_a_row_against_it_changes_it(patience: int, seen: list[bool]) -> None:
-    verdict, expected = Verdict(patience), True
+    verdict, expected = SteadyVerdict(patience), True
     for end in range(1, len(seen) + 1):
         recent = seen[max(0, end - patience) : end]
         changes = len(recent) == patience and all(one is not expected for one in recent)
@@ -20,6 +20,6 @@ def test_only_a_row_against_it_changes_it(patience: int, seen: list[bool]) -> No
 
 
 def test_taking_turns_changes_nothing() -> None:
-    verdict = Verdict()
+    verdict = SteadyVerdict()
     assert not any(verdict.observe(good) for good in [False, True] * 20)
     assert verdict.good

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.attempt_record import AttemptRecord
-from baton.core.load import WorkerState
-from baton.core.routing import Decision, PoolView, RoutingPolicy, WorkerSnapshot, decide
-from baton.core.speed import WorkerSpeed
-from baton.core.why import outline, why
+from baton.core.observe.attempt_record import AttemptRecord
+from baton.core.observe.why import outline, why
+from baton.core.routing.load import WorkerState
+from baton.core.routing.routing import Decision, PoolView, RoutingPolicy, WorkerSnapshot, decide
+from baton.core.routing.speed import WorkerSpeed
 from tests.core.test_routing import DEMAND, LAYOUT, worker
 
 BY_SPEED = RoutingPolicy()
@@ -53,7 +53,7 @@ def test_a_configured_pool_that_nobody_is_in() -> None:
     assert said([], split=False) == "Prefilled on decode: this router has no prefill pool."
 
 
-def test_workers_that_could_not_take_it_are_counted_by_their_fate() -> None:
+def test_workers_that_could_not_take_it_are_counted_by_their_filter_reason() -> None:
     starting = [worker(name, "prefill", state=WorkerState.STARTING) for name in "ab"]
     other = replace(worker("c", "prefill"), layout=replace(LAYOUT, dtype="bfloat16"))
     assert said([*starting, other]) == (

@@ -22,7 +22,12 @@ CHART = ROOT / "deploy/helm/baton"
 DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 PROMTOOL = shutil.which("promtool")
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
-MODULES = ("baton.rpc.metrics", "baton.rpc.aliases", "baton.router.metrics", "baton.router.gen_ai")
+MODULES = (
+    "baton.rpc.metrics",
+    "baton.rpc.aliases",
+    "baton.router.observe.metrics",
+    "baton.router.observe.gen_ai",
+)
 
 SAID_NOT_TO_BE = {"vllm:lora_requests_info"}
 

@@ -11,7 +11,7 @@ import sys
 from functools import partialmethod
 from importlib import import_module
 
-from baton.core import model
+from baton.core.request import model
 from baton.engine.fake import FakeRunner
 
 

@@ -118,13 +118,13 @@ def test_kill_while_sequences_move(pair: Relay, victim: str) -> None:
     streams = Following(pair, requests())
     streams.settled()
     decodes = sorted(pair.processes("decode"), key=lambda p: pair.metric(p, "baton_sequences"))
-    heir, leaving = decodes
+    replacement, leaving = decodes
     pair.kill(leaving, signal.SIGTERM)
     eventually(
         lambda: pair.metric(router, "baton_moves_total", outcome="moved") > before,
         60,
         "one has moved",
     )
-    pair.kill(leaving if victim == "the one that leaves" else heir)
+    pair.kill(leaving if victim == "the one that leaves" else replacement)
     assert [answer.token_ids for answer in streams.answers()] == expected
     wait_for_all(pair)

@@ -50,7 +50,7 @@ class Chat:
 
 def served(finished: inference_pb2.RequestFinished, role: str) -> str:
     (worker,) = [worker for worker in finished.stages.workers if worker.role == role]
-    return worker.incarnation
+    return worker.instance_id
 
 
 def total(relay: Relay, role: str, name: str, **labels: str) -> float:
@@ -60,7 +60,7 @@ def total(relay: Relay, role: str, name: str, **labels: str) -> float:
 def test_each_turn_finds_the_turns_before_it(relay: Relay) -> None:
     computed = total(relay, "prefill", "baton_prefill_tokens_total")
     cached = total(relay, "prefill", "baton_cached_tokens_total")
-    moved = total(relay, "decode", "baton_handover_bytes_total", side="collector")
+    moved = total(relay, "decode", "baton_handover_bytes_total", side="receiver")
     chats = [Chat(relay, name) for name in ("Ada", "Grace", "Lin")]
     for _ in range(TURNS):
         for chat in chats:
@@ -84,7 +84,7 @@ def test_each_turn_finds_the_turns_before_it(relay: Relay) -> None:
     prompts, skipped = sum(f.prompt_tokens for f in found), sum(f.cached_tokens for f in found)
     assert total(relay, "prefill", "baton_cached_tokens_total") - cached == skipped
     assert total(relay, "prefill", "baton_prefill_tokens_total") - computed == prompts - skipped
-    kv_bytes = total(relay, "decode", "baton_handover_bytes_total", side="collector") - moved
+    kv_bytes = total(relay, "decode", "baton_handover_bytes_total", side="receiver") - moved
     assert kv_bytes == sum(f.stages.kv_bytes for f in found)
     a_position = chats[0].finished(0).stages.kv_bytes / chats[0].finished(0).prompt_tokens
     met = sum(f.stages.decode_cached_tokens for f in found)

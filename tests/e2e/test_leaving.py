@@ -18,7 +18,7 @@ PROMPT = list(range(60, 460))
 
 
 def used(relay: Relay) -> float:
-    """Blocks, slots and sequences in use on all workers, and open requests."""
+    """Blocks, buffers and sequences in use on all workers, and open requests."""
     total = relay.metric(relay.processes("router")[0], "baton_requests_open")
     for worker in relay.processes("prefill") + relay.processes("decode"):
         total += relay.metric(worker, "baton_blocks", state="used")

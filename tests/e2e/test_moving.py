@@ -54,10 +54,10 @@ def test_streams_move_with_their_kv_when_a_decode_worker_drains(relay: Relay) ->
     assert there >= 12
     migrations = relay.metric(router, "baton_migrations_total")
     moved = relay.metric(router, "baton_moves_total", outcome="moved")
-    heir = next(p for p in relay.processes("decode") if p["pid"] != leaving["pid"])
-    staying = [*relay.processes("prefill"), heir]
+    replacement = next(p for p in relay.processes("decode") if p["pid"] != leaving["pid"])
+    staying = [*relay.processes("prefill"), replacement]
     computed = computed_by(relay, staying)
-    collected = came_with_kv(relay, heir)
+    collected = came_with_kv(relay, replacement)
     relay.kill(leaving, signal.SIGTERM)
     answers = streams.answers()
 
@@ -68,8 +68,8 @@ def test_streams_move_with_their_kv_when_a_decode_worker_drains(relay: Relay) ->
     gone = relay.metric(router, "baton_moves_total", outcome="moved") - moved
     # What stops at its text may do so before it is its turn.
     assert there - 8 <= gone <= there
-    assert came_with_kv(relay, heir) - collected == gone
-    assert relay.metric(heir, "baton_kv_source_total", source="moved") > 0
+    assert came_with_kv(relay, replacement) - collected == gone
+    assert relay.metric(replacement, "baton_kv_source_total", source="moved") > 0
     assert relay.metric(router, "baton_migrations_total") == migrations
     assert computed_by(relay, staying) == computed
     eventually(lambda: both_serve(relay, leaving["pid"]), 60, "another one in its place")

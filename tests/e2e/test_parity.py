@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.core.prefix import UNIT_TOKENS
+from baton.core.kvcache.prefix import UNIT_TOKENS
 from tests.e2e.relay import Relay, eventually, options
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 

@@ -88,8 +88,8 @@ def test_a_request_that_outlives_its_decode_worker_is_one_trace(
         if each.name in above:
             assert by_id[each.span.parent_span_id].name == above[each.name]
     (decoded,) = [each for each in spans if each.name == "decode.run" and each.is_below(second)]
-    assert decoded.incarnation == second.attributes["baton.decode.incarnation"]
-    assert decoded.incarnation != first.attributes["baton.decode.incarnation"]
+    assert decoded.instance_id == second.attributes["baton.decode.instance_id"]
+    assert decoded.instance_id != first.attributes["baton.decode.instance_id"]
     assert any(each.name == "detokenizer.text" and each.is_below(root) for each in spans)
     assert f"trace_id={trace_id}" in traced.log.read_text()
 

@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import psutil
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission import Holding
+from baton.core.admission.admission import Holding
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unauthenticated
-from baton.core.request import Accepted, Delta, Event, Request
-from baton.core.tenants import Tenant
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.limits import HttpLimits
-from baton.router.http.server import HttpServer, serve_http
-from baton.router.keys import OpenDoor
+from baton.core.request.request import Accepted, Delta, Event, Request
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.limits import HttpLimits
+from baton.router.api.http.server import HttpServer, serve_http
+from baton.router.api.keys import OpenDoor
 from baton.rpc.tls import Certificates
 from tests.services.router_http.scripted import MODEL, Scripted, prompt_text
 

@@ -9,14 +9,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from baton.core.plan import (
+from baton.core.scheduler.plan import (
     Chunk,
     SampledToken,
     SampleRow,
     StepPlan,
     StepResult,
 )
-from baton.core.ports import ModelRunner
+from baton.core.scheduler.ports import ModelRunner
 from baton.engine.config import EngineConfig
 from baton.engine.fake import FakeRunner
 from baton.engine.runner import TorchRunner

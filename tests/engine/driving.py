@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
-from baton.core.ports import ModelRunner
-from baton.core.request import SamplingParams
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.core.scheduler.ports import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 

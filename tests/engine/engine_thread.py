@@ -8,13 +8,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, Tokens
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan
-from baton.core.request import SamplingParams, StopParams
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, SequenceKey
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
 

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from baton.core.attempt import Attempt, Logprobs, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, FirstTokens, Planned, Started, Tokens
-from baton.core.loop import EngineLoop
-from baton.core.plan import PENDING, StepPlan, StepResult
-from baton.core.ports import CompiledGrammar, ModelRunner
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.request import SamplingParams, StopParams
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, Logprobs, SequenceKey
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, FirstTokens, Planned, Started, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import PENDING, StepPlan, StepResult
+from baton.core.scheduler.ports import CompiledGrammar, ModelRunner
+from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from tests.core.attempts import Outputs
 
 GREEDY = SamplingParams(temperature=0.0, top_logprobs=2)
@@ -133,7 +133,7 @@ def run(loop: EngineLoop[DecodeScheduler], attempts: Sequence[Attempt]) -> Heard
 
 
 def hand_over(
-    giver: ModelRunner,
+    sender: ModelRunner,
     loop: EngineLoop[DecodeScheduler],
     one: Attempt,
     heard: Heard,
@@ -142,11 +142,11 @@ def hand_over(
 ) -> None:
     """Prefills in chunks of `budget` on another worker; the loop steps on until it has room."""
     scheduler = PrefillScheduler(
-        BlockPool(giver.num_blocks, giver.block_size),
+        BlockPool(sender.num_blocks, sender.block_size),
         PrefillPolicy(token_budget=budget),
-        giver.model,
+        sender.model,
     )
-    prefill = EngineLoop(giver, scheduler)
+    prefill = EngineLoop(sender, scheduler)
     scheduler.add(one, 0.0, keep=True, grammar=grammar)
     planned: list[Planned] = []
     first: list[FirstTokens] = []
@@ -159,8 +159,8 @@ def hand_over(
         heard.take(loop.step(0.0))
     count = len(one.token_ids) - needed
     if count:
-        payload = bytearray(count * giver.layout.bytes_per_position)
-        giver.pack(planned[0].extents, needed, count, memoryview(payload))
+        payload = bytearray(count * sender.layout.bytes_per_position)
+        sender.pack(planned[0].extents, needed, count, memoryview(payload))
         loop.runner.unpack(loop.scheduler.extents(one.key), needed, count, memoryview(payload))
     loop.scheduler.admit(one.key, first[0].tokens, 0.0)
     scheduler.release(one.key)

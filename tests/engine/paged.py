@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.core.model import KvLayout
-from baton.core.plan import Chunk, Extents, StepPlan
+from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import Chunk, Extents, StepPlan
 from baton.engine.attention import LayerArguments
 from baton.engine.block_cache import BlockCache, block_ids, places_of
 from baton.engine.step_builder import StepBuilder

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.plan import Chunk
+from baton.core.scheduler.plan import Chunk
 from baton.engine.masks import MaskBank
 from baton.engine.routes import find_routes
 from baton.engine.tiles import LOOSE, Tile, exact_tiles, loose_tiles

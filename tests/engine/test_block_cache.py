@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Internal
-from baton.core.model import KvLayout
-from baton.core.plan import BlockCopy, Extents
+from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import BlockCopy, Extents
 from baton.engine.block_cache import BlockCache
 from baton.engine.kv_cache import KvCache
 from tests.engine.devices import CUDA
@@ -62,10 +62,10 @@ def test_unpacking_writes_these_positions_and_no_others(
     blocks: list[int], span: tuple[int, int]
 ) -> None:
     first, count = span
-    giver, taker = random_cache(CPU, seed=1), random_cache(CPU, seed=2)
+    sender, taker = random_cache(CPU, seed=1), random_cache(CPU, seed=2)
     table = tuple((block, 1) for block in blocks)
     before = taker.storage.clone()
-    packed = payload(giver, ((0, 10),), first, count)
+    packed = payload(sender, ((0, 10),), first, count)
     taker.unpack(table, first, count, memoryview(packed))
     assert payload(taker, table, first, count) == packed
     rest = BlockCache(LAYOUT, 10, 16, CPU)
@@ -77,8 +77,8 @@ def test_unpacking_writes_these_positions_and_no_others(
 
 
 def test_a_read_only_payload_can_be_unpacked() -> None:
-    giver, taker = random_cache(CPU, seed=1), random_cache(CPU, seed=2)
-    packed = bytes(payload(giver, TABLE, 0, 40))
+    sender, taker = random_cache(CPU, seed=1), random_cache(CPU, seed=2)
+    packed = bytes(payload(sender, TABLE, 0, 40))
     taker.unpack(TABLE, 0, 40, memoryview(packed))
     assert payload(taker, TABLE, 0, 40) == packed
 

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import Unavailable
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.copying import CopyThread
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread

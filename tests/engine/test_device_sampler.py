@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.core.errors import Internal
-from baton.core.plan import PENDING, Chunk, SampledToken, SampleRow, StepPlan, StepResult
-from baton.core.request import SamplingParams
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.plan import PENDING, Chunk, SampledToken, SampleRow, StepPlan, StepResult
 from baton.engine import device_sampler
 from baton.engine.device_sampler import sample_step
 from baton.engine.last_tokens import LastTokens

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.core.scheduler.plan import Chunk, Extents, SampleRow, StepPlan
 from baton.engine import products
 from baton.engine.config import EngineConfig
 from baton.engine.linear import PackedLinear

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.plan import PENDING, Chunk, SampleRow, StepPlan
+from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.graphs import DecodeGraphs, Record, batch_sizes, cuda_recorder
 from baton.engine.runner import TorchRunner

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from baton.core.errors import InvalidArgument
-from baton.core.plan import Chunk, SampleRow, StepPlan
+from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.forms import Form
 from baton.engine.int8 import check_int8, fewest_rows, quantize_rows, quantized, worth_quantizing

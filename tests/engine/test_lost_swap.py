@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Failed
-from baton.core.loop import EngineLoop
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Failed
+from baton.core.scheduler.loop import EngineLoop
 from tests.core.attempts import (
     Outputs,
     attempt,

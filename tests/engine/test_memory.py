@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.model import KvLayout
-from baton.core.plan import BlockCopy, Chunk, Extents, StepPlan
+from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import BlockCopy, Chunk, Extents, StepPlan
 from baton.engine.inputs import build_inputs
 from baton.engine.kv_cache import KvCache
 from baton.engine.spans import spans

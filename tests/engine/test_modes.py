@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.decode_scheduler import DecodePolicy
-from baton.core.request import SamplingParams
+from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.decode import DecodePolicy
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
 from tests.engine.driving import random_prompts
@@ -165,10 +165,10 @@ def test_a_known_prefix_changes_nothing(runner_of: LoadRunner, judge: Judge) -> 
 def test_handed_over_sequences_say_the_same(
     num_blocks: int, token_budget: int, runner_of: LoadRunner, judge: Judge
 ) -> None:
-    giver, taker = runner_of(), runner_of(way="swap_host")
+    sender, taker = runner_of(), runner_of(way="swap_host")
     loop, heard = decode_loop(taker, num_blocks), Heard()
     for one in all_of_them():
-        hand_over(giver, loop, one, heard, token_budget)
+        hand_over(sender, loop, one, heard, token_budget)
     judge.check("llama", run_out(loop, heard))
     assert bool(loop.scheduler.preemptions) == (num_blocks == FEW)
 
@@ -229,10 +229,10 @@ def test_choices_say_what_each_would_say_alone(
 class Crowd:
     """Random requests that come and go, on a pool that holds one or two of them."""
 
-    def __init__(self, runner: TorchRunner, giver: TorchRunner, *, seed: int, depth: int):
+    def __init__(self, runner: TorchRunner, sender: TorchRunner, *, seed: int, depth: int):
         self.numbers = random.Random(seed)
         self.loop = decode_loop(runner, FEW, depth=depth)
-        self.giver = giver
+        self.sender = sender
         self.heard = Heard()
         self.drawn: list[tuple[Attempt, int]] = []
         self.cancelled: set[AttemptKey] = set()
@@ -254,7 +254,7 @@ class Crowd:
         self.heard.expect(one)
         self.drawn.append((one, which))
         if numbers.random() < 0.3:
-            hand_over(self.giver, self.loop, one, self.heard, 48)
+            hand_over(self.sender, self.loop, one, self.heard, 48)
         else:
             self.loop.scheduler.add(one, 0.0)
 
@@ -279,8 +279,8 @@ def test_a_crowd_on_a_pool_far_too_small_ends_with_the_right_tokens(
 ) -> None:
     """Swap memory is small, too: what fits neither the host's part nor the disk's is computed
     again."""
-    giver = runner_of()
-    block_bytes = giver.layout.bytes_per_position * giver.block_size
+    sender = runner_of()
+    block_bytes = sender.layout.bytes_per_position * sender.block_size
     config = EngineConfig(
         str(saved("llama")),
         num_blocks=FEW,
@@ -290,7 +290,7 @@ def test_a_crowd_on_a_pool_far_too_small_ends_with_the_right_tokens(
     runner, met = TorchRunner.load(config), Counter[str]()
     try:
         for seed in range(2):
-            crowd = Crowd(runner, giver, seed=seed, depth=depth)
+            crowd = Crowd(runner, sender, seed=seed, depth=depth)
             while len(crowd.drawn) < 12:
                 crowd.come()
                 for _ in range(crowd.numbers.randrange(12)):

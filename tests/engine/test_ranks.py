@@ -14,7 +14,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.ranks.local import LocalRanks
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.runner import TorchRunner
-from baton.kv.slots import SlotRing
+from baton.transfer.buffers import StagingPool
 from baton.worker.ranks import share_ring
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
@@ -71,12 +71,12 @@ def test_tokens_equal_transformers_and_kv_moves_between_degrees(
     assert two.exact and two.layout == one.layout and two.num_blocks == one.num_blocks
     for chunk in (10_000, 64, 7):
         assert generate(two, prompts, there, NEW, chunk=chunk) == wanted
-    for giver, taker in ((two, one), (one, two)):
+    for sender, taker in ((two, one), (one, two)):
         for prompt, source, target in zip(prompts, here, there, strict=True):
             count = min(40, len(prompt) - 1)
             if count:
-                fill(giver, prompt[:count], source)
-                taker.unpack(target, 0, count, memoryview(packed(giver, source, 0, count)))
+                fill(sender, prompt[:count], source)
+                taker.unpack(target, 0, count, memoryview(packed(sender, source, 0, count)))
         assert generate(taker, prompts, there, NEW, start=40) == wanted
 
 
@@ -93,19 +93,19 @@ def test_packed_kv_is_one_ranks_but_for_rounding(
 
 
 def test_ranks_pack_where_a_payload_lies(saved: Callable[[str], Path], ranked: Open) -> None:
-    """Into a slot at once, and by way of a copy into other memory; the same bytes."""
-    runner, ring = ranked(saved("llama")), SlotRing(3, 1 << 16)
+    """Into a buffer at once, and by way of a copy into other memory; the same bytes."""
+    runner, ring = ranked(saved("llama")), StagingPool(3, 1 << 16)
     (prompt,), table, there = random_prompts((40,), VOCAB), ((0, 3),), ((7, 3),)
     fill(runner, prompt, table)
     wanted = packed(runner, table, 5, 30)
     share_ring(runner, ring)
-    slot = ring.view(1)[100 : 100 + len(wanted)]
-    runner.pack(table, 5, 30, slot)
-    assert slot == wanted
+    buffer = ring.view(1)[100 : 100 + len(wanted)]
+    runner.pack(table, 5, 30, buffer)
+    assert buffer == wanted
     assert not any(ring.view(0)) and not any(ring.view(2))
     assert not any(ring.view(1)[:100]) and not any(ring.view(1)[100 + len(wanted) :])
     assert packed(runner, table, 5, 30) == wanted
-    runner.unpack(there, 5, 30, slot)
+    runner.unpack(there, 5, 30, buffer)
     assert packed(runner, there, 5, 30) == wanted
 
 

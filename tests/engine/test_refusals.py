@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from baton.core.errors import InvalidArgument
-from baton.core.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.engine import loader, selfcheck
 from baton.engine.config import EngineConfig
 from baton.engine.guards import UnsupportedModel

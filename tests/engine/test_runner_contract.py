@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Internal
-from baton.core.plan import (
+from baton.core.scheduler.plan import (
     PENDING,
     BlockCopy,
     Chunk,
@@ -29,21 +29,21 @@ def test_tokens_do_not_depend_on_blocks_or_chunks(make: MakeRunner) -> None:
 
 
 def test_kv_moves_to_other_blocks_of_another_runner(make: MakeRunner) -> None:
-    giver, taker = make(), make()
-    assert giver.layout.difference(taker.layout) == ""
+    sender, taker = make(), make()
+    assert sender.layout.difference(taker.layout) == ""
     prompt = prompts()[3]
-    wanted = generate(giver, [prompt], [((0, 4),)], 8)
+    wanted = generate(sender, [prompt], [((0, 4),)], 8)
     here, there = ((0, 4),), ((30, 1), (7, 2), (50, 1))
     for first, count in ((0, 5), (5, 16), (21, 18)):
-        taker.unpack(there, first, count, memoryview(packed(giver, here, first, count)))
-    assert packed(taker, there, 0, 39) == packed(giver, here, 0, 39)
+        taker.unpack(there, first, count, memoryview(packed(sender, here, first, count)))
+    assert packed(taker, there, 0, 39) == packed(sender, here, 0, 39)
     assert generate(taker, [prompt], [there], 8, start=39) == wanted
 
 
 def test_a_read_only_payload_can_be_unpacked(make: MakeRunner) -> None:
-    giver, taker = make(), make()
-    fill(giver, prompts()[3], ((0, 3),))
-    payload = bytes(packed(giver, ((0, 3),), 0, 40))
+    sender, taker = make(), make()
+    fill(sender, prompts()[3], ((0, 3),))
+    payload = bytes(packed(sender, ((0, 3),), 0, 40))
     taker.unpack(((4, 3),), 0, 40, memoryview(payload))
     assert packed(taker, ((4, 3),), 0, 40) == payload
 

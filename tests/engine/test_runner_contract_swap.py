@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Internal
-from baton.core.plan import (
+from baton.core.scheduler.plan import (
     PENDING,
     BlockCopy,
     BlockSwap,

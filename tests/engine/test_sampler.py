@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from baton.core.request import SamplingParams
+from baton.core.request.request import SamplingParams
 from baton.engine.sampler import distances, draw, head, keep, penalize, weigh
 
 VOCAB = 1200

@@ -15,8 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton.core.model import KvLayout
-from baton.core.plan import BlockSwap, Chunk, SampledToken, SampleRow, StepPlan, StepResult
+from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import (
+    BlockSwap,
+    Chunk,
+    SampledToken,
+    SampleRow,
+    StepPlan,
+    StepResult,
+)
 from baton.engine import swap_stores
 from baton.engine.kv_cache import KvCache
 from baton.engine.moved import LOST, Moved, joined, owners

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import Internal, NotFound, Overloaded, Unavailable
-from baton.core.events import Failed
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.events import Failed
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.thread import EngineThread
 from tests.engine.engine_thread import Engine, Heard, Runner, add, attempt, running
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan, StepResult
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine.fake import FakeRunner
 from tests.engine.engine_thread import Engine, Heard, Runner, attempt, running
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.core.model import KvLayout
+from baton.core.request.model import KvLayout
 from baton.engine.block_cache import BlockCache
 from baton.engine.triton import copies
 from tests.engine.devices import CUDA, INTERPRETER

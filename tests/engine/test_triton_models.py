@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.core.plan import Chunk, StepPlan
+from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine import selfcheck
 from baton.engine.block_cache import BlockCache
 from baton.engine.config import EngineConfig
@@ -102,14 +102,14 @@ def test_so_they_do_for_all_other_architectures(arch: str, saved: Callable[[str]
 def test_kv_moves_to_other_blocks_of_another_cache(
     device: str, saved: Callable[[str], Path]
 ) -> None:
-    giver, taker = Model(saved("llama"), device), Model(saved("llama"), device)
+    sender, taker = Model(saved("llama"), device), Model(saved("llama"), device)
     (text,) = random_prompts([40], VOCAB)
     here, there = scattered(2, BLOCKS)
-    giver.forward(StepPlan(0, (Chunk(0, text[:39], 0, here),)))
+    sender.forward(StepPlan(0, (Chunk(0, text[:39], 0, here),)))
     for first, count in ((0, 5), (5, 16), (21, 18)):
-        payload = bytearray(count * giver.cache.layout.bytes_per_position)
-        giver.cache.pack(here, first, count, memoryview(payload))
+        payload = bytearray(count * sender.cache.layout.bytes_per_position)
+        sender.cache.pack(here, first, count, memoryview(payload))
         taker.cache.unpack(there, first, count, memoryview(payload))
     steps = [StepPlan(0, (Chunk(0, text[39:], 39, table),)) for table in (here, there)]
-    wanted = giver.run(giver.buffers.fill(steps[0], 1))
+    wanted = sender.run(sender.buffers.fill(steps[0], 1))
     assert torch.equal(taker.run(taker.buffers.fill(steps[1], 1)), wanted)

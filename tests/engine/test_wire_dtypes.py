@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from baton.core.model import DTYPE_BYTES, KvLayout
-from baton.core.plan import Chunk, StepPlan
+from baton.core.request.model import DTYPE_BYTES, KvLayout
+from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.block_cache import BlockCache
 from baton.engine.config import EngineConfig
 from baton.engine.fake import FakeRunner
@@ -84,10 +84,10 @@ def test_every_number_travels_as_the_nearest_and_is_kept_as_it_came(
     wire: str, kept: str, backend: type[Cache], device: str
 ) -> None:
     """Against a wire of the type that they are kept in, where nothing is converted."""
-    givers = [cache_of(backend, device, each, kept) for each in (kept, wire)]
-    for giver in givers:
-        fill(giver, seed=1)
-    plain, payload = map(sent, givers)
+    senders = [cache_of(backend, device, each, kept) for each in (kept, wire)]
+    for sender in senders:
+        fill(sender, seed=1)
+    plain, payload = map(sent, senders)
     assert len(payload) == COUNT * 2 * 3 * (24 + 16) * DTYPE_BYTES[wire]
     assert payload == in_type(plain, kept, wire)
 
@@ -121,19 +121,19 @@ def test_what_a_type_cannot_hold_becomes_its_largest_number(wire: str, kept: str
 
 @pytest.mark.parametrize("wire", DTYPE_BYTES)
 def test_the_runner_without_torch_sends_its_bytes_as_numbers_of_any_type(wire: str) -> None:
-    giver, taker = (FakeRunner(16, block_size, wire_dtype=wire) for block_size in (16, 32))
+    sender, taker = (FakeRunner(16, block_size, wire_dtype=wire) for block_size in (16, 32))
     (prompt,) = random_prompts([60], 1000)
-    giver.submit(StepPlan(1, (Chunk(1, prompt, 0, ((3, 4),), ()),)))
-    giver.collect()
+    sender.submit(StepPlan(1, (Chunk(1, prompt, 0, ((3, 4),), ()),)))
+    sender.collect()
     payload = bytearray(60 * 16)
-    assert giver.layout.dtype == wire
-    assert giver.layout.bytes_per_position == 16
-    giver.pack(((3, 4),), 0, 60, memoryview(payload))
+    assert sender.layout.dtype == wire
+    assert sender.layout.bytes_per_position == 16
+    sender.pack(((3, 4),), 0, 60, memoryview(payload))
     taker.unpack(((5, 2),), 0, 60, memoryview(payload))
     tables = (((3, 4),), ((5, 2),))
     tokens = [
         generate(runner, [prompt], [table], 4, start=59)
-        for runner, table in zip((giver, taker), tables, strict=True)
+        for runner, table in zip((sender, taker), tables, strict=True)
     ]
     assert tokens[0] == tokens[1]
 

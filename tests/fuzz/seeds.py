@@ -23,7 +23,7 @@ from baton.v1 import (
 from tests.fuzz.messages import Words
 
 REQUEST_IDS = ("fuzz-1", "fuzz-2", "fuzz-3")
-ROUTER = types_pb2.WorkerIdentity(role="router", incarnation="f" * 32)
+ROUTER = types_pb2.WorkerIdentity(role="router", instance_id="f" * 32)
 IDS = b"".join(number.to_bytes(4, "little") for number in range(20, 60))
 REMAINING_MS = (1, 200)
 
@@ -33,15 +33,15 @@ Description = worker_pb2.WorkerDescription
 
 def words(workers: Sequence[Description]) -> Words:
     """What processes know each other and their requests by."""
-    incarnations = [worker.identity.incarnation.encode() for worker in workers]
+    instance_ids = [worker.identity.instance_id.encode() for worker in workers]
     handovers = [bytes([number]) * 16 for number in (1, 2, 3)]
     return {
         "request_id": [name.encode() for name in REQUEST_IDS],
-        "incarnation": [*incarnations, b"f" * 32, b"g" * 32],
-        "decode_incarnation": [*incarnations, b""],
-        "prefill_incarnation": [*incarnations, b""],
-        "giver_incarnation": incarnations,
-        "collector_incarnation": incarnations,
+        "instance_id": [*instance_ids, b"f" * 32, b"g" * 32],
+        "decode_instance_id": [*instance_ids, b""],
+        "prefill_instance_id": [*instance_ids, b""],
+        "sender_instance_id": instance_ids,
+        "receiver_instance_id": instance_ids,
         "address": [worker.identity.address.encode() for worker in workers] + [b"", b"no address"],
         "handover_id": handovers,
         "token_ids": [IDS, IDS[:4], IDS * 500, b"\xff\xff\xff\x7f"],
@@ -53,7 +53,7 @@ def words(workers: Sequence[Description]) -> Words:
         "remaining_ms": REMAINING_MS,
         "max_tokens": (1, 8),
         "num_prompt_tokens": (1, 40),
-        "max_parcel_bytes": (2**16, 2**22),
+        "max_kv_chunk_bytes": (2**16, 2**22),
         "probe_positions": (0, 1, 16),
         "text_id": (0, 1, 2),
         "list_services": [b""],
@@ -65,14 +65,14 @@ def words(workers: Sequence[Description]) -> Words:
 def seeds(workers: Sequence[Description]) -> Seeds:
     """workers: the descriptions of the prefill and the decode worker, in this order."""
     prefill, decode = workers
-    collector = types_pb2.WorkerIdentity(role="decode", incarnation=decode.identity.incarnation)
+    receiver = types_pb2.WorkerIdentity(role="decode", instance_id=decode.identity.instance_id)
     hello = decode_pb2.SessionRequest(
-        hello=decode_pb2.SessionHello(router=ROUTER, decode_incarnation=decode.identity.incarnation)
+        hello=decode_pb2.SessionHello(router=ROUTER, decode_instance_id=decode.identity.instance_id)
     )
     here = decode_pb2.StartSequence(attempt=_attempt(0), max_unconfirmed=8)
     there = decode_pb2.StartSequence(
         attempt=_attempt(1),
-        source=decode_pb2.KvSource(handover_id=b"\1" * 16, giver=prefill.identity),
+        source=decode_pb2.KvSource(handover_id=b"\1" * 16, sender=prefill.identity),
     )
     named = {"request_id": REQUEST_IDS[0], "choice": 0}
     confirm = decode_pb2.ConfirmPositions(
@@ -81,7 +81,7 @@ def seeds(workers: Sequence[Description]) -> Seeds:
     hand_over = decode_pb2.HandOverSequence(
         request_id=REQUEST_IDS[0],
         handover_id=b"\2" * 16,
-        collector_incarnation=decode.identity.incarnation,
+        receiver_instance_id=decode.identity.instance_id,
     )
     cancel = decode_pb2.CancelSequence(request_id=REQUEST_IDS[0])
     session = (
@@ -106,27 +106,27 @@ def seeds(workers: Sequence[Description]) -> Seeds:
     give = prefill_pb2.RunRequest(
         attempt=_attempt(3),
         handover_id=b"\3" * 16,
-        decode_incarnation=decode.identity.incarnation,
-        prefill_incarnation=prefill.identity.incarnation,
+        decode_instance_id=decode.identity.instance_id,
+        prefill_instance_id=prefill.identity.instance_id,
     )
     meet = handover_pb2.MeetRequest(
-        collector=collector,
+        receiver=receiver,
         layout=prefill.layout,
         transports=list(prefill.transports),
-        giver_incarnation=prefill.identity.incarnation,
+        sender_instance_id=prefill.identity.instance_id,
     )
     probe = handover_pb2.OpenHandover(
         handover_id=b"\4" * 16,
-        collector=collector,
-        giver_incarnation=prefill.identity.incarnation,
-        max_parcel_bytes=2**22,
+        receiver=receiver,
+        sender_instance_id=prefill.identity.instance_id,
+        max_kv_chunk_bytes=2**22,
         probe_positions=1,
     )
     collect = (
         handover_pb2.CollectRequest(open=probe),
         handover_pb2.CollectRequest(granted=handover_pb2.HandoverGranted(from_position=0)),
-        handover_pb2.CollectRequest(credit=handover_pb2.HandoverCredit(num_parcels=1)),
-        handover_pb2.CollectRequest(collected=handover_pb2.ParcelCollected(index=0)),
+        handover_pb2.CollectRequest(credit=handover_pb2.HandoverCredit(num_kv_chunks=1)),
+        handover_pb2.CollectRequest(collected=handover_pb2.KvChunkCollected(index=0)),
         handover_pb2.CollectRequest(completed=handover_pb2.HandoverCompleted()),
     )
     append = detokenizer_pb2.AppendTokens(token_ids=IDS, spell_token_ids=IDS[:8], last=True)

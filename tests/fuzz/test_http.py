@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.router.http.app import HttpApp
-from baton.router.http.schema import ChatBody, CompletionBody, GenerationBody
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.schema import ChatBody, CompletionBody, GenerationBody
 from baton.rpc.address import split
 from tests.fuzz import oracle
 from tests.fuzz.http_bodies import bodies

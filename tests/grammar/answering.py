@@ -11,14 +11,14 @@ from pathlib import Path
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from baton.core.attempt import Attempt, SequenceKey
 from baton.core.errors import BatonError
-from baton.core.events import Event, Failed, Tokens
-from baton.core.grammar import Grammar
-from baton.core.loop import EngineLoop
-from baton.core.ports import ModelRunner
-from baton.core.request import FinishReason, SamplingParams, StopParams
-from baton.core.scheduling import Scheduler
+from baton.core.request.attempt import Attempt, SequenceKey
+from baton.core.request.grammar import Grammar
+from baton.core.request.request import FinishReason, SamplingParams, StopParams
+from baton.core.scheduler.events import Event, Failed, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
 from baton.grammar.compiler import compile_grammar

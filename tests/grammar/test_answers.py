@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.grammar import Grammar, GrammarKind
-from baton.core.loop import EngineLoop
-from baton.core.request import FinishReason, SamplingParams
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.loop import EngineLoop
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.matcher import Compiled
 from baton.grammar.vocabulary import load

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from baton.core.errors import InvalidArgument
-from baton.core.grammar import Grammar, GrammarKind
+from baton.core.request.grammar import Grammar, GrammarKind
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.vocabulary import load
-from baton.router import structured
+from baton.router.api import structured
 from tests.grammar.answering import BUNDLED
 
 TOKENS = load(BUNDLED, special=(), eos_token_ids=(2,))

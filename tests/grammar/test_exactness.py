@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.grammar import Grammar, GrammarKind
-from baton.core.loop import EngineLoop
-from baton.core.request import FinishReason, SamplingParams
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, SequenceKey
+from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.loop import EngineLoop
 from tests.engine.modes import Heard, Watched, hand_over
 from tests.engine.modes import run_out as run_to_end
 from tests.grammar.answering import (

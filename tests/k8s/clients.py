@@ -14,7 +14,7 @@ from baton.client import AsyncClient
 from baton.client.requests import Options
 from baton.client.tries import Retries
 from baton.core.errors import BatonError
-from baton.core.request import Delta
+from baton.core.request.request import Delta
 from tests.k8s.asks import Ask
 
 STREAM_S = 120.0

@@ -10,26 +10,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.core.handover_messages import RingDescription
+from baton.core.handover.messages import StagingPoolDescription
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A living process whose slot i is full of the byte i + 1."""
+    """A living process whose buffer i is full of the byte i + 1."""
 
     process: subprocess.Popen[str]
-    incarnation: str
+    instance_id: str
     metadata: bytes
-    ring: RingDescription
+    ring: StagingPoolDescription
 
 
 @contextmanager
 def neighbour(
-    transport: str, num_slots: int, slot_bytes: int, **environment: str
+    transport: str, num_buffers: int, buffer_bytes: int, **environment: str
 ) -> Iterator[Neighbour]:
     command = [sys.executable, "-m", "tests.kv.ring_process", transport]
     process = subprocess.Popen(
-        [*command, str(num_slots), str(slot_bytes)],
+        [*command, str(num_buffers), str(buffer_bytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -40,8 +40,8 @@ def neighbour(
         line = process.stdout.readline()
         assert line, "the neighbour did not start"
         told = json.loads(line)
-        ring = RingDescription(told["base_address"], slot_bytes, num_slots)
-        yield Neighbour(process, told["incarnation"], bytes.fromhex(told["metadata"]), ring)
+        ring = StagingPoolDescription(told["base_address"], buffer_bytes, num_buffers)
+        yield Neighbour(process, told["instance_id"], bytes.fromhex(told["metadata"]), ring)
     finally:
         process.kill()
         process.wait()

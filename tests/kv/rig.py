@@ -13,24 +13,24 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from baton.core.attempt import ChoiceTokens, SequenceKey
-from baton.core.handover import LIMITS, Limit, State
-from baton.core.handover_messages import CollectorMessage, GiverMessage
-from baton.core.model import KvLayout, WorkerIdentity
-from baton.kv.collector import Collected, Collector, Ticket
-from baton.kv.faults import NO_FAULTS, Faults
-from baton.kv.giver import Giver, Offer
-from baton.kv.line import Liveness
-from baton.kv.staging import Staging
-from baton.kv.ucx import Ucx
-from baton.rpc.handover import GrpcCollectStream, GrpcGiverConnection, HandoverServicer
+from baton.core.handover.messages import ReceiverMessage, SenderMessage
+from baton.core.handover.table import LIMITS, Limit, State
+from baton.core.request.attempt import ChoiceTokens, SequenceKey
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.rpc.handover import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.options import INTERNAL_CLIENT, INTERNAL_SERVER
+from baton.transfer.faults import NO_FAULTS, Faults
+from baton.transfer.line import Liveness
+from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
+from baton.transfer.sender import KvSender, PendingTransfer
+from baton.transfer.staging import Staging
+from baton.transfer.ucx import Ucx
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 LAYOUT = KvLayout("ab" * 32, "float32", num_layers=2, num_kv_heads=2, key_size=8, value_size=8)
-SLOT_BYTES = 4096
-POSITIONS_PER_SLOT = 15
+BUFFER_BYTES = 4096
+POSITIONS_PER_BUFFER = 15
 TOKENS = (ChoiceTokens(SequenceKey("request", 0, 1), 0, (17,)),)
 FAST = Liveness(heartbeat_s=0.05, missed=20)
 
@@ -71,7 +71,7 @@ class Pool:
             self.unpacking -= 1
 
 
-class Wire(GrpcGiverConnection):
+class Wire(GrpcSenderConnection):
     """The real connection, which can be cut, or silenced without either end noticing."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -92,12 +92,12 @@ class MutedStream(GrpcCollectStream):
     def __init__(self, stream: GrpcCollectStream, silent: asyncio.Event) -> None:
         self._stream, self._silent = stream, silent
 
-    async def __aiter__(self) -> AsyncIterator[GiverMessage]:
+    async def __aiter__(self) -> AsyncIterator[SenderMessage]:
         async for message in self._stream:
             if not self._silent.is_set():
                 yield message
 
-    async def send(self, message: CollectorMessage) -> None:
+    async def send(self, message: ReceiverMessage) -> None:
         if not self._silent.is_set():
             await self._stream.send(message)
 
@@ -110,14 +110,14 @@ class Rig:
 
     def __init__(
         self,
-        giver: Giver,
-        collector: Collector,
+        sender: KvSender,
+        receiver: KvReceiver,
         given: Staging,
         landed: Staging,
         me: WorkerIdentity,
         wires: list[Wire],
     ) -> None:
-        self.giver, self.collector = giver, collector
+        self.sender, self.receiver = sender, receiver
         self.given, self.landed = given, landed
         self.collecting_as = me
         self._wires = wires
@@ -126,7 +126,7 @@ class Rig:
 
     def offer(
         self, num_positions: int, *, handover_id: bytes | None = None, deadline_s: float = 60.0
-    ) -> Offer:
+    ) -> PendingTransfer:
         handover_id = handover_id or secrets.token_bytes(16)
 
         async def pack(first_position: int, count: int, out: memoryview) -> None:
@@ -135,28 +135,30 @@ class Rig:
                 kv_of(handover_id, p) for p in range(first_position, first_position + count)
             )
 
-        return self.giver.offer(
+        return self.sender.offer(
             handover_id,
-            self.collecting_as.incarnation,
+            self.collecting_as.instance_id,
             num_positions,
             pack,
             deadline_s=deadline_s,
         )
 
-    def compute(self, offer: Offer) -> None:
+    def compute(self, offer: PendingTransfer) -> None:
         """What prefill reports when the whole input ran in one step."""
         offer.announce()
         offer.advance(offer.num_positions)
         offer.tokens(TOKENS)
 
-    def ticket(self, offer: Offer, deadline_s: float = 60.0) -> Ticket:
-        return Ticket(offer.handover_id, self.giver.identity, offer.num_positions, deadline_s)
+    def ticket(self, offer: PendingTransfer, deadline_s: float = 60.0) -> TransferRequest:
+        return TransferRequest(
+            offer.handover_id, self.sender.identity, offer.num_positions, deadline_s
+        )
 
-    def ticket_for(self, handover_id: bytes, num_positions: int) -> Ticket:
-        return Ticket(handover_id, self.giver.identity, num_positions)
+    def ticket_for(self, handover_id: bytes, num_positions: int) -> TransferRequest:
+        return TransferRequest(handover_id, self.sender.identity, num_positions)
 
-    async def collect(self, offer: Offer, pool: Pool) -> Collected:
-        return await self.collector.collect(self.ticket(offer), pool.reserve, pool.unpack)
+    async def collect(self, offer: PendingTransfer, pool: Pool) -> Collected:
+        return await self.receiver.collect(self.ticket(offer), pool.reserve, pool.unpack)
 
     async def cut(self) -> None:
         """Breaks all connections between the two."""
@@ -170,9 +172,9 @@ class Rig:
 
     async def settle(self) -> None:
         """Waits until nothing of any hand-over is left, and fails when that does not happen."""
-        await until(lambda: self.giver.num_offers == 0 and self.collector.idle)
-        await until(lambda: self.given.ring.num_free == self.given.ring.num_slots)
-        await until(lambda: self.landed.ring.num_free == self.landed.ring.num_slots)
+        await until(lambda: self.sender.num_offers == 0 and self.receiver.idle)
+        await until(lambda: self.given.ring.num_free == self.given.ring.num_buffers)
+        await until(lambda: self.landed.ring.num_free == self.landed.ring.num_buffers)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -190,42 +192,42 @@ def identity(role: str, address: str = "") -> WorkerIdentity:
 async def rig(
     transport: str = "loopback",
     *,
-    num_slots: int = 4,
-    giver_layout: KvLayout = LAYOUT,
-    giver_slot_bytes: int = SLOT_BYTES,
-    collector_slot_bytes: int = SLOT_BYTES,
-    collector_layout: KvLayout = LAYOUT,
+    num_buffers: int = 4,
+    sender_layout: KvLayout = LAYOUT,
+    sender_buffer_bytes: int = BUFFER_BYTES,
+    receiver_buffer_bytes: int = BUFFER_BYTES,
+    receiver_layout: KvLayout = LAYOUT,
     digest: str = "",
-    giver_ucx: Ucx | None = None,
-    collector_ucx: Ucx | None = None,
+    sender_ucx: Ucx | None = None,
+    receiver_ucx: Ucx | None = None,
     liveness: Liveness = FAST,
     limits: Mapping[State, Limit] = LIMITS,
-    giver_faults: Faults = NO_FAULTS,
-    collector_faults: Faults = NO_FAULTS,
+    sender_faults: Faults = NO_FAULTS,
+    receiver_faults: Faults = NO_FAULTS,
 ) -> AsyncIterator[Rig]:
-    """Everything running; checked on leaving: all slots free, no task left."""
+    """Everything running; checked on leaving: all buffers free, no task left."""
     before = asyncio.all_tasks()
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=INTERNAL_SERVER)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     giving, collecting = identity("prefill", address), identity("decode")
     given = await Staging.open(
-        giving.incarnation,
+        giving.instance_id,
         transport=transport,
-        num_slots=num_slots,
-        slot_bytes=giver_slot_bytes,
-        ucx=giver_ucx,
-        faults=giver_faults,
+        num_buffers=num_buffers,
+        buffer_bytes=sender_buffer_bytes,
+        ucx=sender_ucx,
+        faults=sender_faults,
     )
     landed = await Staging.open(
-        collecting.incarnation,
+        collecting.instance_id,
         transport=transport,
-        num_slots=num_slots,
-        slot_bytes=collector_slot_bytes,
-        ucx=collector_ucx,
-        faults=collector_faults,
+        num_buffers=num_buffers,
+        buffer_bytes=receiver_buffer_bytes,
+        ucx=receiver_ucx,
+        faults=receiver_faults,
     )
-    giver = Giver(giving, giver_layout, given, digest=digest, liveness=liveness, limits=limits)
-    add_HandoverServicer_to_server(HandoverServicer(giver), server)
+    sender = KvSender(giving, sender_layout, given, digest=digest, liveness=liveness, limits=limits)
+    add_HandoverServicer_to_server(HandoverServicer(sender), server)
     await server.start()
     wires: list[Wire] = []
 
@@ -233,16 +235,16 @@ async def rig(
         wires.append(Wire(grpc.aio.insecure_channel(peer.address, options=INTERNAL_CLIENT)))
         return wires[-1]
 
-    collector = Collector(
-        collecting, collector_layout, landed, connect, liveness=liveness, limits=limits
+    receiver = KvReceiver(
+        collecting, receiver_layout, landed, connect, liveness=liveness, limits=limits
     )
-    world = Rig(giver, collector, given, landed, collecting, wires)
+    world = Rig(sender, receiver, given, landed, collecting, wires)
     try:
         yield world
         await world.settle()
     finally:
-        await collector.close()
-        await giver.close()
+        await receiver.close()
+        await sender.close()
         for wire in wires:
             await wire.cut()
         await server.stop(None)

@@ -1,4 +1,4 @@
-"""A process whose ring is full of known bytes, for others to read. TRANSPORT SLOTS BYTES.
+"""A process whose ring is full of known bytes, for others to read. TRANSPORT BUFFERS BYTES.
 
 Prints one line of JSON that describes it and lives until its standard input ends.
 """
@@ -9,23 +9,23 @@ import json
 import secrets
 import sys
 
-from baton.kv.loopback import LoopbackTransport
-from baton.kv.nixl import NixlTransport
-from baton.kv.slots import SlotRing
-from baton.kv.transport import KvTransport
-from baton.kv.ucx import KvNetwork, Ucx, choose, inherited
+from baton.transfer.buffers import StagingPool
+from baton.transfer.loopback import LoopbackTransport
+from baton.transfer.nixl import NixlTransport
+from baton.transfer.transport import KvTransport
+from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 
 
-def fill(ring: SlotRing) -> None:
-    """Slot i holds the byte i + 1."""
-    for index in range(ring.num_slots):
-        ring.view(index)[:] = bytes([index + 1]) * ring.slot_bytes
+def fill(ring: StagingPool) -> None:
+    """Buffer i holds the byte i + 1."""
+    for index in range(ring.num_buffers):
+        ring.view(index)[:] = bytes([index + 1]) * ring.buffer_bytes
 
 
-def make(name: str, ring: SlotRing, incarnation: str) -> KvTransport:
+def make(name: str, ring: StagingPool, instance_id: str) -> KvTransport:
     if name == "loopback":
         return LoopbackTransport(ring)
-    return NixlTransport(ring, incarnation, ucx())
+    return NixlTransport(ring, instance_id, ucx())
 
 
 def ucx() -> Ucx:
@@ -35,13 +35,13 @@ def ucx() -> Ucx:
 
 
 def main() -> None:
-    name, num_slots, slot_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    ring = SlotRing(num_slots, slot_bytes)
+    name, num_buffers, buffer_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    ring = StagingPool(num_buffers, buffer_bytes)
     fill(ring)
-    incarnation = secrets.token_hex(16)
-    transport = make(name, ring, incarnation)
+    instance_id = secrets.token_hex(16)
+    transport = make(name, ring, instance_id)
     description = {
-        "incarnation": incarnation,
+        "instance_id": instance_id,
         "metadata": transport.metadata().hex(),
         "base_address": ring.base_address,
     }

@@ -7,20 +7,20 @@ import math
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.kv.fault_spec import FaultSpec, Kind, Rule, kinds_at, parse
-from baton.kv.faults import POINTS
+from baton.transfer.fault_spec import FaultSpec, Kind, Rule, kinds_at, parse
+from baton.transfer.faults import POINTS
 
 
 def test_a_line_of_rules() -> None:
     spec = parse(
-        " seed=7; corrupt@giver.sealed:rate=0.01,part=header; freeze@collector.reading:at=3 ;"
-        "delay@giver.told:seconds=0.5,every=10,times=2;"
+        " seed=7; corrupt@sender.sealed:rate=0.01,part=header; freeze@receiver.reading:at=3 ;"
+        "delay@sender.told:seconds=0.5,every=10,times=2;"
     )
     assert spec.seed == 7
     assert spec.rules == (
-        Rule(Kind.CORRUPT, "giver.sealed", rate=0.01, part="header"),
-        Rule(Kind.FREEZE, "collector.reading", at=3, every=0),
-        Rule(Kind.DELAY, "giver.told", at=10, every=10, times=2, seconds=0.5),
+        Rule(Kind.CORRUPT, "sender.sealed", rate=0.01, part="header"),
+        Rule(Kind.FREEZE, "receiver.reading", at=3, every=0),
+        Rule(Kind.DELAY, "sender.told", at=10, every=10, times=2, seconds=0.5),
     )
     assert parse("") == FaultSpec()
 
@@ -36,7 +36,7 @@ def test_a_line_of_rules() -> None:
     ],
 )
 def test_when_a_rule_applies(settings: str, reached: list[int]) -> None:
-    (rule,) = parse(f"kill@giver.opened{settings}").rules
+    (rule,) = parse(f"kill@sender.opened{settings}").rules
     assert [n for n in range(1, 8) if rule.reaches(n)] == reached
 
 
@@ -54,19 +54,19 @@ def test_everything_that_can_be_listed_can_be_written() -> None:
     ("text", "why"),
     [
         ("corrupt", "is not a point"),
-        ("corrupt@giver.seal", "is not a point"),
-        ("corrupt@giver.packed", "delay, freeze, kill$"),
-        ("drop@collector.read", "corrupt, delay, freeze, kill$"),
-        ("melt@giver.sealed", "what can go wrong at giver.sealed"),
-        ("kill@giver.told:when=3", "'when' is no setting"),
-        ("kill@giver.told:at", "not a setting"),
-        ("kill@giver.told:at=1,at=2", "given twice"),
-        ("kill@giver.told:at=0", "whole number from 1"),
-        ("kill@giver.told:rate=1.5", "at most 1"),
-        ("kill@giver.told:rate=nan", "at most 1"),
-        ("kill@giver.told:part=header", "'part' is no setting"),
-        ("corrupt@giver.sealed:part=tail", "header or payload"),
-        ("delay@giver.told", "needs seconds"),
+        ("corrupt@sender.seal", "is not a point"),
+        ("corrupt@sender.packed", "delay, freeze, kill$"),
+        ("drop@receiver.read", "corrupt, delay, freeze, kill$"),
+        ("melt@sender.sealed", "what can go wrong at sender.sealed"),
+        ("kill@sender.told:when=3", "'when' is no setting"),
+        ("kill@sender.told:at", "not a setting"),
+        ("kill@sender.told:at=1,at=2", "given twice"),
+        ("kill@sender.told:at=0", "whole number from 1"),
+        ("kill@sender.told:rate=1.5", "at most 1"),
+        ("kill@sender.told:rate=nan", "at most 1"),
+        ("kill@sender.told:part=header", "'part' is no setting"),
+        ("corrupt@sender.sealed:part=tail", "header or payload"),
+        ("delay@sender.told", "needs seconds"),
         ("seed=x", "seed must be"),
     ],
 )

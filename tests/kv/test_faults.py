@@ -10,26 +10,26 @@ import pytest
 from baton.cli.chaos.corruptions import INJECTIONS
 from baton.cli.chaos.requests import with_settings
 from baton.core.errors import HandoverFailed
-from baton.core.handover import LIMITS, CollectorState, GiverState, Limit
-from baton.kv.fault_spec import FaultSpec, parse
-from baton.kv.faults import COLLECTOR_WORK, GIVER_WORK, MESSAGE_POINTS, POINTS, TRANSPORT_READ
-from baton.kv.injector import Injector
-from baton.kv.parcel import Sealer
-from tests.kv.rig import POSITIONS_PER_SLOT, Pool, expected, rig
+from baton.core.handover.table import LIMITS, Limit, ReceiverState, SenderState
+from baton.transfer.fault_spec import FaultSpec, parse
+from baton.transfer.faults import MESSAGE_POINTS, POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
+from baton.transfer.injector import Injector
+from baton.transfer.kv_chunk import Sealer
+from tests.kv.rig import POSITIONS_PER_BUFFER, Pool, expected, rig
 
-POSITIONS = 5 * POSITIONS_PER_SLOT
+POSITIONS = 5 * POSITIONS_PER_BUFFER
 
 
 @pytest.mark.parametrize("rule", INJECTIONS.values(), ids=list(INJECTIONS))
 async def test_damage_is_found_and_the_next_hand_over_is_right(rule: str) -> None:
     giving, taking = Injector(FaultSpec()), Injector(FaultSpec())
-    async with rig(giver_faults=giving, collector_faults=taking) as world:
+    async with rig(sender_faults=giving, receiver_faults=taking) as world:
         for _ in range(2):
             offer, pool = world.offer(POSITIONS), Pool()
             world.compute(offer)
             await world.collect(offer, pool)
-        at_giver = "@giver." in rule
-        (giving if at_giver else taking).arm(parse(with_settings(rule, at=3)))
+        at_sender = "@sender." in rule
+        (giving if at_sender else taking).arm(parse(with_settings(rule, at=3)))
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
         with pytest.raises(HandoverFailed, match="what was announced"):
@@ -49,7 +49,7 @@ async def test_unseen_damage_would_reach_the_blocks(
     """Without verification the same faults are wrong KV: it is they that are found above."""
     monkeypatch.setattr(Sealer, "mismatch", lambda *_: "")
     faults = Injector(FaultSpec())
-    async with rig(giver_faults=faults, collector_faults=faults) as world:
+    async with rig(sender_faults=faults, receiver_faults=faults) as world:
         for wrong in (False, True):
             offer, pool = world.offer(POSITIONS), Pool()
             world.compute(offer)
@@ -61,33 +61,33 @@ async def test_unseen_damage_would_reach_the_blocks(
 async def test_every_point_is_reached() -> None:
     """By hand-overs that go well, or are refused for want of room."""
     giving, taking = Injector(FaultSpec()), Injector(FaultSpec())
-    async with rig(giver_faults=giving, collector_faults=taking) as world:
+    async with rig(sender_faults=giving, receiver_faults=taking) as world:
         for cached in (0, None):
             offer, pool = world.offer(POSITIONS), Pool(cached)
             world.compute(offer)
             collecting = asyncio.create_task(world.collect(offer, pool))
             await asyncio.wait([collecting])
             assert (collecting.exception() is None) == (cached == 0)
-    mine = {p for p in MESSAGE_POINTS if p.startswith("giver.")} | set(GIVER_WORK)
+    mine = {p for p in MESSAGE_POINTS if p.startswith("sender.")} | set(SENDER_WORK)
     assert set(giving.reached) == mine
     assert set(taking.reached) == set(POINTS) - mine
-    assert {*COLLECTOR_WORK, TRANSPORT_READ} <= set(taking.reached)
+    assert {*RECEIVER_WORK, TRANSPORT_READ} <= set(taking.reached)
 
 
 SOON = {
     **LIMITS,
-    **{state: Limit("a test", 0.3) for state in (*GiverState, *CollectorState) if state in LIMITS},
+    **{state: Limit("a test", 0.3) for state in (*SenderState, *ReceiverState) if state in LIMITS},
 }
 
 
 @pytest.mark.parametrize(
-    "point", [p for p in MESSAGE_POINTS if "refused" not in p and p != "giver.completed"]
+    "point", [p for p in MESSAGE_POINTS if "refused" not in p and p != "sender.completed"]
 )
 async def test_a_message_that_is_lost_ends_in_time(point: str) -> None:
     """Though the stream lives and beats; whoever waits for the message stops waiting."""
     faults = Injector(parse(f"drop@{point}:at=1"))
-    giving, taking = (faults, Injector(FaultSpec()))[:: 1 if point.startswith("giver") else -1]
-    async with rig(giver_faults=giving, collector_faults=taking, limits=SOON) as world:
+    giving, taking = (faults, Injector(FaultSpec()))[:: 1 if point.startswith("sender") else -1]
+    async with rig(sender_faults=giving, receiver_faults=taking, limits=SOON) as world:
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
         collecting = asyncio.create_task(world.collect(offer, pool))
@@ -97,7 +97,7 @@ async def test_a_message_that_is_lost_ends_in_time(point: str) -> None:
         assert faults.injected.total() == 1
         assert pool.kv.items() <= expected(offer.handover_id, POSITIONS).items()
         if point.endswith(("confirmed", "completed")):
-            # The collector has all it needs, whatever the giver can know.
+            # The receiver has all it needs, whatever the sender can know.
             assert pool.kv == expected(offer.handover_id, POSITIONS)
         else:
             assert isinstance(collecting.exception(), HandoverFailed) and ended.error is not None
@@ -105,7 +105,7 @@ async def test_a_message_that_is_lost_ends_in_time(point: str) -> None:
 
 async def test_a_read_that_is_told_late_is_waited_for() -> None:
     taking = Injector(parse("delay@transport.read:seconds=0.2,at=3"))
-    async with rig(collector_faults=taking) as world:
+    async with rig(receiver_faults=taking) as world:
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
         began = time.monotonic()
@@ -116,8 +116,8 @@ async def test_a_read_that_is_told_late_is_waited_for() -> None:
 
 async def test_the_same_seed_breaks_the_same_things() -> None:
     async def broken(seed: int) -> list[int]:
-        faults = Injector(parse(f"seed={seed};drop@giver.told:rate=0.3"))
-        return [n for n in range(200) if faults.due("giver.told")]
+        faults = Injector(parse(f"seed={seed};drop@sender.told:rate=0.3"))
+        return [n for n in range(200) if faults.due("sender.told")]
 
     assert await broken(1) == await broken(1) != await broken(2)
     assert 30 < len(await broken(1)) < 90

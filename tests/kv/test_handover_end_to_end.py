@@ -8,13 +8,13 @@ import secrets
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.kv.giver import Outcome
-from baton.kv.line import Liveness
-from baton.kv.parcel import BLAKE2B
+from baton.transfer.kv_chunk import BLAKE2B
+from baton.transfer.line import Liveness
+from baton.transfer.sender import Outcome
 from tests.kv.rig import (
+    BUFFER_BYTES,
     LAYOUT,
-    POSITIONS_PER_SLOT,
-    SLOT_BYTES,
+    POSITIONS_PER_BUFFER,
     TOKENS,
     Pool,
     expected,
@@ -26,7 +26,7 @@ TRANSPORTS = ("loopback", "nixl")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_positions", [1, POSITIONS_PER_SLOT, POSITIONS_PER_SLOT + 1, 400])
+@pytest.mark.parametrize("num_positions", [1, POSITIONS_PER_BUFFER, POSITIONS_PER_BUFFER + 1, 400])
 async def test_kv_and_token_arrive(transport: str, num_positions: int) -> None:
     """400 positions are more than the whole ring holds."""
     async with rig(transport) as world:
@@ -39,8 +39,8 @@ async def test_kv_and_token_arrive(transport: str, num_positions: int) -> None:
         assert collected.received_bytes == num_positions * LAYOUT.bytes_per_position
         assert (await offer.wait()).outcome is Outcome.COMPLETED
         assert offer.granted is True
-        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"completed": 1}
-        link = world.collector.stats.link
+        assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"completed": 1}
+        link = world.receiver.stats.link
         assert link.bytes_per_s > 0 and link.handover_s > 0
 
 
@@ -56,11 +56,11 @@ async def test_cached_positions_do_not_travel(transport: str, cached: int) -> No
         assert collected.received_bytes == (40 - cached) * LAYOUT.bytes_per_position
 
 
-async def test_parcels_are_unpacked_in_order_whatever_order_reads_end_in(
+async def test_kv_chunks_are_unpacked_in_order_whatever_order_reads_end_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with rig(num_slots=8) as world:
-        offer, pool = world.offer(4 * POSITIONS_PER_SLOT), Pool()
+    async with rig(num_buffers=8) as world:
+        offer, pool = world.offer(4 * POSITIONS_PER_BUFFER), Pool()
         (reader,) = world.landed.readers.values()
         read, order, unpacked = reader.read, [], []
         all_begun = asyncio.Event()
@@ -80,11 +80,11 @@ async def test_parcels_are_unpacked_in_order_whatever_order_reads_end_in(
             unpacked.append(first_position)
             await pool.unpack(first_position, count, payload)
 
-        await world.collector.meet(world.giver.identity)
+        await world.receiver.meet(world.sender.identity)
         monkeypatch.setattr(reader, "read", backwards)
         world.compute(offer)
-        await world.collector.collect(world.ticket(offer), pool.reserve, unpack)
-        assert unpacked == [i * POSITIONS_PER_SLOT for i in range(4)]
+        await world.receiver.collect(world.ticket(offer), pool.reserve, unpack)
+        assert unpacked == [i * POSITIONS_PER_BUFFER for i in range(4)]
         assert pool.kv == expected(offer.handover_id, offer.num_positions)
 
 
@@ -112,9 +112,9 @@ async def test_either_side_may_come_first(first: str) -> None:
         else:
             ticket = world.ticket_for(handover_id, 20)
             collecting = asyncio.create_task(
-                world.collector.collect(ticket, pool.reserve, pool.unpack)
+                world.receiver.collect(ticket, pool.reserve, pool.unpack)
             )
-            await until(lambda: world.giver.num_at_the_door == 1)
+            await until(lambda: world.sender.num_at_the_door == 1)
             offer = world.offer(20, handover_id=handover_id)
         world.compute(offer)
         await collecting
@@ -130,8 +130,8 @@ async def test_full_refuses_before_anything_moves() -> None:
         outcome = await offer.wait()
         assert outcome.outcome is Outcome.FULL and offer.granted is False
         assert isinstance(outcome.error, Overloaded)
-        assert not pool.kv and world.giver.stats.parcels == 0
-        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"full": 1}
+        assert not pool.kv and world.sender.stats.kv_chunks == 0
+        assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"full": 1}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -149,17 +149,20 @@ async def test_many_at_once_share_a_small_ring(transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("giver_slot", "collector_slot"), [(SLOT_BYTES, 4 * SLOT_BYTES), (4 * SLOT_BYTES, SLOT_BYTES)]
+    ("sender_buffer", "receiver_buffer"),
+    [(BUFFER_BYTES, 4 * BUFFER_BYTES), (4 * BUFFER_BYTES, BUFFER_BYTES)],
 )
-async def test_slots_may_differ_in_size(giver_slot: int, collector_slot: int) -> None:
-    async with rig(giver_slot_bytes=giver_slot, collector_slot_bytes=collector_slot) as world:
+async def test_buffers_may_differ_in_size(sender_buffer: int, receiver_buffer: int) -> None:
+    async with rig(
+        sender_buffer_bytes=sender_buffer, receiver_buffer_bytes=receiver_buffer
+    ) as world:
         offer, pool = world.offer(100), Pool()
         world.compute(offer)
         await world.collect(offer, pool)
         assert pool.kv == expected(offer.handover_id, 100)
 
 
-async def test_parcels_may_be_sealed_with_blake2b() -> None:
+async def test_kv_chunks_may_be_sealed_with_blake2b() -> None:
     async with rig(digest=BLAKE2B) as world:
         offer, pool = world.offer(40), Pool()
         world.compute(offer)

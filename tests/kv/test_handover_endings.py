@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.attempt import ChoiceTokens
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -19,10 +18,11 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.handover import LIMITS, CollectorState, GiverState, Limit, State
-from baton.kv.collector import Collected
-from baton.kv.giver import Offer, Outcome
-from baton.kv.line import Liveness
+from baton.core.handover.table import LIMITS, Limit, ReceiverState, SenderState, State
+from baton.core.request.attempt import ChoiceTokens
+from baton.transfer.line import Liveness
+from baton.transfer.receiver import Collected
+from baton.transfer.sender import Outcome, PendingTransfer
 from tests.kv.rig import TOKENS, Pool, Rig, identity, rig, until
 
 ABOUT = {"request_id": "r1", "trace_id": "t1"}
@@ -44,11 +44,11 @@ class Reserving(Pool):
         return await super().reserve()
 
 
-async def at(stage: str, world: Rig) -> tuple[Offer, Reserving, asyncio.Task[Collected]]:
+async def at(stage: str, world: Rig) -> tuple[PendingTransfer, Reserving, asyncio.Task[Collected]]:
     """A hand-over of 40 positions that has come to a stage and stays there."""
     offer, pool = world.offer(40), Reserving()
     collecting = asyncio.create_task(world.collect(offer, pool))
-    await until(lambda: offer.side.state is GiverState.OPENED)
+    await until(lambda: offer.side.state is SenderState.OPENED)
     if stage == "reserving":
         pool.may_reserve.clear()
     if stage == "packing":
@@ -62,7 +62,7 @@ async def at(stage: str, world: Rig) -> tuple[Offer, Reserving, asyncio.Task[Col
     conditions: dict[str, Callable[[], bool]] = {
         "opened": lambda: True,
         "reserving": lambda: pool.reserving,
-        "packing": lambda: world.given.ring.num_free < world.given.ring.num_slots,
+        "packing": lambda: world.given.ring.num_free < world.given.ring.num_buffers,
         "unpacking": lambda: pool.unpacking > 0,
         "waiting for token 0": lambda: len(pool.kv) == 40,
     }
@@ -78,7 +78,7 @@ def let_go(world: Rig, pool: Reserving) -> None:
 
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
 @pytest.mark.parametrize("stage", STAGES)
-async def test_the_collector_is_cancelled(stage: str, transport: str) -> None:
+async def test_the_receiver_is_cancelled(stage: str, transport: str) -> None:
     async with rig(transport) as world:
         offer, pool, collecting = await at(stage, world)
         collecting.cancel()
@@ -96,11 +96,11 @@ async def test_the_collector_is_cancelled(stage: str, transport: str) -> None:
         assert pool.unpacking == 0
         outcome = await offer.wait()
         assert outcome.outcome is Outcome.FAILED and isinstance(outcome.error, Cancelled)
-        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"cancelled": 1}
+        assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"cancelled": 1}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_the_giver_gives_up(stage: str) -> None:
+async def test_the_sender_gives_up(stage: str) -> None:
     async with rig() as world:
         offer, pool, collecting = await at(stage, world)
         offer.fail(Cancelled("the client left"))
@@ -110,14 +110,14 @@ async def test_the_giver_gives_up(stage: str) -> None:
             await collecting
         outcome = await offer.wait()
         assert outcome.outcome is Outcome.FAILED and isinstance(outcome.error, Cancelled)
-        assert world.collector.stats.outcomes == world.giver.stats.outcomes == {"cancelled": 1}
+        assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"cancelled": 1}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_the_giver_leaves(stage: str) -> None:
+async def test_the_sender_leaves(stage: str) -> None:
     async with rig() as world:
         offer, pool, collecting = await at(stage, world)
-        closing = asyncio.create_task(world.giver.close())
+        closing = asyncio.create_task(world.sender.close())
         await asyncio.sleep(0.05)
         let_go(world, pool)
         with pytest.raises(HandoverFailed, match="leaving"):
@@ -142,12 +142,12 @@ async def test_the_stream_breaks(stage: str) -> None:
 @pytest.mark.parametrize(
     ("state", "stage"),
     [
-        (GiverState.OPENED, "opened"),
-        (GiverState.ANNOUNCED, "reserving"),
-        (GiverState.GIVING, "waiting for token 0"),
-        (CollectorState.OPENING, "opened"),
-        (CollectorState.RESERVING, "reserving"),
-        (CollectorState.TAKING, "waiting for token 0"),
+        (SenderState.OPENED, "opened"),
+        (SenderState.ANNOUNCED, "reserving"),
+        (SenderState.GIVING, "waiting for token 0"),
+        (ReceiverState.OPENING, "opened"),
+        (ReceiverState.RESERVING, "reserving"),
+        (ReceiverState.TAKING, "waiting for token 0"),
     ],
 )
 async def test_every_states_deadline_ends_both_sides(state: State, stage: str) -> None:
@@ -161,19 +161,19 @@ async def test_every_states_deadline_ends_both_sides(state: State, stage: str) -
         assert isinstance(outcome.error, DeadlineExceeded)
 
 
-@pytest.mark.parametrize("whose", ["giver", "collector"])
+@pytest.mark.parametrize("whose", ["sender", "receiver"])
 async def test_the_deadline_of_the_whole_ends_both_sides(whose: str) -> None:
     async with rig() as world:
-        offer = world.offer(20, deadline_s=0.3 if whose == "giver" else 60)
-        ticket = world.ticket(offer, deadline_s=0.3 if whose == "collector" else 60)
+        offer = world.offer(20, deadline_s=0.3 if whose == "sender" else 60)
+        ticket = world.ticket(offer, deadline_s=0.3 if whose == "receiver" else 60)
         pool = Pool()
         with pytest.raises(HandoverFailed, match="out of time"):
-            await world.collector.collect(ticket, pool.reserve, pool.unpack)
+            await world.receiver.collect(ticket, pool.reserve, pool.unpack)
         assert isinstance((await offer.wait()).error, DeadlineExceeded)
 
 
 async def test_an_offer_nobody_collects_ends() -> None:
-    limits = {**LIMITS, GiverState.OFFERED: Limit("the test", 0.05)}
+    limits = {**LIMITS, SenderState.OFFERED: Limit("the test", 0.05)}
     async with rig(limits=limits) as world:
         outcome = await world.offer(20).wait()
         assert outcome.outcome is Outcome.FAILED and isinstance(outcome.error, DeadlineExceeded)
@@ -227,8 +227,8 @@ async def test_a_fault_of_the_giving_engine_ends_both_sides(
         async def pack(first_position: int, count: int, out: memoryview) -> None:
             raise ZeroDivisionError
 
-        offer = world.giver.offer(
-            bytes(16), world.collecting_as.incarnation, 20, pack, deadline_s=60, about=ABOUT
+        offer = world.sender.offer(
+            bytes(16), world.collecting_as.instance_id, 20, pack, deadline_s=60, about=ABOUT
         )
         world.compute(offer)
         with pytest.raises(HandoverFailed):
@@ -246,18 +246,18 @@ async def test_a_fault_of_ours_is_logged_with_its_request(
         clumsy = Clumsy("unpack", ZeroDivisionError())
         ticket = replace(world.ticket(offer), about=ABOUT)
         with pytest.raises(Internal):
-            await world.collector.collect(ticket, clumsy.reserve, clumsy.unpack)
+            await world.receiver.collect(ticket, clumsy.reserve, clumsy.unpack)
     assert about_in(caplog) == [ABOUT]
 
 
 def about_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
     """Whose the faults are that were logged."""
-    lines = [vars(line) for line in caplog.records if line.name == "baton.kv.ending"]
+    lines = [vars(line) for line in caplog.records if line.name == "baton.transfer.ending"]
     return [{name: line[name] for name in ABOUT} for line in lines]
 
 
-async def test_silence_of_the_giver_is_death() -> None:
-    """Its answers stop although its connection stands: the collector does not wait for ever."""
+async def test_silence_of_the_sender_is_death() -> None:
+    """Its answers stop although its connection stands: the receiver does not wait for ever."""
     async with rig(liveness=Liveness(heartbeat_s=0.05, missed=4)) as world:
         offer, _, collecting = await at("waiting for token 0", world)
         world.silence()
@@ -277,12 +277,12 @@ async def test_tokens_of_several_choices_arrive_in_order() -> None:
         assert (await world.collect(offer, pool)).tokens == tuple(tokens)
 
 
-async def test_the_deadline_covers_meeting_the_giver() -> None:
+async def test_the_deadline_covers_meeting_the_sender() -> None:
     """Something listens at the address and never answers."""
     async with rig() as world:
         pool = Pool()
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            giver = replace(identity("prefill"), address=f"127.0.0.1:{silent.getsockname()[1]}")
-            ticket = replace(world.ticket_for(bytes(16), 1), giver=giver, deadline_s=0.2)
+            sender = replace(identity("prefill"), address=f"127.0.0.1:{silent.getsockname()[1]}")
+            ticket = replace(world.ticket_for(bytes(16), 1), sender=sender, deadline_s=0.2)
             with pytest.raises(HandoverFailed, match="in time"):
-                await world.collector.collect(ticket, pool.reserve, pool.unpack)
+                await world.receiver.collect(ticket, pool.reserve, pool.unpack)

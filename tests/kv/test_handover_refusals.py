@@ -16,11 +16,11 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.handover import GiverState
-from baton.core.handover_messages import OpenHandover
-from baton.kv import giver as giver_module
-from baton.kv.giver import Outcome
-from baton.kv.reader import Reader
+from baton.core.handover.messages import OpenHandover
+from baton.core.handover.table import SenderState
+from baton.transfer import sender as sender_module
+from baton.transfer.reader import Reader
+from baton.transfer.sender import Outcome
 from tests.kv.rig import LAYOUT, Pool, expected, identity, kv_of, rig, until
 
 
@@ -37,11 +37,11 @@ async def test_an_id_works_once() -> None:
             world.offer(20, handover_id=offer.handover_id)
 
 
-async def test_a_second_collector_neither_gets_nor_disturbs_a_hand_over() -> None:
+async def test_a_second_receiver_neither_gets_nor_disturbs_a_hand_over() -> None:
     async with rig() as world:
         offer, pool = world.offer(40), Pool()
         collecting = asyncio.create_task(world.collect(offer, pool))
-        await until(lambda: offer.side.state is GiverState.OPENED)
+        await until(lambda: offer.side.state is SenderState.OPENED)
         with pytest.raises(HandoverFailed, match="not on offer"):
             await world.collect(offer, Pool())
         world.compute(offer)
@@ -49,7 +49,7 @@ async def test_a_second_collector_neither_gets_nor_disturbs_a_hand_over() -> Non
         assert pool.kv == expected(offer.handover_id, 40)
 
 
-async def test_only_the_collector_it_was_made_for_gets_a_hand_over() -> None:
+async def test_only_the_receiver_it_was_made_for_gets_a_hand_over() -> None:
     async with rig() as world:
         mine = world.collecting_as
         world.collecting_as = identity("decode")
@@ -57,101 +57,103 @@ async def test_only_the_collector_it_was_made_for_gets_a_hand_over() -> None:
         world.collecting_as = mine
         with pytest.raises(HandoverFailed, match="not on offer"):
             await world.collect(offer, Pool())
-        assert world.giver.num_offers == 1, "a stranger does not end it"
+        assert world.sender.num_offers == 1, "a stranger does not end it"
         offer.fail(Cancelled("cancelled"))
 
 
 async def test_an_unknown_id_waits_a_moment_and_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giver_module, "DOOR_S", 0.1)
+    monkeypatch.setattr(sender_module, "DOOR_S", 0.1)
     async with rig() as world:
         pool = Pool()
         ticket = world.ticket_for(secrets.token_bytes(16), 20)
         with pytest.raises(HandoverFailed, match="not on offer"):
-            await world.collector.collect(ticket, pool.reserve, pool.unpack)
-        assert world.giver.num_at_the_door == 0
+            await world.receiver.collect(ticket, pool.reserve, pool.unpack)
+        assert world.sender.num_at_the_door == 0
 
 
 async def test_the_door_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giver_module, "MAX_AT_THE_DOOR", 1)
+    monkeypatch.setattr(sender_module, "MAX_AT_THE_DOOR", 1)
     async with rig() as world:
         pool, first = Pool(), secrets.token_bytes(16)
         waiting = asyncio.create_task(
-            world.collector.collect(world.ticket_for(first, 20), pool.reserve, pool.unpack)
+            world.receiver.collect(world.ticket_for(first, 20), pool.reserve, pool.unpack)
         )
-        await until(lambda: world.giver.num_at_the_door == 1)
+        await until(lambda: world.sender.num_at_the_door == 1)
         with pytest.raises(HandoverFailed, match="too many"):
-            await world.collector.collect(
+            await world.receiver.collect(
                 world.ticket_for(secrets.token_bytes(16), 20), pool.reserve, pool.unpack
             )
         world.compute(world.offer(20, handover_id=first))
         await waiting
 
 
-async def test_offers_and_tombstones_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giver_module, "MAX_OFFERS", 3)
-    monkeypatch.setattr(giver_module, "MAX_TOMBSTONES", 2)
+async def test_offers_and_recent_ids_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "MAX_OFFERS", 3)
+    monkeypatch.setattr(sender_module, "MAX_RECENT_IDS", 2)
     async with rig() as world:
         offers = [world.offer(20) for _ in range(3)]
         with pytest.raises(Overloaded):
             world.offer(20)
         for offer in offers:
             offer.fail(Cancelled("cancelled"))
-        assert world.giver.num_offers == 0
-        assert world.giver.num_tombstones == 2
+        assert world.sender.num_offers == 0
+        assert world.sender.num_recent_ids == 2
 
 
 @pytest.mark.parametrize("handover_id", [b"", b"x" * 15, b"x" * 17])
 async def test_malformed_ids_are_refused(handover_id: bytes) -> None:
     async with rig() as world:
         with pytest.raises(InvalidArgument, match="16 bytes"):
-            world.giver.offer(handover_id, "", 1, Pool().unpack, deadline_s=1)
+            world.sender.offer(handover_id, "", 1, Pool().unpack, deadline_s=1)
         pool = Pool()
         with pytest.raises(InvalidArgument, match="16 bytes"):
-            await world.collector.collect(
+            await world.receiver.collect(
                 world.ticket_for(handover_id, 1), pool.reserve, pool.unpack
             )
 
 
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
 @pytest.mark.parametrize(("byte", "kind"), [(0, "header"), (20, "header"), (128, "digest")])
-async def test_a_flipped_bit_in_the_givers_slot_is_never_unpacked(
+async def test_a_flipped_bit_in_the_senders_buffer_is_never_unpacked(
     transport: str, byte: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rig(transport) as world:
         offer, pool = world.offer(40), Pool()
         world.compute(offer)
-        await world.collector.meet(world.giver.identity)
+        await world.receiver.meet(world.sender.identity)
         read = Reader.read
         flipped = 0
 
-        async def read_corrupted(self: Reader, peer: str, remote_slot: int, *rest: object) -> None:
+        async def read_corrupted(
+            self: Reader, peer: str, remote_buffer: int, *rest: object
+        ) -> None:
             nonlocal flipped
             if self is world.landed.readers[transport]:
                 flipped += 1
-                world.given.ring.view(remote_slot)[byte] ^= 1
-            await read(self, peer, remote_slot, *rest)  # type: ignore[arg-type]
+                world.given.ring.view(remote_buffer)[byte] ^= 1
+            await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(Reader, "read", read_corrupted)
         with pytest.raises(HandoverFailed, match="not what was announced"):
             await world.collect(offer, pool)
         assert flipped > 0 and not pool.kv
-        assert world.collector.stats.mismatches[kind] > 0
+        assert world.receiver.stats.mismatches[kind] > 0
         assert (await offer.wait()).outcome is Outcome.FAILED
 
 
-async def test_a_slot_in_use_again_does_not_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The giver's stream has ended and its slot carries another parcel when the read happens."""
+async def test_a_buffer_in_use_again_does_not_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream has ended and the buffer carries another KV chunk when the read happens."""
     async with rig() as world:
-        await world.collector.meet(world.giver.identity)
+        await world.receiver.meet(world.sender.identity)
         stale, pool = world.offer(40), Pool()
         read = Reader.read
 
-        async def read_late(self: Reader, peer: str, remote_slot: int, *rest: object) -> None:
+        async def read_late(self: Reader, peer: str, remote_buffer: int, *rest: object) -> None:
             stale.fail(Cancelled("the client left"))
             await stale.wait()
-            newer = world.giver.staging.ring.view(remote_slot)
+            newer = world.sender.staging.ring.view(remote_buffer)
             newer[128 : 128 + LAYOUT.bytes_per_position] = kv_of(b"another prompt", 0)
-            await read(self, peer, remote_slot, *rest)  # type: ignore[arg-type]
+            await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(Reader, "read", read_late)
         world.compute(stale)
@@ -162,9 +164,9 @@ async def test_a_slot_in_use_again_does_not_verify(monkeypatch: pytest.MonkeyPat
 
 async def test_another_model_is_refused_with_a_readable_difference() -> None:
     other = replace(LAYOUT, num_layers=3, model_digest="cd" * 32)
-    async with rig(collector_layout=other) as world:
+    async with rig(receiver_layout=other) as world:
         with pytest.raises(Incompatible, match=r"prefill .* and decode .*num_layers: 2 against 3"):
-            await world.collector.meet(world.giver.identity)
+            await world.receiver.meet(world.sender.identity)
         offer = world.offer(20)
         with pytest.raises(Incompatible, match="model_digest"):
             await world.collect(offer, Pool())
@@ -172,15 +174,15 @@ async def test_another_model_is_refused_with_a_readable_difference() -> None:
 
 
 async def test_a_wire_version_that_this_side_does_not_speak_is_refused() -> None:
-    """Also of a collector that has not met this giver."""
+    """Also of a receiver that has not met this sender."""
     async with rig() as world:
         offer = world.offer(20)
         me = world.collecting_as
         opening = OpenHandover(
-            offer.handover_id, me, world.giver.identity.incarnation, 1 << 20, wire_version=2
+            offer.handover_id, me, world.sender.identity.instance_id, 1 << 20, wire_version=2
         )
         with pytest.raises(Incompatible, match="wire versions 1-1, not 2"):
-            await world.giver.claim(opening)
+            await world.sender.claim(opening)
         offer.fail(Cancelled("cancelled"))
 
 
@@ -188,12 +190,12 @@ async def test_a_wire_version_that_this_side_does_not_speak_is_refused() -> None
 async def test_two_builds_meet_in_a_wire_version_that_both_speak(
     ranges: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
-    """The newest common one; parcels carry it, so they verify on both sides."""
-    giver_layout, collector_layout = (
+    """The newest common one; KV chunks carry it, so they verify on both sides."""
+    sender_layout, receiver_layout = (
         replace(LAYOUT, min_wire_version=oldest, max_wire_version=newest)
         for oldest, newest in ranges
     )
-    async with rig(giver_layout=giver_layout, collector_layout=collector_layout) as world:
+    async with rig(sender_layout=sender_layout, receiver_layout=receiver_layout) as world:
         offer, pool = world.offer(20), Pool()
         world.compute(offer)
         await world.collect(offer, pool)
@@ -202,28 +204,28 @@ async def test_two_builds_meet_in_a_wire_version_that_both_speak(
 
 async def test_an_address_that_belongs_to_a_newer_process_is_refused() -> None:
     async with rig() as world:
-        older = replace(world.giver.identity, incarnation="0" * 32)
+        older = replace(world.sender.identity, instance_id="0" * 32)
         with pytest.raises(Unavailable, match="another process"):
-            await world.collector.meet(older)
+            await world.receiver.meet(older)
         offer, pool = world.offer(20), Pool()
-        ticket = replace(world.ticket(offer), giver=older)
+        ticket = replace(world.ticket(offer), sender=older)
         with pytest.raises(HandoverFailed, match="another process"):
-            await world.collector.collect(ticket, pool.reserve, pool.unpack)
+            await world.receiver.collect(ticket, pool.reserve, pool.unpack)
         world.compute(offer)
         await world.collect(offer, pool)
 
 
-async def test_a_giver_nobody_listens_at_is_a_failed_hand_over() -> None:
+async def test_a_sender_nobody_listens_at_is_a_failed_hand_over() -> None:
     async with rig() as world:
         pool = Pool()
         nobody = replace(identity("prefill"), address="127.0.0.1:1")
-        ticket = replace(world.ticket_for(bytes(16), 1), giver=nobody)
+        ticket = replace(world.ticket_for(bytes(16), 1), sender=nobody)
         with pytest.raises(HandoverFailed):
-            await world.collector.collect(ticket, pool.reserve, pool.unpack)
+            await world.receiver.collect(ticket, pool.reserve, pool.unpack)
 
 
-async def test_slots_too_small_for_a_position_are_refused() -> None:
+async def test_buffers_too_small_for_a_position_are_refused() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        async with rig(giver_layout=replace(LAYOUT, num_layers=100)):
+        async with rig(sender_layout=replace(LAYOUT, num_layers=100)):
             pass
     assert caught.value.field == "slot_mib"

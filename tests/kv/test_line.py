@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.core.handover_messages import Heartbeat
-from baton.kv.line import Line, Liveness, PeerLost
+from baton.core.handover.messages import Heartbeat
+from baton.transfer.line import HeartbeatStream, Liveness, PeerLost
 
 LIVENESS = Liveness(heartbeat_s=0.3, missed=4)
 HELD_UP_S = 2.0
@@ -35,7 +35,7 @@ async def test_a_process_that_was_held_up_does_not_take_its_peer_for_dead() -> N
         while not over.wait(LIVENESS.heartbeat_s / 12):
             loop.call_soon_threadsafe(inbox.put_nowait, Heartbeat())
 
-    line: Line[Heartbeat, Heartbeat] = Line(incoming(), nothing, LIVENESS)
+    line: HeartbeatStream[Heartbeat, Heartbeat] = HeartbeatStream(incoming(), nothing, LIVENESS)
     listening = asyncio.create_task(line.listen(lambda message: None))
     beating = asyncio.create_task(line.beat())
     talking = threading.Thread(target=peer)
@@ -63,7 +63,7 @@ async def test_a_peer_that_says_nothing_is_lost() -> None:
         await asyncio.get_running_loop().create_future()
         yield Heartbeat()
 
-    line: Line[Heartbeat, Heartbeat] = Line(incoming(), nothing, LIVENESS)
+    line: HeartbeatStream[Heartbeat, Heartbeat] = HeartbeatStream(incoming(), nothing, LIVENESS)
     async with asyncio.timeout(20):
         with pytest.raises(PeerLost):
             await line.beat()

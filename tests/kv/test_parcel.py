@@ -1,4 +1,4 @@
-"""A parcel verifies only as what was sealed: any change of bytes, header, secret or model shows."""
+"""A KV chunk verifies only as it was sealed: a change of bytes, header, secret or model is seen."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.handover import Run
-from baton.core.handover_messages import ParcelHeader
-from baton.core.model import KvLayout
-from baton.kv.parcel import (
+from baton.core.handover.messages import KvChunkHeader
+from baton.core.handover.table import Run
+from baton.core.request.model import KvLayout
+from baton.transfer.kv_chunk import (
     BLAKE2B,
     DIGESTS,
     HEADER_BYTES,
     XXH3,
     Sealer,
     layout_fingerprint,
-    positions_per_parcel,
+    positions_per_kv_chunk,
 )
 
 LAYOUT = KvLayout("ab" * 32, "float32", 2, 2, 8, 8)
-ID, INCARNATION = bytes(range(16)), "0123456789abcdef" * 2
+ID, INSTANCE_ID = bytes(range(16)), "0123456789abcdef" * 2
 RUN = Run(3, 40, 5)
 
 
-def sealed(digest: str = XXH3, handover_id: bytes = ID) -> tuple[Sealer, ParcelHeader, bytearray]:
-    sealer = Sealer(handover_id, INCARNATION, LAYOUT, digest)
+def sealed(digest: str = XXH3, handover_id: bytes = ID) -> tuple[Sealer, KvChunkHeader, bytearray]:
+    sealer = Sealer(handover_id, INSTANCE_ID, LAYOUT, digest)
     header = sealer.header(RUN)
-    slot = bytearray(4096)
+    buffer = bytearray(4096)
     payload = hashlib.shake_128(b"payload").digest(header.payload_bytes)
-    slot[HEADER_BYTES : HEADER_BYTES + header.payload_bytes] = payload
-    return sealer, replace(header, digest=sealer.seal(header, memoryview(slot))), slot
+    buffer[HEADER_BYTES : HEADER_BYTES + header.payload_bytes] = payload
+    return sealer, replace(header, digest=sealer.seal(header, memoryview(buffer))), buffer
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
 def test_what_was_sealed_verifies(digest: str) -> None:
-    sealer, header, slot = sealed(digest)
+    sealer, header, buffer = sealed(digest)
     assert header.payload_bytes == 5 * LAYOUT.bytes_per_position
     assert len(header.digest) == 16
-    assert sealer.mismatch(header, memoryview(slot)) == ""
+    assert sealer.mismatch(header, memoryview(buffer)) == ""
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
 @given(data=st.data())
 def test_any_flipped_bit_shows(digest: str, data: st.DataObject) -> None:
-    sealer, header, slot = sealed(digest)
+    sealer, header, buffer = sealed(digest)
     bit = data.draw(st.integers(0, 8 * (HEADER_BYTES + header.payload_bytes) - 1))
-    slot[bit // 8] ^= 1 << bit % 8
+    buffer[bit // 8] ^= 1 << bit % 8
     expected = "header" if bit < 8 * HEADER_BYTES else "digest"
-    assert sealer.mismatch(header, memoryview(slot)) == expected
+    assert sealer.mismatch(header, memoryview(buffer)) == expected
 
 
 def test_bytes_behind_the_payload_do_not_matter() -> None:
-    sealer, header, slot = sealed()
-    slot[-1] ^= 1
-    assert sealer.mismatch(header, memoryview(slot)) == ""
+    sealer, header, buffer = sealed()
+    buffer[-1] ^= 1
+    assert sealer.mismatch(header, memoryview(buffer)) == ""
 
 
 @pytest.mark.parametrize(
-    "name", [field.name for field in fields(ParcelHeader) if field.name != "digest"]
+    "name", [field.name for field in fields(KvChunkHeader) if field.name != "digest"]
 )
 def test_every_field_of_the_header_is_bound(name: str) -> None:
-    sealer, header, slot = sealed()
-    other = {"incarnation": "f" * 32, "handover_id": bytes(16)}.get(name, getattr(header, name))
+    sealer, header, buffer = sealed()
+    other = {"instance_id": "f" * 32, "handover_id": bytes(16)}.get(name, getattr(header, name))
     if isinstance(other, int):
         other += 1
-    assert sealer.mismatch(replace(header, **{name: other}), memoryview(slot)) == "header"
+    assert sealer.mismatch(replace(header, **{name: other}), memoryview(buffer)) == "header"
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
@@ -85,15 +85,15 @@ def test_the_digest_cannot_be_made_without_the_secret() -> None:
         BLAKE2B: lambda content: hashlib.blake2b(content, digest_size=16),
     }
     for digest in DIGESTS:
-        _, header, slot = sealed(digest)
-        content = slot[: HEADER_BYTES - 16] + slot[HEADER_BYTES:][: header.payload_bytes]
+        _, header, buffer = sealed(digest)
+        content = buffer[: HEADER_BYTES - 16] + buffer[HEADER_BYTES:][: header.payload_bytes]
         assert keyless[digest](bytes(content)).digest() != header.digest
 
 
 def test_the_kind_of_digest_is_bound() -> None:
-    _, header, slot = sealed(XXH3)
-    other = Sealer(ID, INCARNATION, LAYOUT, BLAKE2B)
-    assert other.mismatch(header, memoryview(slot)) == "header"
+    _, header, buffer = sealed(XXH3)
+    other = Sealer(ID, INSTANCE_ID, LAYOUT, BLAKE2B)
+    assert other.mismatch(header, memoryview(buffer)) == "header"
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_another_layout_has_another_fingerprint(change: dict[str, object]) -> No
 
 def test_an_unknown_digest_is_refused() -> None:
     with pytest.raises(ValueError, match="xxh3-128, blake2b"):
-        Sealer(ID, INCARNATION, LAYOUT, "crc32")
+        Sealer(ID, INSTANCE_ID, LAYOUT, "crc32")
 
 
 @pytest.mark.parametrize(
-    ("slot_bytes", "positions"), [(4096, 15), (128 + 256, 1), (128 + 255, 0), (64, 0)]
+    ("buffer_bytes", "positions"), [(4096, 15), (128 + 256, 1), (128 + 255, 0), (64, 0)]
 )
-def test_whole_positions_fit_behind_the_header(slot_bytes: int, positions: int) -> None:
-    assert positions_per_parcel(slot_bytes, LAYOUT) == positions
+def test_whole_positions_fit_behind_the_header(buffer_bytes: int, positions: int) -> None:
+    assert positions_per_kv_chunk(buffer_bytes, LAYOUT) == positions

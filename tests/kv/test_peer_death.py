@@ -1,4 +1,4 @@
-"""Givers that are killed or frozen, as real processes: no wrong KV, no hanging, no lost slot."""
+"""Senders that are killed or frozen, as real processes: no wrong KV, no hanging, no lost buffer."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ import grpc
 import pytest
 
 from baton.core.errors import HandoverFailed
-from baton.core.model import WorkerIdentity
-from baton.kv.collector import Collector, Ticket
-from baton.kv.line import Liveness
-from baton.kv.staging import Staging
-from baton.rpc.handover import GrpcGiverConnection
-from tests.kv.rig import LAYOUT, SLOT_BYTES, TOKENS, Pool, expected, identity, until
+from baton.core.request.model import WorkerIdentity
+from baton.rpc.handover import GrpcSenderConnection
+from baton.transfer.line import Liveness
+from baton.transfer.receiver import KvReceiver, TransferRequest
+from baton.transfer.staging import Staging
+from tests.kv.rig import BUFFER_BYTES, LAYOUT, TOKENS, Pool, expected, identity, until
 
-NUM_SLOTS = 4
+NUM_BUFFERS = 4
 
 
 class World:
-    """A collector here, a giver in a process of its own."""
+    """A receiver here, a sender in a process of its own."""
 
-    def __init__(self, collector: Collector, me: WorkerIdentity, staging: Staging) -> None:
-        self.collector, self.me, self.staging = collector, me, staging
+    def __init__(self, receiver: KvReceiver, me: WorkerIdentity, staging: Staging) -> None:
+        self.receiver, self.me, self.staging = receiver, me, staging
 
     async def start(self, transport: str) -> None:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "tests.kv.giver_process", transport),
+            *("-m", "tests.kv.sender_process", transport),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         told = await self.answer()
-        self.giver = WorkerIdentity("prefill", told["incarnation"], told["address"])
+        self.sender = WorkerIdentity("prefill", told["instance_id"], told["address"])
 
     async def answer(self) -> dict[str, Any]:
         assert self.process.stdout
         line = await self.process.stdout.readline()
-        assert line, "the giver ended"
+        assert line, "the sender ended"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -55,16 +55,16 @@ class World:
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         return await self.answer()
 
-    async def offer(self, num_positions: int, finished: int) -> Ticket:
+    async def offer(self, num_positions: int, finished: int) -> TransferRequest:
         handover_id = secrets.token_bytes(16)
         await self.ask(
             offer=handover_id.hex(),
-            collector=self.me.incarnation,
+            receiver=self.me.instance_id,
             num_positions=num_positions,
             finished=finished,
             tokens=finished == num_positions,
         )
-        return Ticket(handover_id, self.giver, num_positions, 60)
+        return TransferRequest(handover_id, self.sender, num_positions, 60)
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
@@ -79,24 +79,24 @@ class World:
 async def world(transport: str) -> AsyncIterator[World]:
     me = identity("decode")
     staging = await Staging.open(
-        me.incarnation, transport=transport, num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES
+        me.instance_id, transport=transport, num_buffers=NUM_BUFFERS, buffer_bytes=BUFFER_BYTES
     )
     channels: list[grpc.aio.Channel] = []
 
-    def connect(peer: WorkerIdentity) -> GrpcGiverConnection:
+    def connect(peer: WorkerIdentity) -> GrpcSenderConnection:
         channels.append(grpc.aio.insecure_channel(peer.address))
-        return GrpcGiverConnection(channels[-1])
+        return GrpcSenderConnection(channels[-1])
 
-    collector = Collector(
+    receiver = KvReceiver(
         me, LAYOUT, staging, connect, liveness=Liveness(heartbeat_s=0.1, missed=10)
     )
-    here = World(collector, me, staging)
+    here = World(receiver, me, staging)
     await here.start(transport)
     try:
         yield here
     finally:
         await here.stop()
-        await collector.close()
+        await receiver.close()
         for channel in channels:
             await channel.close()
         await staging.close()
@@ -108,45 +108,45 @@ async def has(pool: Pool, positions: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
-async def test_a_killed_giver_fails_the_hand_over_and_its_successor_serves(transport: str) -> None:
+async def test_a_killed_sender_fails_the_hand_over_and_its_successor_serves(transport: str) -> None:
     async with world(transport) as here:
         ticket, pool = await here.offer(100, finished=60), Pool()
-        collecting = asyncio.create_task(here.collector.collect(ticket, pool.reserve, pool.unpack))
+        collecting = asyncio.create_task(here.receiver.collect(ticket, pool.reserve, pool.unpack))
         await until(lambda: len(pool.kv) == 60)
         here.signal(signal.SIGKILL)
         with pytest.raises(HandoverFailed):
             await collecting
         assert pool.kv == expected(ticket.handover_id, 60)
-        assert here.staging.ring.num_free == NUM_SLOTS
+        assert here.staging.ring.num_free == NUM_BUFFERS
 
         await here.stop()
         await here.start(transport)
         ticket, pool = await here.offer(100, finished=100), Pool()
-        collected = await here.collector.collect(ticket, pool.reserve, pool.unpack)
+        collected = await here.receiver.collect(ticket, pool.reserve, pool.unpack)
         assert pool.kv == expected(ticket.handover_id, 100)
         assert collected.tokens == TOKENS
 
 
-async def test_a_frozen_giver_fails_the_hand_over_and_both_sides_recover() -> None:
+async def test_a_frozen_sender_fails_the_hand_over_and_both_sides_recover() -> None:
     async with world("loopback") as here:
         ticket, pool = await here.offer(100, finished=60), Pool()
-        collecting = asyncio.create_task(here.collector.collect(ticket, pool.reserve, pool.unpack))
+        collecting = asyncio.create_task(here.receiver.collect(ticket, pool.reserve, pool.unpack))
         await until(lambda: len(pool.kv) == 60)
         here.signal(signal.SIGSTOP)
         with pytest.raises(HandoverFailed, match="silent"):
             await collecting
-        assert here.staging.ring.num_free == NUM_SLOTS
+        assert here.staging.ring.num_free == NUM_BUFFERS
         here.signal(signal.SIGCONT)
         async with asyncio.timeout(20):
-            while await here.ask(state=True) != {"free": NUM_SLOTS, "offers": 0}:  # noqa: ASYNC110
+            while await here.ask(state=True) != {"free": NUM_BUFFERS, "offers": 0}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
         ticket, pool = await here.offer(30, finished=30), Pool()
-        await here.collector.collect(ticket, pool.reserve, pool.unpack)
+        await here.receiver.collect(ticket, pool.reserve, pool.unpack)
         assert pool.kv == expected(ticket.handover_id, 30)
 
 
-async def test_a_giver_that_falls_silent_again_and_again_costs_no_sockets() -> None:
+async def test_a_sender_that_falls_silent_again_and_again_costs_no_sockets() -> None:
     """Its ring stays connected: UCX keeps the sockets of a connection that is made anew."""
 
     def sockets(process: object) -> int:
@@ -156,12 +156,12 @@ async def test_a_giver_that_falls_silent_again_and_again_costs_no_sockets() -> N
         counts = []
         for _ in range(3):
             ticket, pool = await here.offer(30, finished=30), Pool()
-            await here.collector.collect(ticket, pool.reserve, pool.unpack)
+            await here.receiver.collect(ticket, pool.reserve, pool.unpack)
             assert pool.kv == expected(ticket.handover_id, 30)
             counts.append((sockets("self"), sockets(here.process.pid)))
             ticket, pool = await here.offer(100, finished=60), Pool()
             collecting = asyncio.create_task(
-                here.collector.collect(ticket, pool.reserve, pool.unpack)
+                here.receiver.collect(ticket, pool.reserve, pool.unpack)
             )
             await has(pool, 60)
             here.signal(signal.SIGSTOP)
@@ -174,12 +174,12 @@ async def test_a_giver_that_falls_silent_again_and_again_costs_no_sockets() -> N
         assert max(theirs[1:]) <= theirs[0]
 
 
-@pytest.mark.parametrize("fate", ["continues", "dies"])
-async def test_a_read_from_a_frozen_process_waits_in_limbo(fate: str) -> None:
-    """Over TCP, where a frozen process answers no read. Its late bytes hit its own slot only."""
+@pytest.mark.parametrize("filter_reason", ["continues", "dies"])
+async def test_a_read_from_a_frozen_process_waits_orphaned(filter_reason: str) -> None:
+    """Over TCP, where a frozen process answers no read. Its late bytes hit its own buffer only."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.kv.frozen_giver", fate),
+        *("-m", "tests.kv.frozen_sender", filter_reason),
         stdout=subprocess.PIPE,
         env={**os.environ, "UCX_TLS": "tcp,self"},
     )
@@ -191,7 +191,7 @@ async def test_a_read_from_a_frozen_process_waits_in_limbo(fate: str) -> None:
     assert process.returncode == 0
     seen = json.loads(output)
     assert not seen["in_time"] and seen["waited"] < 10
-    assert seen["in_limbo"] == 1
-    assert seen["canaries"], "bytes landed outside the slot"
-    assert seen["free"] == NUM_SLOTS
-    assert seen["peer_alive"] == seen["landed_late"] == (fate == "continues")
+    assert seen["orphaned"] == 1
+    assert seen["canaries"], "bytes landed outside the buffer"
+    assert seen["free"] == NUM_BUFFERS
+    assert seen["peer_alive"] == seen["landed_late"] == (filter_reason == "continues")

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Incompatible
-from baton.kv.probe import probe
-from baton.kv.reader import Reader
-from baton.kv.transport import TransportError
+from baton.transfer.probe import probe
+from baton.transfer.reader import Reader
+from baton.transfer.transport import TransportError
 from tests.kv.rig import Pool, Rig, expected, rig, until
 
 EVERY_S = 0.05
@@ -20,33 +20,33 @@ EVERY_S = 0.05
 def corrupt(
     monkeypatch: pytest.MonkeyPatch, world: Rig, broken: Callable[[str, int], bool]
 ) -> list[str]:
-    """Flips a bit of what the giver's slot holds before each read that `broken` picks, by transport
-    and number of the read. Returns the transports of all reads so far."""
+    """Flips a bit of what the sender's buffer holds before each read that `broken` picks, by
+    transport and number of the read. Returns the transports of all reads so far."""
     read, reads = Reader.read, list[str]()
 
-    async def read_corrupted(self: Reader, peer: str, remote_slot: int, *rest: object) -> None:
+    async def read_corrupted(self: Reader, peer: str, remote_buffer: int, *rest: object) -> None:
         reads.append(self.name)
         if broken(self.name, len(reads)):
-            world.given.ring.view(remote_slot)[200] ^= 1
-        await read(self, peer, remote_slot, *rest)  # type: ignore[arg-type]
+            world.given.ring.view(remote_buffer)[200] ^= 1
+        await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Reader, "read", read_corrupted)
     return reads
 
 
 def probes(world: Rig, outcome: str = "ok") -> int:
-    return world.collector.stats.probes["peer", outcome]
+    return world.receiver.stats.probes["peer", outcome]
 
 
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
 async def test_meeting_collects_a_probe_that_counts_as_nothing_else(transport: str) -> None:
     async with rig(transport) as world:
-        await world.collector.meet(world.giver.identity)
-        await world.collector.meet(world.giver.identity)
-        assert probes(world) == world.collector.stats.peers_met == 1
-        for stats in (world.collector.stats, world.giver.stats):
-            assert not stats.parcels and not stats.outcomes and not stats.stages
-        assert world.giver.num_tombstones == 0
+        await world.receiver.meet(world.sender.identity)
+        await world.receiver.meet(world.sender.identity)
+        assert probes(world) == world.receiver.stats.peers_met == 1
+        for stats in (world.receiver.stats, world.sender.stats):
+            assert not stats.kv_chunks and not stats.outcomes and not stats.stages
+        assert world.sender.num_recent_ids == 0
         offer, pool = world.offer(40), Pool()
         world.compute(offer)
         await world.collect(offer, pool)
@@ -66,43 +66,43 @@ async def test_a_transport_that_brings_other_bytes_is_not_used(
         assert (probes(world), probes(world, "mismatch")) == (1, 1)
 
 
-async def test_a_giver_that_no_transport_reaches_is_refused_by_name(
+async def test_a_sender_that_no_transport_reaches_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with rig() as world:
         corrupt(monkeypatch, world, lambda *_: True)
-        name = f"prefill {world.giver.identity.incarnation[:8]}"
+        name = f"prefill {world.sender.identity.instance_id[:8]}"
         with pytest.raises(Incompatible, match=f"{name} cannot be reached: tried loopback"):
-            await world.collector.meet(world.giver.identity)
-        assert world.collector.stats.peers_met == 0
+            await world.receiver.meet(world.sender.identity)
+        assert world.receiver.stats.peers_met == 0
 
 
-async def test_an_unreadable_giver_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreadable_sender_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(self: Reader, *_: object) -> None:
         raise TransportError("no")
 
     async with rig() as world:
         monkeypatch.setattr(Reader, "read", fail)
         with pytest.raises(Incompatible, match="could not be read"):
-            await world.collector.meet(world.giver.identity)
+            await world.receiver.meet(world.sender.identity)
         assert probes(world, "unreadable") == 1
 
 
 async def test_an_idle_peer_is_probed_again_and_again() -> None:
     async with rig("nixl") as world:
-        await world.collector.meet(world.giver.identity)
-        world.collector.start_probing(EVERY_S)
+        await world.receiver.meet(world.sender.identity)
+        world.receiver.start_probing(EVERY_S)
         await until(lambda: probes(world) > 3)
-        assert world.collector.stats.peers_met == 1
+        assert world.receiver.stats.peers_met == 1
 
 
 async def test_no_probe_disturbs_hand_overs() -> None:
     async with rig() as world:
-        await world.collector.meet(world.giver.identity)
+        await world.receiver.meet(world.sender.identity)
         offer, pool = world.offer(40), Pool()
         collecting = asyncio.create_task(world.collect(offer, pool))
-        await until(lambda: not world.collector.idle)
-        world.collector.start_probing(EVERY_S)
+        await until(lambda: not world.receiver.idle)
+        world.receiver.start_probing(EVERY_S)
         # Nothing tells that no probe was sent, so this gives one the time for it.
         await asyncio.sleep(6 * EVERY_S)
         assert probes(world) == 1
@@ -113,21 +113,21 @@ async def test_no_probe_disturbs_hand_overs() -> None:
 
 async def test_one_failed_probe_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig() as world:
-        await world.collector.meet(world.giver.identity)
+        await world.receiver.meet(world.sender.identity)
         corrupt(monkeypatch, world, lambda _, number: number % 2 == 1)
-        world.collector.start_probing(EVERY_S)
+        world.receiver.start_probing(EVERY_S)
         await until(lambda: probes(world, "mismatch") > 2 and probes(world) > 3)
-        assert world.collector.stats.peers_met == 1
+        assert world.receiver.stats.peers_met == 1
 
 
 async def test_two_failed_probes_in_a_row_make_a_new_meeting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with rig("auto") as world:
-        await world.collector.meet(world.giver.identity)
+        await world.receiver.meet(world.sender.identity)
         reads = corrupt(monkeypatch, world, lambda name, _: name == "nixl")
-        world.collector.start_probing(EVERY_S)
-        await until(lambda: world.collector.stats.peers_met == 2)
+        world.receiver.start_probing(EVERY_S)
+        await until(lambda: world.receiver.stats.peers_met == 2)
         assert reads[:4] == ["nixl", "nixl", "nixl", "loopback"], "two probes, then a meeting"
         offer, pool = world.offer(40), Pool()
         world.compute(offer)
@@ -137,22 +137,22 @@ async def test_two_failed_probes_in_a_row_make_a_new_meeting(
 
 async def test_a_silent_peer_is_forgotten_and_met_when_it_is_wanted() -> None:
     async with rig() as world:
-        await world.collector.meet(world.giver.identity)
+        await world.receiver.meet(world.sender.identity)
         world.silence()
-        world.collector.start_probing(EVERY_S)
-        await until(lambda: probes(world, "lost") == 2 and world.collector.stats.peers_met == 2)
+        world.receiver.start_probing(EVERY_S)
+        await until(lambda: probes(world, "lost") == 2 and world.receiver.stats.peers_met == 2)
         offer, pool = world.offer(40), Pool()
         world.compute(offer)
         await world.collect(offer, pool)
         assert pool.kv == expected(offer.handover_id, 40)
 
 
-async def test_a_probe_larger_than_a_parcel_is_refused() -> None:
+async def test_a_probe_larger_than_a_kv_chunk_is_refused() -> None:
     async with rig() as world:
-        await world.collector.meet(world.giver.identity)
-        (peer,) = world.collector._peers.unused_for(0)
-        around = world.collector._around
+        await world.receiver.meet(world.sender.identity)
+        (peer,) = world.receiver._peers.unused_for(0)
+        around = world.receiver._around
         greedy = replace(around, layout=replace(around.layout, num_layers=1))
         result = await probe(greedy, peer)
-        assert result.error is not None and "one parcel" in result.error.message
-        assert world.giver.num_offers == 0
+        assert result.error is not None and "one KV chunk" in result.error.message
+        assert world.sender.num_offers == 0

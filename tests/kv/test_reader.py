@@ -1,4 +1,4 @@
-"""Reads that end late or never: their slots wait in limbo and nothing else is held up."""
+"""Reads that end late or never: their buffers wait orphaned and nothing else is held up."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.core.errors import InvalidArgument, Unavailable
-from baton.core.handover_messages import RingDescription
-from baton.kv import reader as reader_module
-from baton.kv.reader import Reader
-from baton.kv.slots import Slot, SlotRing
-from baton.kv.staging import Staging
-from baton.kv.transport import ReadState, TransportError
+from baton.core.handover.messages import StagingPoolDescription
+from baton.transfer import reader as reader_module
+from baton.transfer.buffers import StagingBuffer, StagingPool
+from baton.transfer.reader import Reader
+from baton.transfer.staging import Staging
+from baton.transfer.transport import ReadState, TransportError
 from tests.kv.rig import until
 
-RING = RingDescription(0, 4096, 4)
+RING = StagingPoolDescription(0, 4096, 4)
 
 
 class Hesitant:
-    """A transport whose reads end when the test says so. A handle is the remote slot's number."""
+    """A transport whose reads end when the test says so. A handle is the remote buffer's number."""
 
     name = "hesitant"
 
@@ -36,17 +36,17 @@ class Hesitant:
     def metadata(self) -> bytes:
         return b"hesitant"
 
-    def add_peer(self, peer: str, metadata: bytes, ring: RingDescription) -> None:
+    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
         self.peers.add(peer)
 
     def remove_peer(self, peer: str) -> None:
         self.peers.discard(peer)
         self.removed.append(peer)
 
-    def post(self, peer: str, remote_slot: int, local_slot: int, num_bytes: int) -> object:
+    def post(self, peer: str, remote_buffer: int, local_buffer: int, num_bytes: int) -> object:
         if peer not in self.peers:
             raise TransportError("unknown peer")
-        return remote_slot
+        return remote_buffer
 
     def poll(self, handle: object) -> ReadState:
         assert isinstance(handle, int)
@@ -65,9 +65,9 @@ class Hesitant:
 @asynccontextmanager
 async def reading(
     monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[tuple[Hesitant, Reader, SlotRing]]:
-    monkeypatch.setattr(reader_module, "LIMBO_NAP_S", 0.01)
-    transport, ring = Hesitant(), SlotRing(4, 4096)
+) -> AsyncIterator[tuple[Hesitant, Reader, StagingPool]]:
+    monkeypatch.setattr(reader_module, "ORPHANED_NAP_S", 0.01)
+    transport, ring = Hesitant(), StagingPool(4, 4096)
     reader = Reader(lambda: transport)
     await reader.start()
     await reader.add_peer("peer", b"", RING)
@@ -76,91 +76,93 @@ async def reading(
     ring.close()
 
 
-def taken(ring: SlotRing) -> Slot:
-    slot = ring.take("peer")
-    assert slot is not None
-    return slot
+def taken(ring: StagingPool) -> StagingBuffer:
+    buffer = ring.take("peer")
+    assert buffer is not None
+    return buffer
 
 
 async def test_a_read_ends_when_the_transport_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async with reading(monkeypatch) as (transport, reader, ring):
-        slot = taken(ring)
-        read = asyncio.create_task(reader.read("peer", 0, slot, 100, 20))
+        buffer = taken(ring)
+        read = asyncio.create_task(reader.read("peer", 0, buffer, 100, 20))
         await until(lambda: not reader.idle)
         assert not read.done()
         transport.verdicts[0] = ReadState.DONE
         await read
         assert transport.released == [0]
-        slot.release()
-        assert ring.num_free == 4 and ring.num_limbo == 0
+        buffer.release()
+        assert ring.num_free == 4 and ring.num_orphaned == 0
 
 
-async def test_a_failed_read_raises_and_its_slot_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_read_raises_and_its_buffer_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with reading(monkeypatch) as (transport, reader, ring):
         transport.verdicts[0] = ReadState.FAILED
-        slot = taken(ring)
+        buffer = taken(ring)
         with pytest.raises(TransportError, match="failed"):
-            await reader.read("peer", 0, slot, 100, 20)
-        slot.release()
+            await reader.read("peer", 0, buffer, 100, 20)
+        buffer.release()
         assert ring.num_free == 4
 
 
 async def test_what_cannot_be_posted_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     async with reading(monkeypatch) as (_, reader, ring):
-        slot = taken(ring)
+        buffer = taken(ring)
         with pytest.raises(TransportError):
-            await reader.read("stranger", 0, slot, 100, 20)
-        slot.release()
+            await reader.read("stranger", 0, buffer, 100, 20)
+        buffer.release()
         assert ring.num_free == 4
 
 
 @pytest.mark.parametrize("verdict", [ReadState.DONE, ReadState.FAILED])
-async def test_a_late_read_keeps_its_slot_in_limbo(
+async def test_a_late_read_keeps_its_buffer_orphaned(
     monkeypatch: pytest.MonkeyPatch, verdict: ReadState
 ) -> None:
     async with reading(monkeypatch) as (transport, reader, ring):
-        slot = taken(ring)
+        buffer = taken(ring)
         with pytest.raises(TransportError, match="in time"):
-            await reader.read("peer", 0, slot, 100, 0.01)
-        slot.release()
-        assert ring.num_limbo == 1 and ring.num_free == 3
-        assert slot.index not in {taken(ring).index for _ in range(ring.share - 1)}
+            await reader.read("peer", 0, buffer, 100, 0.01)
+        buffer.release()
+        assert ring.num_orphaned == 1 and ring.num_free == 3
+        assert buffer.index not in {taken(ring).index for _ in range(ring.share - 1)}
         transport.verdicts[0] = verdict
-        await until(lambda: ring.num_limbo == 0)
+        await until(lambda: ring.num_orphaned == 0)
         assert transport.released == [0]
         assert ring.num_free == 4 - (ring.share - 1)
 
 
-async def test_a_cancelled_read_keeps_its_slot_in_limbo(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_read_keeps_its_buffer_orphaned(monkeypatch: pytest.MonkeyPatch) -> None:
     async with reading(monkeypatch) as (transport, reader, ring):
-        slot = taken(ring)
-        read = asyncio.create_task(reader.read("peer", 0, slot, 100, 20))
+        buffer = taken(ring)
+        read = asyncio.create_task(reader.read("peer", 0, buffer, 100, 20))
         await until(lambda: not reader.idle)
         read.cancel()
         with pytest.raises(asyncio.CancelledError):
             await read
-        slot.release()
-        assert ring.num_limbo == 1
+        buffer.release()
+        assert ring.num_orphaned == 1
         transport.verdicts[0] = ReadState.DONE
         await until(lambda: ring.num_free == 4)
 
 
-async def test_a_handle_that_cannot_be_released_keeps_its_slot(
+async def test_a_handle_that_cannot_be_released_keeps_its_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with reading(monkeypatch) as (transport, reader, ring):
         transport.held.add(0)
         transport.verdicts[0] = ReadState.FAILED
-        slot = taken(ring)
+        buffer = taken(ring)
         with pytest.raises(TransportError, match="in time"):
-            await reader.read("peer", 0, slot, 100, 0.05)
-        slot.release()
-        assert ring.num_limbo == 1
+            await reader.read("peer", 0, buffer, 100, 0.05)
+        buffer.release()
+        assert ring.num_orphaned == 1
         transport.held.clear()
         await until(lambda: ring.num_free == 4)
 
 
-async def test_reads_in_limbo_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reads_orphaned_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with reading(monkeypatch) as (transport, reader, ring):
         stuck, quick = taken(ring), taken(ring)
         with pytest.raises(TransportError):
@@ -175,8 +177,8 @@ async def test_reads_in_limbo_do_not_hold_up_others(monkeypatch: pytest.MonkeyPa
 
 async def test_a_peer_is_removed_only_after_its_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     async with reading(monkeypatch) as (transport, reader, ring):
-        slot, other = taken(ring), taken(ring)
-        read = asyncio.create_task(reader.read("peer", 0, slot, 100, 20))
+        buffer, other = taken(ring), taken(ring)
+        read = asyncio.create_task(reader.read("peer", 0, buffer, 100, 20))
         await until(lambda: not reader.idle)
         await reader.remove_peer("peer")
         assert transport.removed == []
@@ -185,24 +187,24 @@ async def test_a_peer_is_removed_only_after_its_reads(monkeypatch: pytest.Monkey
         transport.verdicts[0] = ReadState.DONE
         await read
         await until(lambda: transport.removed == ["peer"])
-        slot.release()
+        buffer.release()
         other.release()
 
 
-async def test_closing_with_a_read_in_limbo_leaves_the_transport_alone(
+async def test_closing_with_a_read_orphaned_leaves_the_transport_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transport, ring = Hesitant(), SlotRing(4, 4096)
+    transport, ring = Hesitant(), StagingPool(4, 4096)
     reader = Reader(lambda: transport)
     await reader.start()
     await reader.add_peer("peer", b"", RING)
-    slot = taken(ring)
+    buffer = taken(ring)
     with pytest.raises(TransportError):
-        await reader.read("peer", 0, slot, 100, 0.01)
-    slot.release()
+        await reader.read("peer", 0, buffer, 100, 0.01)
+    buffer.release()
     await reader.close()
     assert not transport.closed and not reader.idle
-    assert ring.num_limbo == 1
+    assert ring.num_orphaned == 1
 
 
 async def test_a_transport_that_cannot_start_is_an_error() -> None:
@@ -220,7 +222,7 @@ async def test_a_transport_that_cannot_start_is_an_error() -> None:
     [("auto", ("nixl", "loopback")), ("nixl", ("nixl",)), ("loopback", ("loopback",))],
 )
 async def test_staging_offers_what_was_asked_for(transport: str, names: tuple[str, ...]) -> None:
-    staging = await Staging.open("ab" * 16, transport=transport, num_slots=2, slot_bytes=4096)
+    staging = await Staging.open("ab" * 16, transport=transport, num_buffers=2, buffer_bytes=4096)
     assert staging.names == names
     await staging.close()
 
@@ -229,11 +231,11 @@ async def test_staging_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise TransportError("NIXL could not be started")
 
-    monkeypatch.setattr("baton.kv.nixl.NixlTransport", broken)
-    staging = await Staging.open("ab" * 16, transport="auto", num_slots=2, slot_bytes=4096)
+    monkeypatch.setattr("baton.transfer.nixl.NixlTransport", broken)
+    staging = await Staging.open("ab" * 16, transport="auto", num_buffers=2, buffer_bytes=4096)
     assert staging.names == ("loopback",)
     await staging.close()
     with pytest.raises(Unavailable, match="nixl"):
-        await Staging.open("ab" * 16, transport="nixl", num_slots=2, slot_bytes=4096)
+        await Staging.open("ab" * 16, transport="nixl", num_buffers=2, buffer_bytes=4096)
     with pytest.raises(InvalidArgument):
-        await Staging.open("ab" * 16, transport="rdma", num_slots=2, slot_bytes=4096)
+        await Staging.open("ab" * 16, transport="rdma", num_buffers=2, buffer_bytes=4096)

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.core.errors import Unavailable
-from baton.kv.reader import Reader
-from baton.kv.self_probe import probe_self
-from baton.kv.staging import Staging
-from baton.kv.transport import TransportError
-from tests.kv.rig import LAYOUT, POSITIONS_PER_SLOT, SLOT_BYTES, identity, kv_of
+from baton.transfer.reader import Reader
+from baton.transfer.self_probe import probe_self
+from baton.transfer.staging import Staging
+from baton.transfer.transport import TransportError
+from tests.kv.rig import BUFFER_BYTES, LAYOUT, POSITIONS_PER_BUFFER, identity, kv_of
 
 ME = identity("decode")
 
@@ -21,7 +21,7 @@ ME = identity("decode")
 async def opened(transport: str) -> AsyncIterator[Staging]:
     """With the smallest ring there may be; checked on leaving: all of it is free."""
     staging = await Staging.open(
-        ME.incarnation, transport=transport, num_slots=2, slot_bytes=SLOT_BYTES
+        ME.instance_id, transport=transport, num_buffers=2, buffer_bytes=BUFFER_BYTES
     )
     try:
         yield staging
@@ -30,7 +30,7 @@ async def opened(transport: str) -> AsyncIterator[Staging]:
         await staging.close()
 
 
-async def probe_over(staging: Staging, name: str, count: int = POSITIONS_PER_SLOT) -> bytes:
+async def probe_over(staging: Staging, name: str, count: int = POSITIONS_PER_BUFFER) -> bytes:
     """What came out of a probe."""
     out: list[bytes] = []
 
@@ -45,9 +45,9 @@ async def probe_over(staging: Staging, name: str, count: int = POSITIONS_PER_SLO
 
 
 @pytest.mark.parametrize("name", ["loopback", "nixl"])
-async def test_a_parcel_comes_back_from_our_own_ring(name: str) -> None:
+async def test_a_kv_chunk_comes_back_from_our_own_ring(name: str) -> None:
     async with opened("auto") as staging:
-        for count in (1, POSITIONS_PER_SLOT, 7):
+        for count in (1, POSITIONS_PER_BUFFER, 7):
             expected = b"".join(kv_of(b"", position) for position in range(count))
             assert await probe_over(staging, name, count) == expected
 
@@ -56,9 +56,9 @@ async def test_a_parcel_comes_back_from_our_own_ring(name: str) -> None:
 async def test_other_bytes_are_told(monkeypatch: pytest.MonkeyPatch, byte: int, told: str) -> None:
     read = Reader.read
 
-    async def read_corrupted(self: Reader, peer: str, remote_slot: int, *rest: object) -> None:
-        staging.ring.view(remote_slot)[byte] ^= 1
-        await read(self, peer, remote_slot, *rest)  # type: ignore[arg-type]
+    async def read_corrupted(self: Reader, peer: str, remote_buffer: int, *rest: object) -> None:
+        staging.ring.view(remote_buffer)[byte] ^= 1
+        await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
     async with opened("loopback") as staging:
         monkeypatch.setattr(Reader, "read", read_corrupted)
@@ -76,14 +76,14 @@ async def test_a_read_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
             await probe_over(staging, "loopback")
 
 
-async def test_a_ring_without_free_slots_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kv.self_probe.READ_S", 0.05)
+async def test_a_ring_without_free_buffers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.transfer.self_probe.READ_S", 0.05)
     async with opened("loopback") as staging:
-        slot = staging.ring.take("peer")
-        assert slot is not None
+        buffer = staging.ring.take("peer")
+        assert buffer is not None
         with pytest.raises(Unavailable, match="too long"):
             await probe_over(staging, "loopback")
-        slot.release()
+        buffer.release()
 
 
 async def test_a_transport_can_be_done_without_unless_it_was_named() -> None:
@@ -102,18 +102,18 @@ async def test_probing_oneself_leaves_peers_readable() -> None:
     other = identity("prefill")
     async with opened("nixl") as staging:
         theirs = await Staging.open(
-            other.incarnation, transport="nixl", num_slots=2, slot_bytes=SLOT_BYTES
+            other.instance_id, transport="nixl", num_buffers=2, buffer_bytes=BUFFER_BYTES
         )
         try:
             await probe_over(staging, "nixl")
             staging.ring.view(1)[:4] = b"here"
-            reader, slot = theirs.readers["nixl"], theirs.ring.take("peer")
-            assert slot is not None
+            reader, buffer = theirs.readers["nixl"], theirs.ring.take("peer")
+            assert buffer is not None
             metadata = staging.readers["nixl"].metadata
-            await reader.add_peer(ME.incarnation, metadata, staging.ring.describe())
-            await reader.read(ME.incarnation, 1, slot, 4, 20)
+            await reader.add_peer(ME.instance_id, metadata, staging.ring.describe())
+            await reader.read(ME.instance_id, 1, buffer, 4, 20)
             await probe_over(staging, "nixl")
-            assert bytes(slot.view[:4]) == b"here"
-            slot.release()
+            assert bytes(buffer.view[:4]) == b"here"
+            buffer.release()
         finally:
             await theirs.close()

@@ -1,4 +1,4 @@
-"""A slot is free only when both its owners let go; shares and order of waiting hold."""
+"""A buffer is free only when both its owners let go; shares and order of waiting hold."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from baton.core.errors import Overloaded
-from baton.kv import slots
-from baton.kv.slots import Slot, SlotRing
+from baton.transfer import buffers
+from baton.transfer.buffers import StagingBuffer, StagingPool
 
 PEERS = ("a", "b", "c")
 
@@ -22,61 +22,61 @@ class RingMachine(RuleBasedStateMachine):
 
     held = Bundle("held")
     lent = Bundle("lent")
-    limbo = Bundle("limbo")
+    orphaned = Bundle("orphaned")
 
     def __init__(self) -> None:
         super().__init__()
-        self.ring = SlotRing(6, 4096)
+        self.ring = StagingPool(6, 4096)
         self.owners: dict[int, str] = {}
-        self.num_limbo = 0
+        self.num_orphaned = 0
         self.was_exhausted = False
 
     @rule(target=held, peer=st.sampled_from(PEERS))
     def take(self, peer: str) -> object:
-        slot = self.ring.take(peer)
+        buffer = self.ring.take(peer)
         mine = sum(owner == peer for owner in self.owners.values())
-        if slot is None:
+        if buffer is None:
             assert mine == 3 or len(self.owners) == 6
             return multiple()
-        assert slot.index not in self.owners and mine < 3
-        self.owners[slot.index] = peer
-        return slot
+        assert buffer.index not in self.owners and mine < 3
+        self.owners[buffer.index] = peer
+        return buffer
 
-    @rule(slot=consumes(held))
-    def release(self, slot: Slot) -> None:
-        slot.release()
-        del self.owners[slot.index]
+    @rule(buffer=consumes(held))
+    def release(self, buffer: StagingBuffer) -> None:
+        buffer.release()
+        del self.owners[buffer.index]
 
-    @rule(target=lent, slot=consumes(held))
-    def lend(self, slot: Slot) -> Slot:
-        slot.lend()
-        return slot
+    @rule(target=lent, buffer=consumes(held))
+    def lend(self, buffer: StagingBuffer) -> StagingBuffer:
+        buffer.lend()
+        return buffer
 
-    @rule(target=held, slot=consumes(lent))
-    def settle(self, slot: Slot) -> Slot:
-        slot.settle()
-        return slot
+    @rule(target=held, buffer=consumes(lent))
+    def settle(self, buffer: StagingBuffer) -> StagingBuffer:
+        buffer.settle()
+        return buffer
 
-    @rule(target=limbo, slot=consumes(lent))
-    def release_while_lent(self, slot: Slot) -> Slot:
-        slot.release()
-        self.num_limbo += 1
-        return slot
+    @rule(target=orphaned, buffer=consumes(lent))
+    def release_while_lent(self, buffer: StagingBuffer) -> StagingBuffer:
+        buffer.release()
+        self.num_orphaned += 1
+        return buffer
 
-    @rule(slot=consumes(limbo))
-    def settle_in_limbo(self, slot: Slot) -> None:
-        slot.settle()
-        self.num_limbo -= 1
-        del self.owners[slot.index]
+    @rule(buffer=consumes(orphaned))
+    def settle_orphaned(self, buffer: StagingBuffer) -> None:
+        buffer.settle()
+        self.num_orphaned -= 1
+        del self.owners[buffer.index]
 
     @invariant()
     def counts_agree(self) -> None:
         assert self.ring.num_free == 6 - len(self.owners)
-        assert self.ring.num_limbo == self.num_limbo
-        assert self.ring.exhausted == (self.num_limbo >= 2)
+        assert self.ring.num_orphaned == self.num_orphaned
+        assert self.ring.exhausted == (self.num_orphaned >= 2)
         self.was_exhausted |= self.ring.exhausted
-        assert self.ring.no_limbo.is_set() == (self.num_limbo == 0)
-        assert self.ring.worn_out.is_set() == self.was_exhausted, "it is final"
+        assert self.ring.no_orphaned.is_set() == (self.num_orphaned == 0)
+        assert self.ring.exhausted_event.is_set() == self.was_exhausted, "it is final"
 
     def teardown(self) -> None:
         self.ring.close()
@@ -87,13 +87,13 @@ TestRing = RingMachine.TestCase
 
 
 def test_views_are_disjoint_aligned_and_shared_with_the_file() -> None:
-    ring = SlotRing(3, 8192)
-    slot = ring.take("a")
-    assert slot is not None
+    ring = StagingPool(3, 8192)
+    buffer = ring.take("a")
+    assert buffer is not None
     assert ring.base_address % 4096 == 0
-    slot.view[:] = bytes([7]) * 8192
+    buffer.view[:] = bytes([7]) * 8192
     whole = os.pread(ring.fd, 3 * 8192, 0)
-    start = slot.index * 8192
+    start = buffer.index * 8192
     assert whole[start : start + 8192] == bytes([7]) * 8192
     assert whole.count(7) == 8192
     ring.close()
@@ -101,40 +101,40 @@ def test_views_are_disjoint_aligned_and_shared_with_the_file() -> None:
 
 
 def test_releasing_twice_is_a_bug_that_shows() -> None:
-    ring = SlotRing(2, 4096)
-    slot = ring.take("a")
-    assert slot is not None
-    slot.release()
+    ring = StagingPool(2, 4096)
+    buffer = ring.take("a")
+    assert buffer is not None
+    buffer.release()
     with pytest.raises(RuntimeError, match="free cannot be released"):
-        slot.release()
+        buffer.release()
     with pytest.raises(RuntimeError, match="free cannot be lent"):
-        slot.lend()
+        buffer.lend()
 
 
-@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(1, 4096), (2, 100), (2, 0), (2, 5000)])
-def test_impossible_rings_are_refused(num_slots: int, slot_bytes: int) -> None:
+@pytest.mark.parametrize(("num_buffers", "buffer_bytes"), [(1, 4096), (2, 100), (2, 0), (2, 5000)])
+def test_impossible_rings_are_refused(num_buffers: int, buffer_bytes: int) -> None:
     with pytest.raises(ValueError, match="must be"):
-        SlotRing(num_slots, slot_bytes)
+        StagingPool(num_buffers, buffer_bytes)
 
 
 async def test_waiting_is_in_order_among_those_below_their_share() -> None:
-    ring = SlotRing(4, 4096)
+    ring = StagingPool(4, 4096)
     first = [ring.take("a"), ring.take("a")]
     others = [ring.take("b"), ring.take("b")]
     order: list[str] = []
 
-    async def waits(name: str, peer: str) -> Slot:
-        slot = await ring.wait(peer)
+    async def waits(name: str, peer: str) -> StagingBuffer:
+        buffer = await ring.wait(peer)
         order.append(name)
-        return slot
+        return buffer
 
     tasks = []
     for name, peer in (("a1", "a"), ("c1", "c"), ("c2", "c")):
         tasks.append(asyncio.create_task(waits(name, peer)))
         await asyncio.sleep(0)
-    for slot in others:
-        assert slot is not None
-        slot.release()
+    for buffer in others:
+        assert buffer is not None
+        buffer.release()
     await asyncio.gather(*tasks[1:])
     assert order == ["c1", "c2"]
     assert first[0] is not None
@@ -144,13 +144,13 @@ async def test_waiting_is_in_order_among_those_below_their_share() -> None:
 
 
 async def test_a_cancelled_wait_takes_nothing() -> None:
-    ring = SlotRing(2, 4096)
+    ring = StagingPool(2, 4096)
     taken = [ring.take("a"), ring.take("a")]
     waiting = asyncio.create_task(ring.wait("b"))
     await asyncio.sleep(0)
     assert taken[0] is not None
     taken[0].release()
-    # The slot is promised already, and the one who waits is cancelled before it could run.
+    # The buffer is promised already, and the one who waits is cancelled before it could run.
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -158,8 +158,8 @@ async def test_a_cancelled_wait_takes_nothing() -> None:
 
 
 async def test_the_number_of_waiters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "MAX_WAITING", 1)
-    ring = SlotRing(2, 4096)
+    monkeypatch.setattr(buffers, "MAX_WAITING", 1)
+    ring = StagingPool(2, 4096)
     assert ring.take("a") and ring.take("a")
     waiting = asyncio.create_task(ring.wait("b"))
     await asyncio.sleep(0)

@@ -10,33 +10,33 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.handover_messages import RingDescription
-from baton.kv.slots import SlotRing
-from baton.kv.transport import KvTransport, ReadState, TransportError
+from baton.core.handover.messages import StagingPoolDescription
+from baton.transfer.buffers import StagingPool
+from baton.transfer.transport import KvTransport, ReadState, TransportError
 from tests.kv.neighbours import Neighbour, neighbour
 from tests.kv.ring_process import fill, make
 from tests.shared_memory import abandoned
 
-NUM_SLOTS, SLOT_BYTES = 4, 65536
+NUM_BUFFERS, BUFFER_BYTES = 4, 65536
 
 
 class Pair:
-    """Our transport, and a peer that it has met. The peer's slot i is full of the byte i + 1."""
+    """Our transport, and a peer that it has met. The peer's buffer i is full of the byte i + 1."""
 
     def __init__(
         self,
-        ring: SlotRing,
+        ring: StagingPool,
         transport: KvTransport,
         peer: str,
         metadata: bytes,
-        description: RingDescription,
+        description: StagingPoolDescription,
     ) -> None:
         self.ring, self.transport = ring, transport
         self.peer, self.metadata, self.description = peer, metadata, description
         transport.add_peer(peer, metadata, description)
 
-    def read(self, remote_slot: int, local_slot: int, size: int) -> ReadState:
-        handle = self.transport.post(self.peer, remote_slot, local_slot, size)
+    def read(self, remote_buffer: int, local_buffer: int, size: int) -> ReadState:
+        handle = self.transport.post(self.peer, remote_buffer, local_buffer, size)
         deadline = time.monotonic() + 20
         while (state := self.transport.poll(handle)) is ReadState.RUNNING:
             assert time.monotonic() < deadline
@@ -52,23 +52,23 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def other(name: str) -> Iterator[Neighbour]:
-    with neighbour(name, NUM_SLOTS, SLOT_BYTES) as process:
+    with neighbour(name, NUM_BUFFERS, BUFFER_BYTES) as process:
         yield process
 
 
 @pytest.fixture(params=["same process", "other process"])
 def pair(name: str, other: Neighbour, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    ring = SlotRing(NUM_SLOTS, SLOT_BYTES)
+    ring = StagingPool(NUM_BUFFERS, BUFFER_BYTES)
     transport = make(name, ring, secrets.token_hex(16))
     try:
         if request.param == "other process":
-            yield Pair(ring, transport, other.incarnation, other.metadata, other.ring)
+            yield Pair(ring, transport, other.instance_id, other.metadata, other.ring)
         else:
-            theirs = SlotRing(NUM_SLOTS, SLOT_BYTES)
+            theirs = StagingPool(NUM_BUFFERS, BUFFER_BYTES)
             fill(theirs)
-            incarnation = secrets.token_hex(16)
-            peer = make(name, theirs, incarnation)
-            yield Pair(ring, transport, incarnation, peer.metadata(), theirs.describe())
+            instance_id = secrets.token_hex(16)
+            peer = make(name, theirs, instance_id)
+            yield Pair(ring, transport, instance_id, peer.metadata(), theirs.describe())
             transport.close()
             peer.close()
             theirs.close()
@@ -78,38 +78,38 @@ def pair(name: str, other: Neighbour, request: pytest.FixtureRequest) -> Iterato
 
 
 def test_a_read_brings_exactly_the_bytes_asked_for(pair: Pair) -> None:
-    assert pair.read(2, 1, SLOT_BYTES - 100) is ReadState.DONE
-    assert bytes(pair.ring.view(1)) == bytes([3]) * (SLOT_BYTES - 100) + bytes(100)
+    assert pair.read(2, 1, BUFFER_BYTES - 100) is ReadState.DONE
+    assert bytes(pair.ring.view(1)) == bytes([3]) * (BUFFER_BYTES - 100) + bytes(100)
     for index in (0, 2, 3):
-        assert bytes(pair.ring.view(index)) == bytes(SLOT_BYTES)
+        assert bytes(pair.ring.view(index)) == bytes(BUFFER_BYTES)
 
 
 def test_many_reads_at_once(pair: Pair) -> None:
-    handles = [pair.transport.post(pair.peer, i, i, SLOT_BYTES) for i in range(NUM_SLOTS)]
+    handles = [pair.transport.post(pair.peer, i, i, BUFFER_BYTES) for i in range(NUM_BUFFERS)]
     deadline = time.monotonic() + 20
     while any(pair.transport.poll(handle) is not ReadState.DONE for handle in handles):
         assert time.monotonic() < deadline
     for index, handle in enumerate(handles):
         pair.transport.release(handle)
-        assert bytes(pair.ring.view(index)) == bytes([index + 1]) * SLOT_BYTES
+        assert bytes(pair.ring.view(index)) == bytes([index + 1]) * BUFFER_BYTES
 
 
 @pytest.mark.parametrize(
-    ("remote_slot", "local_slot", "size"),
+    ("remote_buffer", "local_buffer", "size"),
     [
-        (NUM_SLOTS, 0, 10),
+        (NUM_BUFFERS, 0, 10),
         (-1, 0, 10),
-        (0, NUM_SLOTS, 10),
+        (0, NUM_BUFFERS, 10),
         (0, -1, 10),
         (0, 0, 0),
-        (0, 0, SLOT_BYTES + 1),
+        (0, 0, BUFFER_BYTES + 1),
     ],
 )
-def test_nothing_outside_a_slot_is_touched(
-    pair: Pair, remote_slot: int, local_slot: int, size: int
+def test_nothing_outside_a_buffer_is_touched(
+    pair: Pair, remote_buffer: int, local_buffer: int, size: int
 ) -> None:
     with pytest.raises(TransportError):
-        pair.transport.post(pair.peer, remote_slot, local_slot, size)
+        pair.transport.post(pair.peer, remote_buffer, local_buffer, size)
 
 
 def test_unknown_and_removed_peers_cannot_be_read(pair: Pair) -> None:
@@ -144,34 +144,34 @@ def test_closing_twice_is_no_error(pair: Pair) -> None:
 
 
 def test_a_killed_peer_never_makes_a_read_hang(name: str, other: Neighbour) -> None:
-    ring = SlotRing(NUM_SLOTS, SLOT_BYTES)
+    ring = StagingPool(NUM_BUFFERS, BUFFER_BYTES)
     transport = make(name, ring, secrets.token_hex(16))
-    with neighbour(name, NUM_SLOTS, SLOT_BYTES) as victim:
-        pair = Pair(ring, transport, victim.incarnation, victim.metadata, victim.ring)
-        assert pair.read(0, 0, SLOT_BYTES) is ReadState.DONE
+    with neighbour(name, NUM_BUFFERS, BUFFER_BYTES) as victim:
+        pair = Pair(ring, transport, victim.instance_id, victim.metadata, victim.ring)
+        assert pair.read(0, 0, BUFFER_BYTES) is ReadState.DONE
         victim.process.kill()
         victim.process.wait()
         for _ in range(3):
             try:
-                state = pair.read(1, 1, SLOT_BYTES)
+                state = pair.read(1, 1, BUFFER_BYTES)
             except TransportError:
                 continue
             if state is ReadState.DONE:
-                assert bytes(ring.view(1)) == bytes([2]) * SLOT_BYTES
-        transport.remove_peer(victim.incarnation)
-    pair = Pair(ring, transport, other.incarnation, other.metadata, other.ring)
-    assert pair.read(3, 3, SLOT_BYTES) is ReadState.DONE
+                assert bytes(ring.view(1)) == bytes([2]) * BUFFER_BYTES
+        transport.remove_peer(victim.instance_id)
+    pair = Pair(ring, transport, other.instance_id, other.metadata, other.ring)
+    assert pair.read(3, 3, BUFFER_BYTES) is ReadState.DONE
     transport.close()
     ring.close()
 
 
 def test_loopback_refuses_memory_that_is_not_the_rings() -> None:
     """A ring that could shrink under its reader would turn a read into a crash."""
-    ring, theirs = SlotRing(2, 4096), SlotRing(2, 4096)
+    ring, theirs = StagingPool(2, 4096), StagingPool(2, 4096)
     transport = make("loopback", ring, "")
     metadata = make("loopback", theirs, "").metadata()
     with pytest.raises(TransportError, match="not what it described"):
-        transport.add_peer("peer", metadata, replace(theirs.describe(), num_slots=3))
+        transport.add_peer("peer", metadata, replace(theirs.describe(), num_buffers=3))
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 8192)
     original, theirs.fd = theirs.fd, unsealed
@@ -181,13 +181,13 @@ def test_loopback_refuses_memory_that_is_not_the_rings() -> None:
     theirs.fd = original
     theirs.close()
     with pytest.raises(TransportError):
-        transport.add_peer("peer", metadata, RingDescription(0, 4096, 2))
+        transport.add_peer("peer", metadata, StagingPoolDescription(0, 4096, 2))
     ring.close()
 
 
 def test_killed_processes_leave_no_shared_memory_behind() -> None:
     before = abandoned()
-    with neighbour("loopback", NUM_SLOTS, SLOT_BYTES) as other:
+    with neighbour("loopback", NUM_BUFFERS, BUFFER_BYTES) as other:
         other.process.kill()
         other.process.wait()
     deadline = time.monotonic() + 20

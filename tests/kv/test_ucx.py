@@ -7,8 +7,8 @@ import os
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.kv.parcel import BLAKE2B, XXH3
-from baton.kv.ucx import KvNetwork, Ucx, choose, disjoint, expand
+from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton.transfer.ucx import KvNetwork, Ucx, choose, disjoint, expand
 
 LOCAL, ISOLATED, TRUSTED = KvNetwork
 SHARED = {"posix", "sysv", "xpmem", "knem", "cma"}

@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from baton.core.errors import Incompatible
-from baton.core.model import KvLayout, WorkerIdentity
+from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.engine.kv_cache import KvCache
-from baton.kv.collector import Collector, Ticket
-from baton.kv.staging import Staging
-from baton.rpc.handover import GrpcGiverConnection
-from tests.kv.rig import SLOT_BYTES, identity
+from baton.rpc.handover import GrpcSenderConnection
+from baton.transfer.receiver import KvReceiver, TransferRequest
+from baton.transfer.staging import Staging
+from tests.kv.rig import BUFFER_BYTES, identity
 from tests.kv.wire_process import (
     BLOCK_SIZE,
     CPU,
     EXTENTS,
     NUM_BLOCKS,
+    NUM_BUFFERS,
     NUM_POSITIONS,
-    NUM_SLOTS,
     filled,
     layout,
 )
@@ -41,7 +41,7 @@ async def test_types_may_differ_where_the_wires_are_the_same() -> None:
     me = identity("decode")
     ids = {dtype: secrets.token_bytes(16) for dtype in ON_THE_WIRE}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.kv.wire_process", me.incarnation),
+        *(sys.executable, "-m", "tests.kv.wire_process", me.instance_id),
         *(f"{dtype}:{ids[dtype].hex()}" for dtype in ON_THE_WIRE),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -52,11 +52,11 @@ async def test_types_may_differ_where_the_wires_are_the_same() -> None:
             for dtype, told in zip(
                 ON_THE_WIRE, json.loads(await process.stdout.readline()), strict=True
             ):
-                giver = WorkerIdentity("prefill", *told)
+                sender = WorkerIdentity("prefill", *told)
                 refused = f"dtype: {dtype} against float32"
                 with pytest.raises(Incompatible, match=refused):
-                    await collect(me, staging, layout("float32"), giver, bytes(16))
-                cache = await collect(me, staging, layout(dtype), giver, ids[dtype])
+                    await collect(me, staging, layout("float32"), sender, bytes(16))
+                cache = await collect(me, staging, layout(dtype), sender, ids[dtype])
                 check(cache, filled(dtype), ON_THE_WIRE[dtype])
     finally:
         process.kill()
@@ -66,7 +66,7 @@ async def test_types_may_differ_where_the_wires_are_the_same() -> None:
 @asynccontextmanager
 async def here(me: WorkerIdentity) -> AsyncIterator[Staging]:
     staging = await Staging.open(
-        me.incarnation, transport="nixl", num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES
+        me.instance_id, transport="nixl", num_buffers=NUM_BUFFERS, buffer_bytes=BUFFER_BYTES
     )
     try:
         yield staging
@@ -75,7 +75,11 @@ async def here(me: WorkerIdentity) -> AsyncIterator[Staging]:
 
 
 async def collect(
-    me: WorkerIdentity, staging: Staging, shape: KvLayout, giver: WorkerIdentity, handover_id: bytes
+    me: WorkerIdentity,
+    staging: Staging,
+    shape: KvLayout,
+    sender: WorkerIdentity,
+    handover_id: bytes,
 ) -> KvCache:
     """The memory of a worker that keeps float32, after the hand-over."""
     cache = KvCache(shape, NUM_BLOCKS, BLOCK_SIZE, CPU, dtype=torch.float32)
@@ -86,13 +90,13 @@ async def collect(
     async def unpack(first_position: int, count: int, payload: memoryview) -> None:
         cache.unpack(EXTENTS, first_position, count, payload)
 
-    ticket = Ticket(handover_id, giver, NUM_POSITIONS, PATIENCE_S)
-    async with grpc.aio.insecure_channel(giver.address) as channel:
-        collector = Collector(me, shape, staging, lambda _: GrpcGiverConnection(channel))
+    ticket = TransferRequest(handover_id, sender, NUM_POSITIONS, PATIENCE_S)
+    async with grpc.aio.insecure_channel(sender.address) as channel:
+        receiver = KvReceiver(me, shape, staging, lambda _: GrpcSenderConnection(channel))
         try:
-            await collector.collect(ticket, reserve, unpack)
+            await receiver.collect(ticket, reserve, unpack)
         finally:
-            await collector.close()
+            await receiver.close()
     return cache
 
 

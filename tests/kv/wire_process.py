@@ -1,7 +1,7 @@
 """A giving worker as a process of its own, whose KV is kept as bfloat16 and sent as what its
-arguments say, COLLECTOR and one offer for each WIRE_DTYPE:HANDOVER_ID.
+arguments say, RECEIVER and one offer for each WIRE_DTYPE:HANDOVER_ID.
 
-Prints one line of JSON, the address and incarnation of each giver, and lives until its standard
+Prints one line of JSON, the address and instance id of each sender, and lives until its standard
 input ends.
 """
 
@@ -15,19 +15,19 @@ from contextlib import AsyncExitStack
 import grpc
 import torch
 
-from baton.core.model import KvLayout
+from baton.core.request.model import KvLayout
 from baton.engine.kv_cache import KvCache
-from baton.kv.giver import Giver
-from baton.kv.staging import Staging
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
+from baton.transfer.sender import KvSender
+from baton.transfer.staging import Staging
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
-from tests.kv.rig import SLOT_BYTES, TOKENS, identity
+from tests.kv.rig import BUFFER_BYTES, TOKENS, identity
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 4, 16
 NUM_POSITIONS = 50
-NUM_SLOTS = 4
+NUM_BUFFERS = 4
 EXTENTS = ((1, 2), (0, 1), (3, 1))
 """Where the positions lie."""
 
@@ -53,27 +53,27 @@ async def main() -> None:
             server = grpc.aio.server(interceptors=[ErrorInterceptor()])
             me = identity("prefill", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
             staging = await Staging.open(
-                me.incarnation, transport="nixl", num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES
+                me.instance_id, transport="nixl", num_buffers=NUM_BUFFERS, buffer_bytes=BUFFER_BYTES
             )
             ends.push_async_callback(staging.close)
-            giver = Giver(me, layout(wire_dtype), staging)
-            add_HandoverServicer_to_server(HandoverServicer(giver), server)
+            sender = KvSender(me, layout(wire_dtype), staging)
+            add_HandoverServicer_to_server(HandoverServicer(sender), server)
             await server.start()
             ends.push_async_callback(server.stop, None)
-            ends.push_async_callback(giver.close)
-            offer(giver, wire_dtype, bytes.fromhex(handover_id), sys.argv[1])
-            told.append((me.incarnation, me.address))
+            ends.push_async_callback(sender.close)
+            offer(sender, wire_dtype, bytes.fromhex(handover_id), sys.argv[1])
+            told.append((me.instance_id, me.address))
         print(json.dumps(told), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
-def offer(giver: Giver, wire_dtype: str, handover_id: bytes, collector: str) -> None:
+def offer(sender: KvSender, wire_dtype: str, handover_id: bytes, receiver: str) -> None:
     cache = filled(wire_dtype)
 
     async def pack(first_position: int, count: int, out: memoryview) -> None:
         cache.pack(EXTENTS, first_position, count, out)
 
-    made = giver.offer(handover_id, collector, NUM_POSITIONS, pack, deadline_s=60)
+    made = sender.offer(handover_id, receiver, NUM_POSITIONS, pack, deadline_s=60)
     made.announce()
     made.advance(NUM_POSITIONS)
     made.tokens(TOKENS)

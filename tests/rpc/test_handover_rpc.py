@@ -9,91 +9,91 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
-from baton.core.attempt import ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import Cancelled, HandoverFailed, Incompatible, Unavailable
-from baton.core.handover_messages import (
+from baton.core.handover.messages import (
     Announced,
-    CollectorMessage,
     Completed,
     Credit,
     Failed,
     Finished,
     Full,
-    GiverMessage,
     Granted,
+    Handshake,
+    HandshakeRequest,
     Heartbeat,
-    Introduction,
-    Meeting,
+    KvChunkCollected,
+    KvChunkHeader,
+    KvChunkReady,
     OpenHandover,
-    ParcelCollected,
-    ParcelHeader,
-    ParcelReady,
-    RingDescription,
+    ReceiverMessage,
+    SenderMessage,
+    StagingPoolDescription,
     Tokens,
 )
-from baton.core.model import KvLayout, WorkerIdentity
-from baton.core.request import FinishReason
-from baton.rpc.handover import GrpcCollectStream, GrpcGiverConnection, HandoverServicer
+from baton.core.request.attempt import ChoiceTokens, Logprobs, SequenceKey
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.request.request import FinishReason
+from baton.rpc.handover import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.v1 import handover_pb2 as pb
 from baton.v1.handover_pb2_grpc import HandoverStub, add_HandoverServicer_to_server
 
 LAYOUT = KvLayout("ab" * 32, "bfloat16", 4, 2, 64, 32, 1, 3)
-COLLECTOR = WorkerIdentity("decode", "c" * 32, "10.0.0.1:9000")
-GIVER = WorkerIdentity("prefill", "a" * 32, "10.0.0.2:9000")
-MEETING = Meeting(
-    GIVER,
+RECEIVER = WorkerIdentity("decode", "c" * 32, "10.0.0.1:9000")
+SENDER = WorkerIdentity("prefill", "a" * 32, "10.0.0.2:9000")
+MEETING = Handshake(
+    SENDER,
     LAYOUT,
     "nixl",
     b"\x00\xff",
-    RingDescription(2**47 + 4096, 1 << 20, 16, 3, "VRAM"),
+    StagingPoolDescription(2**47 + 4096, 1 << 20, 16, 3, "VRAM"),
     "blake2b",
     "isolated",
     ("self", "rc"),
 )
-HEADER = ParcelHeader("a" * 32, bytes(range(16)), 7, 100, 20, 0, 4, 0, 2, 2**33, b"d" * 16)
+HEADER = KvChunkHeader("a" * 32, bytes(range(16)), 7, 100, 20, 0, 4, 0, 2, 2**33, b"d" * 16)
 KEY = SequenceKey("request", 2, 5)
-COLLECTOR_MESSAGES: list[CollectorMessage] = [
-    OpenHandover(bytes(range(16)), COLLECTOR, "a" * 32, 2**33),
-    OpenHandover(bytes(range(16)), COLLECTOR, "a" * 32, 2**33, 3, 2),
+RECEIVER_MESSAGES: list[ReceiverMessage] = [
+    OpenHandover(bytes(range(16)), RECEIVER, "a" * 32, 2**33),
+    OpenHandover(bytes(range(16)), RECEIVER, "a" * 32, 2**33, 3, 2),
     Granted(0),
     Granted(4096),
     Full(),
     Credit(3),
-    ParcelCollected(0),
-    ParcelCollected(9),
+    KvChunkCollected(0),
+    KvChunkCollected(9),
     Completed(),
     Heartbeat(),
 ]
-GIVER_MESSAGES: list[GiverMessage] = [
+SENDER_MESSAGES: list[SenderMessage] = [
     Announced(1),
     Finished(2**31),
-    ParcelReady(HEADER, 11),
+    KvChunkReady(HEADER, 11),
     Tokens((ChoiceTokens(KEY, 3, (9,), (Logprobs(-0.5, ((9, -0.5),)),), FinishReason.STOP, 9),)),
     Heartbeat(),
 ]
 
 
 class Scripted:
-    """A giver that hears everything, says its lines, and then does as its last one tells it."""
+    """A sender that hears everything, says its lines, and then does as its last one tells it."""
 
-    def __init__(self, lines: list[GiverMessage], ending: str = "ends") -> None:
+    def __init__(self, lines: list[SenderMessage], ending: str = "ends") -> None:
         self.lines, self.ending = lines, ending
-        self.heard: list[CollectorMessage] = []
+        self.heard: list[ReceiverMessage] = []
         self.broken: Exception | None = None
-        self.introduction: Introduction | None = None
+        self.introduction: HandshakeRequest | None = None
         self.over = asyncio.Event()
 
-    def meet(self, introduction: Introduction) -> Meeting:
+    def meet(self, introduction: HandshakeRequest) -> Handshake:
         self.introduction = introduction
-        if introduction.collector.role == "router":
+        if introduction.receiver.role == "router":
             raise Incompatible("routers hold no KV")
         return MEETING
 
     async def serve(
         self,
-        incoming: AsyncIterator[CollectorMessage],
-        send: Callable[[GiverMessage], Awaitable[None]],
+        incoming: AsyncIterator[ReceiverMessage],
+        send: Callable[[SenderMessage], Awaitable[None]],
     ) -> None:
         try:
             for line in self.lines:
@@ -112,9 +112,9 @@ class Scripted:
 
 
 @asynccontextmanager
-async def connected(giver: Scripted) -> AsyncIterator[tuple[grpc.aio.Channel, grpc.aio.Server]]:
+async def connected(sender: Scripted) -> AsyncIterator[tuple[grpc.aio.Channel, grpc.aio.Server]]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    add_HandoverServicer_to_server(HandoverServicer(giver), server)
+    add_HandoverServicer_to_server(HandoverServicer(sender), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -125,45 +125,45 @@ async def connected(giver: Scripted) -> AsyncIterator[tuple[grpc.aio.Channel, gr
 
 
 async def test_a_meeting_crosses_unchanged() -> None:
-    giver = Scripted([])
-    introduction = Introduction(
-        COLLECTOR, LAYOUT, ("nixl", "loopback"), "a" * 32, "isolated", ("tcp", "self")
+    sender = Scripted([])
+    introduction = HandshakeRequest(
+        RECEIVER, LAYOUT, ("nixl", "loopback"), "a" * 32, "isolated", ("tcp", "self")
     )
-    async with connected(giver) as (channel, _):
-        assert await GrpcGiverConnection(channel).meet(introduction) == MEETING
-    assert giver.introduction == introduction
+    async with connected(sender) as (channel, _):
+        assert await GrpcSenderConnection(channel).meet(introduction) == MEETING
+    assert sender.introduction == introduction
 
 
-async def test_a_refused_meeting_raises_what_the_giver_raised() -> None:
+async def test_a_refused_meeting_raises_what_the_sender_raised() -> None:
     router = WorkerIdentity("router", "c" * 32, "")
     async with connected(Scripted([])) as (channel, _):
         with pytest.raises(Incompatible, match="routers hold no KV"):
-            await GrpcGiverConnection(channel).meet(Introduction(router, LAYOUT, (), ""))
+            await GrpcSenderConnection(channel).meet(HandshakeRequest(router, LAYOUT, (), ""))
 
 
 async def test_every_message_crosses_unchanged() -> None:
-    giver = Scripted(GIVER_MESSAGES, "listens")
-    async with connected(giver) as (channel, _):
-        stream = GrpcGiverConnection(channel).collect()
-        for message in COLLECTOR_MESSAGES:
+    sender = Scripted(SENDER_MESSAGES, "listens")
+    async with connected(sender) as (channel, _):
+        stream = GrpcSenderConnection(channel).collect()
+        for message in RECEIVER_MESSAGES:
             await stream.send(message)
         told = aiter(stream)
-        assert [await anext(told) for _ in GIVER_MESSAGES] == GIVER_MESSAGES
+        assert [await anext(told) for _ in SENDER_MESSAGES] == SENDER_MESSAGES
         await stream.close()
-        await giver.over.wait()
-    assert giver.heard == COLLECTOR_MESSAGES and giver.broken is None
+        await sender.over.wait()
+    assert sender.heard == RECEIVER_MESSAGES and sender.broken is None
 
 
 async def test_failures_cross_with_their_kind_and_text() -> None:
     error = Cancelled("the client left", retry_after_s=2.0)
-    giver = Scripted([Failed(error)], "listens")
-    async with connected(giver) as (channel, _):
-        stream = GrpcGiverConnection(channel).collect()
+    sender = Scripted([Failed(error)], "listens")
+    async with connected(sender) as (channel, _):
+        stream = GrpcSenderConnection(channel).collect()
         await stream.send(Failed(error))
         told = await anext(aiter(stream))
         await stream.close()
-        await giver.over.wait()
-    for message in (told, giver.heard[0]):
+        await sender.over.wait()
+    for message in (told, sender.heard[0]):
         assert isinstance(message, Failed) and isinstance(message.error, Cancelled)
         assert message.error.message == "the client left"
         assert message.error.retry_after_s == 2.0
@@ -171,7 +171,7 @@ async def test_failures_cross_with_their_kind_and_text() -> None:
 
 async def test_the_streams_end_ends_the_iteration() -> None:
     async with connected(Scripted([Announced(3)])) as (channel, _):
-        stream = GrpcGiverConnection(channel).collect()
+        stream = GrpcSenderConnection(channel).collect()
         assert [message async for message in stream] == [Announced(3)]
         await stream.close()
         with pytest.raises(Unavailable):
@@ -179,22 +179,22 @@ async def test_the_streams_end_ends_the_iteration() -> None:
 
 
 async def test_the_reader_may_be_cancelled_without_ending_the_stream() -> None:
-    giver = Scripted([], "listens")
-    async with connected(giver) as (channel, _):
-        stream = GrpcGiverConnection(channel).collect()
+    sender = Scripted([], "listens")
+    async with connected(sender) as (channel, _):
+        stream = GrpcSenderConnection(channel).collect()
         reading = asyncio.ensure_future(anext(aiter(stream)))
         await asyncio.sleep(0.1)
         reading.cancel()
         await asyncio.wait([reading])
         await stream.send(Completed())
         await stream.close()
-        await giver.over.wait()
-    assert giver.heard == [Completed()] and giver.broken is None
+        await sender.over.wait()
+    assert sender.heard == [Completed()] and sender.broken is None
 
 
 async def test_a_dead_server_is_unavailable() -> None:
     async with connected(Scripted([Announced(3)], "listens")) as (channel, server):
-        stream = GrpcGiverConnection(channel).collect()
+        stream = GrpcSenderConnection(channel).collect()
         told = aiter(stream)
         assert await anext(told) == Announced(3)
         await server.stop(None)
@@ -206,37 +206,37 @@ async def test_a_dead_server_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize("ending", ["listens", "talks"])
-async def test_a_collector_that_vanishes_ends_the_givers_work(ending: str) -> None:
-    giver = Scripted([Announced(3)], ending)
-    async with connected(giver) as (channel, _):
-        stream = GrpcGiverConnection(channel).collect()
+async def test_a_receiver_that_vanishes_ends_the_senders_work(ending: str) -> None:
+    sender = Scripted([Announced(3)], ending)
+    async with connected(sender) as (channel, _):
+        stream = GrpcSenderConnection(channel).collect()
         assert await anext(aiter(stream)) == Announced(3)
         await channel.close()
         async with asyncio.timeout(20):
-            await giver.over.wait()
+            await sender.over.wait()
         await stream.close()
 
 
-async def test_closing_is_bounded_although_the_giver_goes_on_talking() -> None:
-    giver = Scripted([], "talks")
-    async with connected(giver) as (channel, _):
-        stream: GrpcCollectStream = GrpcGiverConnection(channel).collect()
+async def test_closing_is_bounded_although_the_sender_goes_on_talking() -> None:
+    sender = Scripted([], "talks")
+    async with connected(sender) as (channel, _):
+        stream: GrpcCollectStream = GrpcSenderConnection(channel).collect()
         await anext(aiter(stream))
         async with asyncio.timeout(20):
             await stream.close()
-            await giver.over.wait()
+            await sender.over.wait()
 
 
-async def test_a_giver_that_leaves_while_it_is_written_to_has_left() -> None:
+async def test_a_sender_that_leaves_while_it_is_written_to_has_left() -> None:
     """gRPC calls that an internal error, as if it were a fault of ours.
 
-    What the reader meets depends on who was first, the giver's end or our write: both are an end.
+    What the reader meets depends on who was first, the sender's end or our write: both are an end.
     """
-    giver = Scripted([], "ends")
-    async with connected(giver) as (channel, _):
-        stream = GrpcGiverConnection(channel).collect()
+    sender = Scripted([], "ends")
+    async with connected(sender) as (channel, _):
+        stream = GrpcSenderConnection(channel).collect()
         async with asyncio.timeout(20):
-            with pytest.raises(Unavailable, match="the giver left"):
+            with pytest.raises(Unavailable, match="the sender left"):
                 while True:
                     await stream.send(Heartbeat())
             with suppress(Unavailable):
@@ -246,10 +246,10 @@ async def test_a_giver_that_leaves_while_it_is_written_to_has_left() -> None:
 
 
 async def test_an_empty_message_from_either_side_is_a_fault() -> None:
-    giver = Scripted([], "listens")
-    async with connected(giver) as (channel, _):
+    sender = Scripted([], "listens")
+    async with connected(sender) as (channel, _):
         call = HandoverStub(channel).Collect()
         await call.write(pb.CollectRequest())
         await call.done_writing()
-        await giver.over.wait()
-    assert isinstance(giver.broken, HandoverFailed)
+        await sender.over.wait()
+    assert isinstance(sender.broken, HandoverFailed)

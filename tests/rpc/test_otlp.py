@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from baton.cli.ports import free_ports
-from baton.core.trace_context import TraceContext
+from baton.core.observe.trace_context import TraceContext
 from baton.rpc.otel import otlp_tracer
 from baton.rpc.otel_logs import SAY_EVERY_S, OtelLogs
 from baton.rpc.process_options import ProcessOptions
@@ -22,7 +22,7 @@ from baton.rpc.tracing import OFF, Kind
 from tests.receiver import receiver
 
 PATIENCE_S = 30.0
-INCARNATION = "0123456789abcdef" * 2
+INSTANCE_ID = "0123456789abcdef" * 2
 THEIRS = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
 
 
@@ -36,7 +36,7 @@ def nothing_goes_on() -> Iterator[None]:
 
 def test_a_receiver_gets_what_was_told() -> None:
     with receiver() as there:
-        tracer = ProcessOptions(otlp_endpoint=there.endpoint).tracer("decode", INCARNATION)
+        tracer = ProcessOptions(otlp_endpoint=there.endpoint).tracer("decode", INSTANCE_ID)
         assert tracer is not OFF
         root = tracer.begin("a", {"number": 1}, parent=THEIRS)
         part = root.child("b", {"list": ["x", "y"], "share": 0.5}, kind=Kind.CLIENT)
@@ -49,7 +49,7 @@ def test_a_receiver_gets_what_was_told() -> None:
     assert (parent.name, child.name) == ("a", "b") and child.is_below(parent)
     assert parent.span.trace_id.hex() == "a" * 32
     assert parent.span.parent_span_id.hex() == "b" * 16
-    assert {(each.service, each.incarnation) for each in spans} == {("baton-decode", INCARNATION)}
+    assert {(each.service, each.instance_id) for each in spans} == {("baton-decode", INSTANCE_ID)}
     assert parent.attributes == {"number": 1}
     assert child.attributes == {"list": ("x", "y"), "share": 0.5, "error.type": "overloaded"}
     assert [event.name for event in child.span.events] == ["c"]
@@ -59,7 +59,7 @@ def test_a_receiver_gets_what_was_told() -> None:
 
 def test_what_is_left_goes_out_at_the_end() -> None:
     with receiver() as there:
-        tracer = otlp_tracer(there.endpoint, 1.0, "router", INCARNATION)
+        tracer = otlp_tracer(there.endpoint, 1.0, "router", INSTANCE_ID)
         for _ in range(100):
             tracer.begin("a").end()
         tracer.close()
@@ -82,7 +82,7 @@ def mute() -> Iterator[str]:
 
 @pytest.mark.parametrize("who", ["nobody", "mute"])
 def test_nobody_there_holds_nobody_up(who: str, request: pytest.FixtureRequest) -> None:
-    tracer = otlp_tracer(request.getfixturevalue(who), 1.0, "router", INCARNATION)
+    tracer = otlp_tracer(request.getfixturevalue(who), 1.0, "router", INSTANCE_ID)
     for _ in range(20_000):
         tracer.begin("a").end()
     tracer.close()
@@ -140,7 +140,7 @@ def test_trouble_is_told_again_after_a_while(caplog: pytest.LogCaptureFixture) -
 
 def test_no_more_than_its_share() -> None:
     with receiver() as there:
-        tracer = otlp_tracer(there.endpoint, 0.0, "router", INCARNATION)
+        tracer = otlp_tracer(there.endpoint, 0.0, "router", INSTANCE_ID)
         tracer.begin("mine").end()
         tracer.begin("theirs", parent=THEIRS).end()
         tracer.close()

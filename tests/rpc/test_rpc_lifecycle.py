@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from baton.rpc.lifecycle import PARENT_VARIABLE, new_incarnation
+from baton.rpc.lifecycle import PARENT_VARIABLE, new_instance_id
 
 WITHIN_S = 20
 
@@ -30,9 +30,9 @@ async def main():
     address = await server.start()
     server.set_serving(True)
     fatal = asyncio.get_running_loop().create_future()
-    worn_out = asyncio.get_running_loop().create_future()
+    exhausted = asyncio.get_running_loop().create_future()
     if kind.startswith("worn"):
-        asyncio.get_running_loop().call_later(0.1, worn_out.set_result, "too much in limbo")
+        asyncio.get_running_loop().call_later(0.1, exhausted.set_result, "too much orphaned")
     if kind == "hangs":
         lifecycle.EXIT_S = 0.5
     if kind == "crash":
@@ -54,7 +54,7 @@ async def main():
         drain_timeout_s=timeout,
         cut=lambda: print("cut", flush=True) if kind == "late" else None,
         fatal=fatal,
-        worn_out=worn_out,
+        exhausted=exhausted,
     )
     if kind == "hangs":
         time.sleep(600)
@@ -153,15 +153,15 @@ def test_a_crash_ends_the_process_with_1(start: Start) -> None:
     assert "RuntimeError: engine" in err
 
 
-def test_worn_out_drains_and_exits_with_a_code_of_its_own(start: Start) -> None:
+def test_exhausted_drains_and_exits_with_a_code_of_its_own(start: Start) -> None:
     process = start(PROGRAM, "worn", "127.0.0.1:0")
     assert line(process)
     code, out, err = finish(process)
     assert (code, out) == (4, "draining\ndrained\n"), err
-    assert "too much in limbo: draining" in err
+    assert "too much orphaned: draining" in err
 
 
-def test_a_signal_does_not_cut_the_drain_of_one_that_is_worn_out(start: Start) -> None:
+def test_a_signal_does_not_cut_the_drain_of_one_that_is_exhausted(start: Start) -> None:
     process = start(PROGRAM, "worn, late", "127.0.0.1:0")
     assert line(process) and line(process) == "draining"
     process.terminate()
@@ -212,8 +212,8 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once(start: Start) -> None
     assert finish(process)[0] == -signal.SIGKILL
 
 
-def test_incarnations() -> None:
-    made = {new_incarnation() for _ in range(100)}
+def test_instance_ids() -> None:
+    made = {new_instance_id() for _ in range(100)}
     assert len(made) == 100
     assert all(len(i) == 32 and int(i, 16) >= 0 for i in made)
 

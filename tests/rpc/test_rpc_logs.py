@@ -11,7 +11,7 @@ import pytest
 
 from baton.rpc.logs import JsonFormatter, LineFormatter
 
-INCARNATION = "0123456789abcdef" * 2
+INSTANCE_ID = "0123456789abcdef" * 2
 
 
 def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
@@ -21,18 +21,18 @@ def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
 
 
 def test_a_readable_line() -> None:
-    line = LineFormatter("decode", INCARNATION).format(record("took %d", 3, request_id="r1"))
+    line = LineFormatter("decode", INSTANCE_ID).format(record("took %d", 3, request_id="r1"))
     assert line.endswith(" INFO decode 01234567 baton.x: took 3 request_id=r1")
 
 
 def test_a_json_line() -> None:
-    line = JsonFormatter("decode", INCARNATION).format(record("took %d", 3, request_id="r1"))
+    line = JsonFormatter("decode", INSTANCE_ID).format(record("took %d", 3, request_id="r1"))
     fields = json.loads(line)
     assert fields.pop("time").endswith("Z")
     assert fields == {
         "level": "info",
         "role": "decode",
-        "incarnation": INCARNATION,
+        "instance_id": INSTANCE_ID,
         "logger": "baton.x",
         "message": "took 3",
         "request_id": "r1",
@@ -44,7 +44,7 @@ def test_a_json_line() -> None:
 def test_values_cannot_forge_lines(
     formatter: type[LineFormatter] | type[JsonFormatter], hostile: str
 ) -> None:
-    line = formatter("router", INCARNATION).format(record("%s", hostile, request_id=hostile))
+    line = formatter("router", INSTANCE_ID).format(record("%s", hostile, request_id=hostile))
     assert len(line.splitlines()) == 1
     assert "\x1b" not in line
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import InvalidArgument
-from baton.core.timings import Timings
+from baton.core.observe.timings import Timings
 from baton.rpc import metrics
 from baton.rpc.address import PortInUse, split
 from baton.rpc.scrape import MAX_CONNECTIONS, MetricsServer
@@ -48,13 +48,13 @@ def scrape(server: MetricsServer) -> dict[tuple[str, tuple[tuple[str, str], ...]
 
 
 def test_counters_and_histograms(server: MetricsServer, registry: CollectorRegistry) -> None:
-    metrics.counter(metrics.HANDOVERS, registry).labels("giver", "completed").inc(3)
+    metrics.counter(metrics.HANDOVERS, registry).labels("sender", "completed").inc(3)
     assert metrics.counter(metrics.HANDOVERS, registry) is metrics.counter(
         metrics.HANDOVERS, registry
     )
     metrics.histogram(metrics.STEP_TIME, registry).observe(0.003)
     found = scrape(server)
-    labels = (("outcome", "completed"), ("side", "giver"))
+    labels = (("outcome", "completed"), ("side", "sender"))
     assert found["baton_handovers_total", labels] == 3
     assert found["baton_step_seconds_bucket", (("le", "0.005"),)] == 1
     assert found["baton_step_seconds_bucket", (("le", "0.0025"),)] == 0
@@ -81,17 +81,17 @@ def test_timings_are_shown_as_a_histogram(
     server: MetricsServer, registry: CollectorRegistry
 ) -> None:
     times = Timings()
-    stop = metrics.timings(metrics.HANDOVER_STAGE, lambda: {("giver", "pack"): times}, registry)
+    stop = metrics.timings(metrics.HANDOVER_STAGE, lambda: {("sender", "pack"): times}, registry)
     for seconds in (0.0001, 0.0002, 0.3, 100.0):
         times.add(seconds)
     found = scrape(server)
 
     def at_most(bound: str) -> float:
-        labels = (("le", bound), ("side", "giver"), ("stage", "pack"))
+        labels = (("le", bound), ("side", "sender"), ("stage", "pack"))
         return found["baton_handover_stage_seconds_bucket", labels]
 
     assert [at_most(b) for b in ("0.0001", "0.00025", "0.25", "0.5", "60.0")] == [1, 2, 2, 3, 3]
-    labels = (("side", "giver"), ("stage", "pack"))
+    labels = (("side", "sender"), ("stage", "pack"))
     assert at_most("+Inf") == found["baton_handover_stage_seconds_count", labels] == 4
     assert found["baton_handover_stage_seconds_sum", labels] == times.total_s
     stop()

@@ -188,8 +188,8 @@ async def test_old_tls_is_refused(authority: Authority) -> None:
 async def test_certificates_are_replaced_while_a_stream_runs_and_no_call_fails(
     authority: Authority, at_once: None
 ) -> None:
-    giver, taker = authority.role("prefill"), authority.role("router")
-    async with serving(giver.certificates(), PREFILL) as address:
+    sender, taker = authority.role("prefill"), authority.role("router")
+    async with serving(sender.certificates(), PREFILL) as address:
         channels = Channels(taker.certificates())
         channel = channels.get(address, "prefill")
         stream: Any = channel.stream_stream(f"/{PREFILL}/echo")(timeout=PATIENCE_S)
@@ -205,7 +205,7 @@ async def test_certificates_are_replaced_while_a_stream_runs_and_no_call_fails(
             assert await stream.read() == b"still here"
         assert len(seen) == 6, "every set of files was used"
         shown = await asyncio.to_thread(_server_certificate, address, taker)
-        assert shown.strip() == giver.cert.read_bytes().strip().decode()
+        assert shown.strip() == sender.cert.read_bytes().strip().decode()
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         await channels.close()

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.cache_log import CacheBatch, CacheLog
-from baton.core.cached_units import Change
 from baton.core.errors import InvalidArgument
-from baton.core.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.prefix import HASH_BYTES
-from baton.core.speed import UNMEASURED, WorkerSpeed
+from baton.core.kvcache.cache_log import CacheBatch, CacheLog
+from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.prefix import HASH_BYTES
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.speed import UNMEASURED, WorkerSpeed
 from baton.rpc import worker
 from baton.rpc.channels import Channels
 from baton.rpc.server import ProcessServer
@@ -113,7 +113,7 @@ async def test_description_then_changes_then_signs_of_life(
 
 async def test_each_watcher_is_told_of_others(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
     for name in ("r1", "r2"):
-        watcher = types_pb2.WorkerIdentity(role="router", incarnation=name)
+        watcher = types_pb2.WorkerIdentity(role="router", instance_id=name)
         watching = stub.Watch(pb.WatchRequest(watcher=watcher))
         await watching.read()
         told = await next_load(watching)

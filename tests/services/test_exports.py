@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.attempt import Attempt
-from baton.core.trace_context import TraceContext
+from baton.core.observe.trace_context import TraceContext
+from baton.core.request.attempt import Attempt
 from baton.rpc.convert import attempt_to_proto
 from baton.rpc.tracing import metadata_of
 from baton.v1 import detokenizer_pb2, prefill_pb2, tokenizer_pb2
@@ -46,7 +46,7 @@ def one() -> Attempt:
 
 def the_call(exported: Receiver, service: str, name: str) -> Received:
     (found,) = [span for span in exported.spans if span.name == name]
-    assert found.service == service and len(found.incarnation) == 32
+    assert found.service == service and len(found.instance_id) == 32
     assert found.span.trace_id.hex() == "a" * 32
     assert found.span.parent_span_id.hex() == "b" * 16
     return found

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from baton.core.events import Event
-from baton.core.loop import EngineLoop
-from baton.core.ports import ModelRunner
-from baton.core.scheduling import Load
+from baton.core.scheduler.events import Event
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.scheduler import Load
 from tests.sim.hosts import Host
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Hand-overs in memory: the giver's and collector's calls as services make them, without slots.
+"""Hand-overs in memory: the sender's and receiver's calls as services make them, without buffers.
 
 What a hand-over may meet is here (either side dies or hangs, the room is full, time is over), how
 its bytes travel is not.
@@ -10,21 +10,21 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from baton.core.attempt import ChoiceTokens
 from baton.core.errors import BatonError, Cancelled, HandoverFailed, Overloaded
-from baton.core.handover import LIMITS, GiverState
-from baton.kv.peers import as_handover_failure
-from baton.kv.ticket import NO_NAMES, Collected, Names, Reserve, Ticket, Unpack
+from baton.core.handover.table import LIMITS, SenderState
+from baton.core.request.attempt import ChoiceTokens
+from baton.transfer.peers import as_handover_failure
+from baton.transfer.ticket import NO_NAMES, Collected, Names, Reserve, TransferRequest, Unpack
 from tests.sim.hosts import Host
 from tests.sim.network import Network
 
 Pack = Callable[[int, int, memoryview], Awaitable[None]]
 
 DOOR_S = 2.0
-OFFERED_S = LIMITS[GiverState.OFFERED].seconds
+OFFERED_S = LIMITS[SenderState.OFFERED].seconds
 SILENCE_S = 2.0
 LOOK_S = 0.1
-PARCEL = 8
+KV_CHUNK = 8
 """Positions."""
 POSITION_BYTES = 16
 
@@ -37,10 +37,10 @@ class Ended:
 
 
 @dataclass
-class Offer:
+class PendingTransfer:
     """KV on offer. changed: set when anything of it is."""
 
-    giver: Host
+    sender: Host
     boot: int
     num_positions: int
     pack: Pack
@@ -55,7 +55,7 @@ class Offer:
     @property
     def given(self) -> bool:
         """Whether the process lives that gives it."""
-        return self.giver.alive and self.giver.boots == self.boot
+        return self.sender.alive and self.sender.boots == self.boot
 
     def announce(self) -> None:
         self.announced = True
@@ -94,21 +94,21 @@ class KvNetwork:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.offers: dict[bytes, Offer] = {}
+        self.offers: dict[bytes, PendingTransfer] = {}
 
-    def open_offers(self) -> list[Offer]:
+    def open_offers(self) -> list[PendingTransfer]:
         """Those of processes that live."""
         return [offer for offer in self.offers.values() if offer.outcome is None and offer.given]
 
 
-class SimGiver:
-    """In place of `baton.kv.giver.Giver`."""
+class SimSender:
+    """In place of `baton.transfer.sender.KvSender`."""
 
     probing = False
 
     def __init__(self, host: Host, kv: KvNetwork) -> None:
         self._host, self._kv = host, kv
-        self._offers: dict[bytes, Offer] = {}
+        self._offers: dict[bytes, PendingTransfer] = {}
 
     @property
     def holdings(self) -> dict[str, int]:
@@ -118,14 +118,14 @@ class SimGiver:
         self,
         handover_id: bytes,
         *,
-        collector_incarnation: str,
+        receiver_instance_id: str,
         num_positions: int,
         pack: Pack,
         deadline_s: float,
         about: Names = NO_NAMES,
-    ) -> Offer:
+    ) -> PendingTransfer:
         """about: for log lines, of which there are none here."""
-        offer = Offer(self._host, self._host.boots, num_positions, pack)
+        offer = PendingTransfer(self._host, self._host.boots, num_positions, pack)
         self._kv.offers[handover_id] = self._offers[handover_id] = offer
         loop, late = asyncio.get_running_loop(), HandoverFailed("the hand-over took too long")
         loop.call_later(deadline_s, offer.end, late)
@@ -134,11 +134,11 @@ class SimGiver:
 
     async def close(self) -> None:
         for offer in self._offers.values():
-            offer.end(Cancelled("the giver leaves"))
+            offer.end(Cancelled("the sender leaves"))
 
 
-class SimCollector:
-    """In place of `baton.kv.collector.Collector`."""
+class SimReceiver:
+    """In place of `baton.transfer.receiver.KvReceiver`."""
 
     probing = False
 
@@ -153,9 +153,9 @@ class SimCollector:
     async def close(self) -> None:
         pass
 
-    async def collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
+    async def collect(self, ticket: TransferRequest, reserve: Reserve, unpack: Unpack) -> Collected:
         self._running += 1
-        offer: Offer | None = None
+        offer: PendingTransfer | None = None
         try:
             async with asyncio.timeout(ticket.deadline_s):
                 offer = await self._find(ticket.handover_id)
@@ -167,9 +167,9 @@ class SimCollector:
         finally:
             self._running -= 1
             if offer is not None:
-                offer.end(Cancelled("the collector left"))
+                offer.end(Cancelled("the receiver left"))
 
-    async def _find(self, handover_id: bytes) -> Offer:
+    async def _find(self, handover_id: bytes) -> PendingTransfer:
         """Either side may come first."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DOOR_S
@@ -180,14 +180,14 @@ class SimCollector:
                 offer.met = True
                 return await self._announced(offer)
             await asyncio.sleep(0.02)
-        raise HandoverFailed("the giver does not know this hand-over")
+        raise HandoverFailed("the sender does not know this hand-over")
 
-    async def _announced(self, offer: Offer) -> Offer:
+    async def _announced(self, offer: PendingTransfer) -> PendingTransfer:
         while not offer.announced:
             await self._change(offer)
         return offer
 
-    async def _take(self, offer: Offer, reserve: Reserve, unpack: Unpack) -> Collected:
+    async def _take(self, offer: PendingTransfer, reserve: Reserve, unpack: Unpack) -> Collected:
         position = await reserve()
         if position is None:
             raise Overloaded("there is no room for this", retry_after_s=0.05)
@@ -195,21 +195,23 @@ class SimCollector:
         got = position
         while got < offer.num_positions or not offer.first:
             self._check(offer)
-            count = min(PARCEL, offer.computed - got)
+            count = min(KV_CHUNK, offer.computed - got)
             if count <= 0:
                 await self._change(offer)
                 continue
-            parcel = memoryview(bytearray(count * POSITION_BYTES))
-            await self._packed(offer, got, count, parcel)
+            kv_chunk = memoryview(bytearray(count * POSITION_BYTES))
+            await self._packed(offer, got, count, kv_chunk)
             await self._pause(offer)
             self._check(offer)
-            await asyncio.shield(unpack(got, count, parcel))
+            await asyncio.shield(unpack(got, count, kv_chunk))
             got += count
         offer.end(None)
         return Collected(offer.first, (got - position) * POSITION_BYTES, position)
 
-    async def _packed(self, offer: Offer, first: int, count: int, out: memoryview) -> None:
-        """A giver that dies meanwhile never answers."""
+    async def _packed(
+        self, offer: PendingTransfer, first: int, count: int, out: memoryview
+    ) -> None:
+        """A sender that dies meanwhile never answers."""
         packing = asyncio.ensure_future(offer.pack(first, count, out))
         try:
             while not packing.done():
@@ -219,8 +221,8 @@ class SimCollector:
         finally:
             packing.cancel()
 
-    async def _change(self, offer: Offer) -> None:
-        """Waits for news of an offer; a giver that died tells nothing."""
+    async def _change(self, offer: PendingTransfer) -> None:
+        """Waits for news of an offer; a sender that died tells nothing."""
         try:
             async with asyncio.timeout(LOOK_S):
                 await offer.next_change()
@@ -228,20 +230,20 @@ class SimCollector:
             await self._pause(offer)
         self._check(offer)
 
-    async def _pause(self, offer: Offer | None) -> None:
+    async def _pause(self, offer: PendingTransfer | None) -> None:
         """A message's way. Two that do not hear of each other for long part."""
         loop = asyncio.get_running_loop()
         until = loop.time() + SILENCE_S
-        ends = [self._host] if offer is None else [self._host, offer.giver]
+        ends = [self._host] if offer is None else [self._host, offer.sender]
         await asyncio.sleep(self._kv.network.delay())
         while any(end.frozen or any(end.held) for end in ends):
             if loop.time() > until:
-                raise HandoverFailed("the giver is silent")
+                raise HandoverFailed("the sender is silent")
             await asyncio.sleep(LOOK_S)
 
-    def _check(self, offer: Offer) -> None:
+    def _check(self, offer: PendingTransfer) -> None:
         if not offer.given:
-            raise HandoverFailed("the giver is gone")
+            raise HandoverFailed("the sender is gone")
         if offer.outcome is not None:
             error = offer.outcome.error or Cancelled("it was collected")
             raise error if isinstance(error, Cancelled) else as_handover_failure(error)

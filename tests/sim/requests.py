@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from baton.core.attempt import Attempt
-from baton.core.request import Request, SamplingParams, StopParams, TokenPrompt
+from baton.core.request.attempt import Attempt
+from baton.core.request.request import Request, SamplingParams, StopParams, TokenPrompt
 from baton.detokenizer.text import ChoiceText, TextOptions
-from baton.router.choice_text import PROMPT_TAIL
+from baton.router.request.choice_text import PROMPT_TAIL
 from tests.core.attempts import VOCAB_SIZE, expected
 from tests.sim.workers import vocabulary
 

@@ -19,16 +19,16 @@ from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
+from baton.core.admission.refusal import Limit, Refusal
 from baton.core.errors import BatonError, Reason
-from baton.core.model import WorkerIdentity
-from baton.core.refusal import Limit, Refusal
-from baton.core.request import Delta
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import Delta
 from baton.router.config import RouterConfig
-from baton.router.discovery import StaticDiscovery
-from baton.router.fleet import Fleet
-from baton.router.metrics import RouterMetrics
-from baton.router.mover import Mover
-from baton.router.pipeline import Pipeline
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.request.migrator import Migrator
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.discovery import StaticDiscovery
+from baton.router.workers.fleet import Fleet
 from baton.rpc.tracing import OFF
 from tests.sim import virtual_loop
 from tests.sim.disturbances import Disturbances, Machine
@@ -104,7 +104,7 @@ class _Schedule:
         tracer = OFF if self.traces is None else self.traces.start("router", "router")
         self.pipeline = Pipeline(self.fleet, config, metrics, tracer=tracer)
         self.fleet.start()
-        moving = asyncio.create_task(Mover(self.fleet, metrics).run())
+        moving = asyncio.create_task(Migrator(self.fleet, metrics).run())
         try:
             await self._play()
         finally:

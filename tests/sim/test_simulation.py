@@ -15,13 +15,13 @@ from unittest import mock
 
 import pytest
 
-from baton.core import journey, token_log
-from baton.core.attempt import ChoiceTokens
-from baton.core.quarantine import Quarantine
-from baton.router.choice_text import ChoiceText
-from baton.router.decode_session import DecodeSession
-from baton.router.prefill_client import PrefillClient
-from baton.router.worker import Worker
+from baton.core.request import request_state, token_log
+from baton.core.request.attempt import ChoiceTokens
+from baton.core.routing.quarantine import Quarantine
+from baton.router.request.choice_text import ChoiceText
+from baton.router.workers.decode_session import DecodeSession
+from baton.router.workers.prefill_client import PrefillClient
+from baton.router.workers.worker import Worker
 from tests.sim import schedule
 
 FIRST = int(os.environ.get("BATON_SIM_SEED", "0"))
@@ -90,7 +90,7 @@ def accept_twice() -> AbstractContextManager[Any]:
 def number_no_attempts() -> AbstractContextManager[Any]:
     """What an older attempt says counts for the present one."""
     never = property(lambda self: 0, lambda self, value: None)
-    return mock.patch.object(journey.Journey, "num_attempts", never, create=True)
+    return mock.patch.object(request_state.RequestState, "num_attempts", never, create=True)
 
 
 def forget_to_cancel_decode() -> AbstractContextManager[Any]:
@@ -121,8 +121,8 @@ def resume_from_the_start() -> AbstractContextManager[Any]:
 
 
 def keep_in_quarantine() -> AbstractContextManager[Any]:
-    def for_ever(quarantine: Quarantine, incarnations: Any) -> AbstractContextManager[None]:
-        quarantine._taken.update(incarnations)
+    def for_ever(quarantine: Quarantine, instance_ids: Any) -> AbstractContextManager[None]:
+        quarantine._taken.update(instance_ids)
         return nullcontext()
 
     return mock.patch.object(Quarantine, "entered", for_ever)

@@ -14,14 +14,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from baton.core.decode_scheduler import DecodePolicy
-from baton.core.events import Event
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.request import TokenPrompt
-from baton.core.speed import WorkerSpeed
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.request.request import TokenPrompt
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.speed import WorkerSpeed
+from baton.core.scheduler.decode import DecodePolicy
+from baton.core.scheduler.events import Event
 from baton.decode.begin import Beginner
-from baton.decode.departures import Departures
+from baton.decode.outgoing_migrations import OutgoingMigrations
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.detokenizer.servicer import DetokenizerServicer
@@ -29,11 +29,11 @@ from baton.detokenizer.vocabulary import Vocabulary
 from baton.grammar.book import GrammarBook
 from baton.prefill.service import PrefillService
 from baton.prefill.servicer import PrefillServicer
-from baton.rpc.lifecycle import new_incarnation
+from baton.rpc.lifecycle import new_instance_id
 from baton.rpc.worker import WorkerServicer
 from baton.tokenizer.encoder import Asked, Encoded
 from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.lanes import Lanes
+from baton.tokenizer.lanes import BatchExecutor
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1 import decode_pb2_grpc, detokenizer_pb2_grpc, prefill_pb2_grpc, tokenizer_pb2_grpc
 from baton.v1.worker_pb2_grpc import add_WorkerServicer_to_server
@@ -41,7 +41,7 @@ from baton.worker.report import describe
 from tests.core.attempts import VOCAB_SIZE, decode_loop, prefill_loop
 from tests.sim.engine import SimEngine
 from tests.sim.hosts import Host
-from tests.sim.kv import KvNetwork, SimCollector, SimGiver
+from tests.sim.kv import KvNetwork, SimReceiver, SimSender
 
 NUM_BLOCKS = 64
 HANDOVER_S = 20.0
@@ -62,13 +62,13 @@ Start = Callable[[Host, KvNetwork, float], Worker]
 
 
 def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
-    identity = WorkerIdentity("tokenizer", new_incarnation(), host.address)
+    identity = WorkerIdentity("tokenizer", new_instance_id(), host.address)
     model = ModelDescription("fake", "", 0, 0, ())
     servicer = TokenizerServicer(
         _Encoder(),  # type: ignore[arg-type]
         model,
         lambda: identity,
-        Lanes(_AtOnce(), 1, cores=1),
+        BatchExecutor(_AtOnce(), 1, cores=1),
         Checker(Path(), (), cpu_s=1.0, num_processes=1),
         max_waiting_bytes=1 << 20,
         tracer=host.tracer,
@@ -83,7 +83,7 @@ def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
 
 
 def start_detokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
-    identity = WorkerIdentity("detokenizer", new_incarnation(), host.address)
+    identity = WorkerIdentity("detokenizer", new_instance_id(), host.address)
     model = ModelDescription("fake", "", 0, 0, ())
     servicer = DetokenizerServicer(
         vocabulary(), max_texts=64, max_unsent_bytes=1 << 20, tracer=host.tracer
@@ -101,13 +101,13 @@ def start_prefill(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     loop = prefill_loop(NUM_BLOCKS)
     made: list[PrefillService] = []
     engine: Any = SimEngine(host, loop, lambda events: made[0].deliver(events), step_s)
-    giver: Any = SimGiver(host, kv)
+    sender: Any = SimSender(host, kv)
     service = PrefillService(
-        engine, giver, GrammarBook(None), handover_timeout_s=HANDOVER_S, tracer=host.tracer
+        engine, sender, GrammarBook(None), handover_timeout_s=HANDOVER_S, tracer=host.tracer
     )
     made.append(service)
-    identity = WorkerIdentity("prefill", new_incarnation(), host.address)
-    servicer = PrefillServicer(service, identity.incarnation)
+    identity = WorkerIdentity("prefill", new_instance_id(), host.address)
+    servicer = PrefillServicer(service, identity.instance_id)
     prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, host.handlers)
     _watch_engine(host, identity, engine, lambda: service.state)
     return Worker(lambda: _held(engine, service), service.drain, loop.idle_check)
@@ -121,17 +121,17 @@ def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
         made[0].deliver(events)
 
     engine: Any = SimEngine(host, loop, deliver, step_s)
-    collector: Any = SimCollector(host, kv)
-    giver: Any = SimGiver(host, kv)
+    receiver: Any = SimReceiver(host, kv)
+    sender: Any = SimSender(host, kv)
     service = DecodeService(
         engine,
-        Beginner(engine, collector, GrammarBook(None), handover_timeout_s=HANDOVER_S),
-        Departures(engine, giver, handover_timeout_s=HANDOVER_S),
+        Beginner(engine, receiver, GrammarBook(None), handover_timeout_s=HANDOVER_S),
+        OutgoingMigrations(engine, sender, handover_timeout_s=HANDOVER_S),
         resume_window_s=RESUME_S,
         tracer=host.tracer,
     )
     made.append(service)
-    identity = WorkerIdentity("decode", new_incarnation(), host.address)
+    identity = WorkerIdentity("decode", new_instance_id(), host.address)
     servicer = DecodeServicer(service, engine, identity)
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, host.handlers)
     _watch_engine(host, identity, engine, lambda: service.state)

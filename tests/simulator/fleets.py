@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.speed import WorkerSpeed
 from baton.sim.requests import Request
 from baton.sim.settings import Delays, FleetFacts, RouterFacts, WorkerFacts
 

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from baton.cli.main import main
-from baton.core.scaling import Bounds, DecodeSignals, PrefillSignals, ScalingPolicy, ScalingRule
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.scaling import (
+    Bounds,
+    DecodeSignals,
+    PrefillSignals,
+    ScalingPolicy,
+    ScalingRule,
+)
+from baton.core.routing.speed import WorkerSpeed
 from baton.sim.autoscaler import Autoscaler, Leading, Reactive, Seen
 from baton.sim.requests import Request
 from baton.sim.simulation import Simulation
@@ -42,7 +48,7 @@ def test_workers_join_after_their_start_and_leave_when_they_are_done() -> None:
     outcome = simulation.run(requests)
     simulation.check()
     assert all(record.tokens == record.request.output_tokens for record in outcome.records)
-    assert (len(simulation.givers), len(simulation.collectors)) == (3, 3)
+    assert (len(simulation.senders), len(simulation.receivers)) == (3, 3)
     for record in outcome.records:
         if record.decode:
             # Asked for at 5 s, there at 8; nothing new from 12 s on.
@@ -61,7 +67,7 @@ def test_who_is_still_starting_is_called_off_first() -> None:
     Autoscaler(simulation, fleet(1, 1), sizes, startup_s=5.0, period_s=1.0)
     outcome = simulation.run([Request(float(n), 100, 20) for n in range(12)])
     assert all(record.ended for record in outcome.records)
-    assert (len(simulation.givers), len(simulation.collectors)) == (1, 1)
+    assert (len(simulation.senders), len(simulation.receivers)) == (1, 1)
 
 
 def test_prefill_may_go_down_to_none() -> None:

@@ -13,7 +13,7 @@ from baton.cli.simulating import calibration
 from baton.cli.simulating.traffic import Scale, requests
 from baton.cli.traces import Recorded
 from baton.core.errors import InvalidArgument
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.speed import WorkerSpeed
 
 DECODE = {
     "num_blocks": 4000,

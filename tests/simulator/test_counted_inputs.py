@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.attempt import Attempt
-from baton.core.block_pool import BlockPool
-from baton.core.decode_policy import DecodePolicy
-from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import BatonError, ContextLengthExceeded, InvalidArgument
-from baton.core.model import ModelDescription
-from baton.core.plan import StepPlan
-from baton.core.prefix import PrefixChain
-from baton.core.request import SamplingParams, StopParams
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.prefix import PrefixChain
+from baton.core.request.attempt import Attempt
+from baton.core.request.model import ModelDescription
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.decode_policy import DecodePolicy
+from baton.core.scheduler.plan import StepPlan
 from baton.sim.intake import TOKEN, attempt_of
 from baton.sim.prefill_worker import made_up
 from baton.sim.prompts import NamedChain, Prompt, Text

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Internal, InvalidArgument
-from baton.core.prefill_cost import reads
-from baton.core.speed import UNMEASURED
+from baton.core.routing.speed import UNMEASURED
+from baton.core.scheduler.prefill_cost import reads
 from baton.sim.requests import Request
 from baton.sim.settings import Delays, FleetFacts, WorkerFacts
 from baton.sim.simulation import Simulation, simulate
@@ -84,7 +84,7 @@ def test_everybody_gets_all_tokens_or_a_refusal(prefills: int, decodes: int) -> 
             assert record.tokens == record.request.output_tokens
             assert sum(record.gaps.values()) == record.tokens - 1
             assert record.request.arrival < record.first_token <= record.ended  # type: ignore[operator]
-    workers = [g.worker for g in simulation.givers] + [c.worker for c in simulation.collectors]
+    workers = [g.worker for g in simulation.senders] + [c.worker for c in simulation.receivers]
     assert not any(worker.scheduler.has_work for worker in workers)
     for use in (*outcome.prefills, *outcome.decodes):
         assert use.busy_s <= outcome.end + 1.0
@@ -147,7 +147,7 @@ def test_bad_facts_are_named() -> None:
 
 def test_what_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation(fleet(0, 1))
-    monkeypatch.setattr(simulation.collectors[0].worker.scheduler, "plan", lambda now: None)
+    monkeypatch.setattr(simulation.receivers[0].worker.scheduler, "plan", lambda now: None)
     with pytest.raises(Internal, match="stuck"):
         simulation.run([Request(0.0, 100, 10)])
 

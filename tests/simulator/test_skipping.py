@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.attempt import ChoiceTokens
-from baton.core.block_pool import BlockPool
-from baton.core.cached_units import Change
-from baton.core.decode_policy import DecodePolicy
-from baton.core.model import ModelDescription
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.cached_units import Change
+from baton.core.request.attempt import ChoiceTokens
+from baton.core.request.model import ModelDescription
+from baton.core.scheduler.decode_policy import DecodePolicy
 from baton.sim.gaps import merged, quantile
 from baton.sim.intake import TOKEN, attempt_of
 from baton.sim.prefill_worker import made_up

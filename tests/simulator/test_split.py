@@ -12,13 +12,13 @@ import pytest
 from baton.cli.loadtest import scenario
 from baton.cli.main import main
 from baton.cli.planning.calibrate import calibration_of
-from baton.cli.planning.measured import Told
+from baton.cli.planning.measured import MeasuredSpeed
 from baton.cli.planning.split import chunk
 from baton.cli.simulating import drawn
 from baton.core.errors import InvalidArgument
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.speed import WorkerSpeed
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.speed import WorkerSpeed
 from baton.sim.prompts import Prompt
 from baton.sim.settings import WorkerFacts
 
@@ -206,7 +206,7 @@ def test_a_scenario_has_the_prefixes_that_its_requests_share(tmp_path: Path) -> 
     assert caught.value.field == "prompts.turns"
 
 
-def told(role: str, speed: WorkerSpeed, max_sequences: int = 0) -> Told:
+def told(role: str, speed: WorkerSpeed, max_sequences: int = 0) -> MeasuredSpeed:
     layout = KvLayout("model", "float16", 2, 3, 4, 4)
     description = WorkerDescription(
         WorkerIdentity(role, "i", ""),
@@ -218,7 +218,7 @@ def told(role: str, speed: WorkerSpeed, max_sequences: int = 0) -> Told:
         max_sequences=max_sequences,
     )
     load = WorkerLoad(WorkerState.SERVING, 0, 0, 0, 1000, speed=speed)
-    return Told(f"{role}:1", description, load)
+    return MeasuredSpeed(f"{role}:1", description, load)
 
 
 def test_running_workers_say_what_they_can_do() -> None:

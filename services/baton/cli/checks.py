@@ -62,7 +62,7 @@ def transformers() -> Finding:
 
 def nixl() -> Finding:
     """Two processes, two agents: one reads 1 MiB of the other's registered memory."""
-    from baton.kv.nixl import available
+    from baton.transfer.nixl import available
 
     without = "or move KV without it: baton up --transport loopback"
     if not available():

@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from baton.core.api_keys import KeyBook, Limits
+from baton.core.admission.api_keys import KeyBook, Limits
+from baton.core.admission.key_document import checked_name, parse, parse_limits, render
 from baton.core.errors import InvalidArgument, NotFound
-from baton.core.key_document import checked_name, parse, parse_limits, render
 
 _HELP = {
     "weight": "share of a busy fleet, relative to other tenants'",

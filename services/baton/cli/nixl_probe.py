@@ -15,11 +15,11 @@ import time
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.core.handover_messages import RingDescription
-from baton.kv.nixl import NixlTransport
-from baton.kv.slots import SlotRing
-from baton.kv.transport import ReadState
-from baton.kv.ucx import KvNetwork, choose, inherited
+from baton.core.handover.messages import StagingPoolDescription
+from baton.transfer.buffers import StagingPool
+from baton.transfer.nixl import NixlTransport
+from baton.transfer.transport import ReadState
+from baton.transfer.ucx import KvNetwork, choose, inherited
 
 SIZE = 1 << 20
 PEER_FLAG = "--peer"
@@ -27,9 +27,9 @@ DEADLINE_S = 30.0
 
 
 def give() -> int:
-    """The peer: fills a slot, says where it is, and stays until its standard input ends."""
-    ring = SlotRing(2, SIZE)
-    transport = _open(ring, "giver")
+    """The peer: fills a buffer, says where it is, and stays until its standard input ends."""
+    ring = StagingPool(2, SIZE)
+    transport = _open(ring, "sender")
     try:
         payload = os.urandom(SIZE)
         ring.view(0)[:] = payload
@@ -46,13 +46,13 @@ def give() -> int:
 
 
 def collect() -> int:
-    """Reads the peer's slot. Returns 0 when every byte is right."""
+    """Reads the peer's buffer. Returns 0 when every byte is right."""
     command = [sys.executable, "-m", "baton.cli.nixl_probe", PEER_FLAG]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         assert peer.stdin is not None and peer.stdout is not None
-        ring = SlotRing(2, SIZE)
+        ring = StagingPool(2, SIZE)
         try:
-            transport = _open(ring, "collector")
+            transport = _open(ring, "receiver")
             try:
                 announcement = peer.stdout.readline()
                 right = bool(announcement) and _read(transport, ring, json.loads(announcement))
@@ -68,11 +68,11 @@ def collect() -> int:
     return 0
 
 
-def _read(transport: NixlTransport, ring: SlotRing, theirs: dict[str, Any]) -> bool:
-    """Whether the peer's slot 0 arrives in our slot 1 as it is."""
-    description = RingDescription(theirs["base_address"], SIZE, 2)
-    transport.add_peer("giver", base64.b64decode(theirs["metadata"]), description)
-    handle = transport.post("giver", 0, 1, SIZE)
+def _read(transport: NixlTransport, ring: StagingPool, theirs: dict[str, Any]) -> bool:
+    """Whether the peer's buffer 0 arrives in our buffer 1 as it is."""
+    description = StagingPoolDescription(theirs["base_address"], SIZE, 2)
+    transport.add_peer("sender", base64.b64decode(theirs["metadata"]), description)
+    handle = transport.post("sender", 0, 1, SIZE)
     deadline = time.monotonic() + DEADLINE_S
     while transport.poll(handle) is ReadState.RUNNING:
         if time.monotonic() > deadline:
@@ -84,7 +84,7 @@ def _read(transport: NixlTransport, ring: SlotRing, theirs: dict[str, Any]) -> b
     return arrived == str(theirs["digest"])
 
 
-def _open(ring: SlotRing, name: str) -> NixlTransport:
+def _open(ring: StagingPool, name: str) -> NixlTransport:
     return NixlTransport(ring, name, choose(KvNetwork.LOCAL, inherited=inherited()))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.core.errors import Unavailable
-from baton.core.request import Accepted, Delta, Event, Finished, ToolCallDelta
+from baton.core.request.request import Accepted, Delta, Event, Finished, ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from baton.client.events import event_from_proto
 from baton.client.requests import Messages, Options, chat_request, generate_request
 from baton.client.tries import DEFAULT, Retries, Tries
 from baton.core.errors import BatonError
-from baton.core.model import ModelDescription
-from baton.core.request import Event, Tool, ToolChoice
+from baton.core.request.model import ModelDescription
+from baton.core.request.request import Event, Tool, ToolChoice
 from baton.rpc.convert import model_from_proto
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.transport import open_blocking_channel

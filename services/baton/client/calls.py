@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.client.answer import Gathered
 from baton.client.tries import Retries, Tries
-from baton.core.request import Accepted, Finished
+from baton.core.request.request import Accepted, Finished
 from baton.rpc import api_key as api_keys
 from baton.rpc.address import split
 from baton.v1 import inference_pb2_grpc

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from baton.core.model import WorkerIdentity
-from baton.core.request import (
+from baton.core.observe.stages import StageTimes
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import (
     Accepted,
     Delta,
     Event,
@@ -12,7 +13,6 @@ from baton.core.request import (
     TokenLogprobs,
     ToolCallDelta,
 )
-from baton.core.stages import StageTimes
 from baton.rpc.convert import finish_reason_from_proto
 from baton.v1 import inference_pb2 as pb
 
@@ -68,7 +68,7 @@ def _logprob(message: pb.TextLogprob) -> TextLogprob:
 
 
 def _stages(message: pb.StageTimes) -> StageTimes:
-    """Its incarnations are short."""
+    """Its instance ids are short."""
     times = (*StageTimes().spent(), "first_token", "total")
     return StageTimes(
         **{f"{name}_s": getattr(message, f"{name}_us") / 1e6 for name in times},
@@ -78,7 +78,7 @@ def _stages(message: pb.StageTimes) -> StageTimes:
         attempts=message.attempts,
         moves=message.moves,
         workers=tuple(
-            WorkerIdentity(worker.role, worker.incarnation, worker.address)
+            WorkerIdentity(worker.role, worker.instance_id, worker.address)
             for worker in message.workers
         ),
     )

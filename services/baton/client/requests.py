@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 from baton.core.errors import InvalidArgument
-from baton.core.request import Message, Tool, ToolChoice, ToolUse
+from baton.core.request.request import Message, Tool, ToolChoice, ToolUse
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import tokenizer_pb2, types_pb2
 

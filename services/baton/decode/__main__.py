@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import sys
 
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.ports import ModelRunner
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.ports import ModelRunner
 from baton.decode.begin import Beginner
 from baton.decode.config import DecodeConfig
-from baton.decode.departures import Departures
+from baton.decode.outgoing_migrations import OutgoingMigrations
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
-from baton.kv.collector import Collector
-from baton.kv.giver import Giver
-from baton.kv.stats import HandoverStats
 from baton.rpc import metrics
 from baton.rpc.config import load
-from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
+from baton.rpc.handover import GrpcSenderConnection, HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
+from baton.transfer.receiver import KvReceiver
+from baton.transfer.sender import KvSender
+from baton.transfer.stats import HandoverStats
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc
 from baton.worker.process import Parts, run_worker
 from baton.worker.report import export_handovers
@@ -45,28 +45,28 @@ def main() -> int:
         )
 
     def service(parts: Parts) -> tuple[DecodeService, list[Service]]:
-        collector = Collector(
+        receiver = KvReceiver(
             parts.identity,
             parts.runner.layout,
             parts.staging,
-            lambda giver: GrpcGiverConnection(parts.channels.get(giver.address, giver.role)),
+            lambda sender: GrpcSenderConnection(parts.channels.get(sender.address, sender.role)),
             stats=parts.stats,
         )
-        collector.start_probing(config.probe_interval_s)
+        receiver.start_probing(config.probe_interval_s)
         given = HandoverStats()
-        export_handovers("giver", given)
-        giver = Giver(parts.identity, parts.runner.layout, parts.staging, stats=given)
+        export_handovers("sender", given)
+        sender = KvSender(parts.identity, parts.runner.layout, parts.staging, stats=given)
         timeout_s = config.handover_timeout_s
         made = DecodeService(
             parts.engine,
-            Beginner(parts.engine, collector, parts.grammars, handover_timeout_s=timeout_s),
-            Departures(parts.engine, giver, handover_timeout_s=timeout_s),
+            Beginner(parts.engine, receiver, parts.grammars, handover_timeout_s=timeout_s),
+            OutgoingMigrations(parts.engine, sender, handover_timeout_s=timeout_s),
             resume_window_s=config.resume_window_s,
             tracer=parts.tracer,
         )
         metrics.gauge(metrics.STREAMS, lambda: {("decode",): made.num_sessions})
         servicer = DecodeServicer(made, parts.engine, parts.identity)
-        handover = HandoverServicer(giver)
+        handover = HandoverServicer(sender)
         return made, [
             Service(
                 "baton.v1.Decode",
@@ -78,7 +78,7 @@ def main() -> int:
             ),
         ]
 
-    return run(run_worker("decode", "collector", config, scheduler, service))
+    return run(run_worker("decode", "receiver", config, scheduler, service))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from baton.core.attempt import Attempt
-from baton.core.trace_context import TraceContext
+from baton.core.observe.trace_context import TraceContext
+from baton.core.request.attempt import Attempt
 from baton.rpc import trace_names as names
 from baton.rpc.tracing import Span, Tracer, ending, error_type
 

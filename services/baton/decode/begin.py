@@ -10,17 +10,17 @@ import asyncio
 import time
 from dataclasses import dataclass, field, replace
 
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import HandoverFailed
-from baton.core.loop import EngineLoop
-from baton.core.plan import Extents
-from baton.core.ports import CompiledGrammar
+from baton.core.request.attempt import Attempt, SequenceKey
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import Extents
+from baton.core.scheduler.ports import CompiledGrammar
 from baton.decode.attempt_trace import AttemptTrace
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.kv.collector import Collected, Collector, Ticket
+from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
 
 DEFAULT_DEADLINE_S = 600.0
 
@@ -34,12 +34,13 @@ class Running:
 
     ticket: where its KV comes from, None when it is computed here. received_bytes: KV that the
     hand-over brought. confirmed: positions that were confirmed before it ran. beginning: the task
-    that owns it until the scheduler does. departures: tasks that give choices away, by choice.
+    that owns it until the scheduler does. outgoing_migrations: tasks that give choices away, by
+    choice.
     """
 
     attempt: Attempt
     session: RouterSession
-    ticket: Ticket | None
+    ticket: TransferRequest | None
     max_unconfirmed: int
     choices: set[int]
     began: float
@@ -47,12 +48,12 @@ class Running:
     received_bytes: int = 0
     confirmed: dict[SequenceKey, int] = field(default_factory=dict)
     beginning: asyncio.Task[None] | None = None
-    departures: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    outgoing_migrations: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
     def asked(self) -> tuple[str, Attempt]:
-        """The router that asked for it, by incarnation, and what for."""
-        return self.session.router_incarnation, self.attempt
+        """The router that asked for it, by instance id, and what for."""
+        return self.session.router_instance_id, self.attempt
 
     def may_leave(self, choice: int) -> bool:
         """Whether it runs here and could be given to another worker."""
@@ -72,23 +73,23 @@ class Beginner:
     def __init__(
         self,
         engine: EngineThread[DecodeScheduler],
-        collector: Collector,
+        receiver: KvReceiver,
         grammars: GrammarBook,
         *,
         handover_timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._collector = collector
+        self._receiver = receiver
         self._grammars = grammars
         self._handover_timeout_s = handover_timeout_s
 
     @property
     def holdings(self) -> dict[str, int]:
-        return self._collector.holdings
+        return self._receiver.holdings
 
     @property
     def probing(self) -> bool:
-        return self._collector.probing
+        return self._receiver.probing
 
     async def begin(self, running: Running) -> None:
         """Returns when the scheduler has the attempt for good. Raises BatonError."""
@@ -112,9 +113,9 @@ class Beginner:
         )
 
     async def _collect(
-        self, running: Running, ticket: Ticket, grammar: CompiledGrammar | None
+        self, running: Running, ticket: TransferRequest, grammar: CompiledGrammar | None
     ) -> Collected:
-        """Raises HandoverFailed when it takes too long, and what `Collector.collect` raises."""
+        """Raises HandoverFailed when it takes too long, and what `KvReceiver.collect` raises."""
         key = running.attempt.key
         extents: Extents = ()
 
@@ -138,7 +139,7 @@ class Beginner:
                 await asyncio.sleep(ROOM_POLL_S)
 
         async def unpack(first_position: int, count: int, payload: memoryview) -> None:
-            # What is reserved stays in its place, and ours, until the collector is done.
+            # What is reserved stays in its place, and ours, until the receiver is done.
             await self._engine.copy(
                 lambda runner: runner.unpack(extents, first_position, count, payload)
             )
@@ -146,14 +147,14 @@ class Beginner:
         remaining_s = running.attempt.remaining_s or DEFAULT_DEADLINE_S
         timeout_s = min(remaining_s, self._handover_timeout_s)
         try:
-            # The ticket's own deadline does not cover meeting the giver.
+            # The ticket's own deadline does not cover meeting the sender.
             async with asyncio.timeout(timeout_s):
-                return await self._collector.collect(
+                return await self._receiver.collect(
                     replace(ticket, deadline_s=timeout_s), reserve, unpack
                 )
         except TimeoutError:
             raise HandoverFailed("the hand-over took too long") from None
 
     async def close(self) -> None:
-        """Parts from all givers. What begins was ended before."""
-        await self._collector.close()
+        """Parts from all senders. What begins was ended before."""
+        await self._receiver.close()

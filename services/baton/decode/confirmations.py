@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from baton.core.attempt import SequenceKey
-from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import Unavailable
-from baton.core.loop import EngineLoop
+from baton.core.request.attempt import SequenceKey
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.loop import EngineLoop
 from baton.engine.thread import EngineThread
 
 

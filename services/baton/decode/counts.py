@@ -19,7 +19,7 @@ def count_kv(running: Running, cached_tokens: int, wait_s: float) -> None:
         CACHED.inc(cached_tokens)
         PREFILLED.inc(len(running.attempt.token_ids) - cached_tokens)
     else:
-        given = "moved" if running.ticket.giver.role == "decode" else "handover"
+        given = "moved" if running.ticket.sender.role == "decode" else "handover"
         source, stage = given if running.received_bytes else "cache", "kv_wait"
     KV_SOURCE.labels(source).inc()
     STAGE_TIME.labels(stage).observe(wait_s)

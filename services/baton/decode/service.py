@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
-from baton.core.decode_scheduler import DecodeScheduler
+from baton.core.admission.use_meter import UseMeter
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -27,22 +26,23 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.events import Event, Failed, Held, Tokens
-from baton.core.events import Started as KvReady
-from baton.core.handover_messages import HANDOVER_ID_BYTES
-from baton.core.load import TenantUse, WorkerState
-from baton.core.loop import EngineLoop
-from baton.core.use_meter import UseMeter
+from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from baton.core.routing.load import TenantUse, WorkerState
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.events import Event, Failed, Held, Tokens
+from baton.core.scheduler.events import Started as KvReady
+from baton.core.scheduler.loop import EngineLoop
 from baton.decode.attempt_trace import AttemptTrace
 from baton.decode.begin import Beginner, Running
 from baton.decode.confirmations import Confirmations
 from baton.decode.counts import DECODED, count_kv
-from baton.decode.departures import Departures
-from baton.decode.sessions import Failure, GivenAway, RouterSession, Started
+from baton.decode.outgoing_migrations import OutgoingMigrations
+from baton.decode.sessions import Failure, MigratedOut, RouterSession, Started
 from baton.engine.thread import EngineThread
-from baton.kv.collector import Ticket
 from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Tracer
+from baton.transfer.receiver import TransferRequest
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ class DecodeService:
         self,
         engine: EngineThread[DecodeScheduler],
         beginner: Beginner,
-        departures: Departures,
+        outgoing_migrations: OutgoingMigrations,
         *,
         resume_window_s: float,
         tracer: Tracer = OFF,
     ) -> None:
         self._engine = engine
         self._beginner = beginner
-        self._departures = departures
+        self._outgoing_migrations = outgoing_migrations
         self._resume_window_s = resume_window_s
         self._tracer = tracer
         self._running: dict[AttemptKey, Running] = {}
@@ -93,39 +93,43 @@ class DecodeService:
 
     @property
     def holdings(self) -> dict[str, int]:
-        """What is held here for attempts besides blocks and slots, by kind."""
-        return {**self._beginner.holdings, **self._departures.holdings, "tasks": len(self._tasks)}
+        """What is held here for attempts besides blocks and buffers, by kind."""
+        return {
+            **self._beginner.holdings,
+            **self._outgoing_migrations.holdings,
+            "tasks": len(self._tasks),
+        }
 
     @property
     def probing(self) -> bool:
-        return self._beginner.probing or self._departures.probing
+        return self._beginner.probing or self._outgoing_migrations.probing
 
-    def use_through(self, router_incarnation: str) -> tuple[TenantUse, ...]:
+    def use_through(self, router_instance_id: str) -> tuple[TenantUse, ...]:
         """What tenants use here through other routers than this one."""
-        return self._meter.others(router_incarnation, (r.asked for r in self._running.values()))
+        return self._meter.others(router_instance_id, (r.asked for r in self._running.values()))
 
     @property
     def num_sessions(self) -> int:
         """Routers with a stream, or with one that broke a moment ago."""
         return len(self._sessions)
 
-    def session(self, router_incarnation: str) -> RouterSession:
+    def session(self, router_instance_id: str) -> RouterSession:
         """The router's session, new or the one that a broken stream left behind.
 
         Raises Overloaded.
         """
-        session = self._sessions.get(router_incarnation)
+        session = self._sessions.get(router_instance_id)
         if session is None:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise Overloaded("too many routers are connected to this decode worker")
-            session = self._sessions[router_incarnation] = RouterSession(router_incarnation)
+            session = self._sessions[router_instance_id] = RouterSession(router_instance_id)
         return session
 
     def start(
         self,
         session: RouterSession,
         attempt: Attempt,
-        ticket: Ticket | None,
+        ticket: TransferRequest | None,
         max_unconfirmed: int,
     ) -> None:
         """Begins an attempt. Without a ticket its input is prefilled here.
@@ -165,7 +169,7 @@ class DecodeService:
         session: RouterSession,
         key: SequenceKey,
         handover_id: bytes,
-        collector_incarnation: str,
+        receiver_instance_id: str,
     ) -> None:
         """Gives a running sequence to another decode worker, with its KV; or says that it stays.
 
@@ -175,10 +179,10 @@ class DecodeService:
         known = running is not None and running.session is session
         possible = known and len(handover_id) == HANDOVER_ID_BYTES
         if running is None or not possible or not running.may_leave(key.choice):
-            session.given_away(GivenAway(key, handover_id, None))
-        elif key.choice not in running.departures:
-            running.departures[key.choice] = self._run(
-                self._depart(running, key, handover_id, collector_incarnation)
+            session.migrated_out(MigratedOut(key, handover_id, None))
+        elif key.choice not in running.outgoing_migrations:
+            running.outgoing_migrations[key.choice] = self._run(
+                self._depart(running, key, handover_id, receiver_instance_id)
             )
 
     def confirm(self, session: RouterSession, positions: Mapping[SequenceKey, int]) -> None:
@@ -214,7 +218,7 @@ class DecodeService:
                     if (running := self._running.get(key)) is not None:
                         self._kv_ready(running, event)
                 case Held():
-                    self._departures.held(event)
+                    self._outgoing_migrations.held(event)
                 case Failed(key, choices, error):
                     self._failed(key, choices, error)
                 case _:
@@ -234,7 +238,7 @@ class DecodeService:
         self._sweeping.cancel()
         await asyncio.wait({self._sweeping, *self._tasks})
         await self._confirmations.close()
-        await self._departures.close()
+        await self._outgoing_migrations.close()
         await self._beginner.close()
 
     def _refusal(self, known: Running | None) -> BatonError | None:
@@ -260,25 +264,25 @@ class DecodeService:
             self._failed(key, (), Internal("the decode worker could not start this attempt"))
 
     async def _depart(
-        self, running: Running, key: SequenceKey, handover_id: bytes, collector_incarnation: str
+        self, running: Running, key: SequenceKey, handover_id: bytes, receiver_instance_id: str
     ) -> None:
         """Owns a choice from the wish that it leaves until its hand-over has ended."""
         session, whole = running.session, AttemptKey(key.request_id, key.attempt)
         about = named(key.request_id, running.trace.trace_id)
 
         def say(position: int | None) -> None:
-            session.given_away(GivenAway(key, handover_id, position))
+            session.migrated_out(MigratedOut(key, handover_id, position))
 
         try:
-            held = await self._departures.hold(key)
+            held = await self._outgoing_migrations.hold(key)
             if held is None:
-                del running.departures[key.choice]
+                del running.outgoing_migrations[key.choice]
                 say(None)
                 return
             position = held.newest.position + 1
             with running.trace.giving():
-                await self._departures.give(
-                    held, handover_id, collector_incarnation, lambda: say(position), about
+                await self._outgoing_migrations.give(
+                    held, handover_id, receiver_instance_id, lambda: say(position), about
                 )
         except BatonError as error:
             self._free(whole, key.choice)
@@ -366,7 +370,7 @@ class DecodeService:
         """These choices are no more; nor is any task that was giving them away."""
         running.choices.difference_update(choices)
         for choice in choices:
-            task = running.departures.pop(choice, None)
+            task = running.outgoing_migrations.pop(choice, None)
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
@@ -382,7 +386,7 @@ class DecodeService:
 
     def _drop(self, session: RouterSession, error: BatonError) -> None:
         """Ends a router's attempts and forgets it."""
-        self._sessions.pop(session.router_incarnation, None)
+        self._sessions.pop(session.router_instance_id, None)
         for running in [r for r in self._running.values() if r.session is session]:
             self._failed(running.attempt.key, (), error)
         session.cut()

@@ -9,15 +9,14 @@ from typing import Any
 
 import grpc
 
-from baton.core.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unavailable
-from baton.core.handover_messages import HANDOVER_ID_BYTES
-from baton.core.model import WorkerIdentity
-from baton.core.trace_context import TraceContext
+from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.observe.trace_context import TraceContext
+from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.request.model import WorkerIdentity
 from baton.decode.service import DecodeService
 from baton.decode.sessions import Failure, Frame, RouterSession, Stream
 from baton.engine.thread import EngineThread
-from baton.kv.collector import Ticket
 from baton.rpc.convert import (
     attempt_from_proto,
     choice_tokens_to_proto,
@@ -27,6 +26,7 @@ from baton.rpc.convert import (
     prompt_logprobs_to_proto,
 )
 from baton.rpc.logs import named
+from baton.transfer.receiver import TransferRequest
 from baton.v1 import decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ Context = grpc.aio.ServicerContext[decode_pb2.SessionRequest, decode_pb2.Session
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Serves `baton.v1.Decode` of one incarnation."""
+    """Serves `baton.v1.Decode` of one instance id."""
 
     def __init__(
         self, service: DecodeService, engine: EngineThread[Any], identity: WorkerIdentity
@@ -78,11 +78,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidArgument("the first message must be a hello", field="message")
         hello = first.hello
-        if hello.decode_incarnation not in ("", self._identity.incarnation):
+        if hello.decode_instance_id not in ("", self._identity.instance_id):
             raise Unavailable("this address now belongs to a newer decode worker")
-        if not hello.router.incarnation:
-            raise InvalidArgument("must not be empty", field="hello.router.incarnation")
-        session = self._service.session(hello.router.incarnation)
+        if not hello.router.instance_id:
+            raise InvalidArgument("must not be empty", field="hello.router.instance_id")
+        session = self._service.session(hello.router.instance_id)
         lost = self._service.resume(session, _positions(hello.resume))
         welcome = decode_pb2.SessionWelcome(
             decode=identity_to_proto(self._identity),
@@ -136,7 +136,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def _hand_over(self, session: RouterSession, wish: decode_pb2.HandOverSequence) -> None:
         key = SequenceKey(wish.request_id, wish.choice, wish.attempt)
-        self._service.hand_over(session, key, wish.handover_id, wish.collector_incarnation)
+        self._service.hand_over(session, key, wish.handover_id, wish.receiver_instance_id)
 
     def _heartbeat(self) -> decode_pb2.SessionResponse:
         return decode_pb2.SessionResponse(
@@ -180,20 +180,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         handover_id=given.handover_id,
                         position=given.position,
                     )
-                    for given in frame.given_away
+                    for given in frame.migrated_out
                 ],
             )
         )
 
 
-def _ticket(start: decode_pb2.StartSequence, attempt: Attempt) -> Ticket | None:
+def _ticket(start: decode_pb2.StartSequence, attempt: Attempt) -> TransferRequest | None:
     if not start.HasField("source"):
         return None
     if len(start.source.handover_id) != HANDOVER_ID_BYTES:
         raise InvalidArgument("must be 16 bytes", field="source.handover_id")
-    return Ticket(
+    return TransferRequest(
         handover_id=start.source.handover_id,
-        giver=identity_from_proto(start.source.giver),
+        sender=identity_from_proto(start.source.sender),
         num_positions=len(attempt.token_ids),
         about=named(attempt.request_id, TraceContext(attempt.traceparent).trace_id),
     )

@@ -1,6 +1,6 @@
 """What each router is owed: tokens of its sequences, grouped into StepFrames; knows no gRPC.
 
-A session belongs to a router's incarnation and outlives its stream by the resume window. Tokens of
+A session belongs to a router's instance id and outlives its stream by the resume window. Tokens of
 a sequence are kept until the router lets go of it (cancel), or for the window after its end went
 out, so that a new stream can go on from any position. Whatever is not sent yet waits here, merged
 per sequence: a slow stream makes larger frames, never a longer queue.
@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from baton.core.attempt import AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import BatonError
-from baton.core.prompt_logprobs import PromptLogprobs
-from baton.core.request import FinishReason
+from baton.core.request.attempt import AttemptKey, ChoiceTokens, Logprobs, SequenceKey
+from baton.core.request.prompt_logprobs import PromptLogprobs
+from baton.core.request.request import FinishReason
 
 MAX_SCORED = 8
 """Attempts with prompts' log-probabilities that are told in one message: each may be megabytes. The
@@ -31,7 +31,7 @@ others' tokens wait as well, because they come after."""
 class SequenceLog:
     """All tokens of one sequence that this worker made, and how many of them went out.
 
-    end_sent_at: when the end of the sequence last went out. given_away: set when it made its last
+    end_sent_at: when the end of the sequence last went out. migrated_out: set when it made its last
     token here and another worker is to go on with it; the log then lives as long as the hand-over.
     """
 
@@ -43,7 +43,7 @@ class SequenceLog:
     stop_token_id: int | None = None
     sent: int = 0
     end_sent_at: float | None = None
-    given_away: GivenAway | None = None
+    migrated_out: MigratedOut | None = None
 
     def append(self, tokens: ChoiceTokens) -> None:
         self.token_ids.extend(tokens.token_ids)
@@ -89,7 +89,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenAway:
+class MigratedOut:
     """Answer to the wish that a sequence be handed over. position: how many output tokens it has,
     or None when it stays here."""
 
@@ -105,7 +105,7 @@ class Frame:
     tokens: list[ChoiceTokens] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
-    given_away: list[GivenAway] = field(default_factory=list)
+    migrated_out: list[MigratedOut] = field(default_factory=list)
 
 
 class Stream:
@@ -113,15 +113,15 @@ class Stream:
 
 
 class RouterSession:
-    """One router incarnation's sequences on this worker.
+    """One router instance id's sequences on this worker.
 
     broken_at: when its last stream ended, None while there is one. busy_since: when the newest
     stream took a frame that it is still writing, None while it asks for more. Readings of the
     monotonic clock.
     """
 
-    def __init__(self, router_incarnation: str) -> None:
-        self.router_incarnation = router_incarnation
+    def __init__(self, router_instance_id: str) -> None:
+        self.router_instance_id = router_instance_id
         self.stream: Stream | None = None
         self.broken_at: float | None = None
         self.busy_since: float | None = None
@@ -129,7 +129,7 @@ class RouterSession:
         self._dirty: dict[SequenceKey, None] = {}
         self._failures: list[Failure] = []
         self._started: list[Started] = []
-        self._kept: list[GivenAway] = []
+        self._kept: list[MigratedOut] = []
         self._wake = asyncio.Event()
 
     @property
@@ -183,13 +183,13 @@ class RouterSession:
         self._started.append(started)
         self._wake.set()
 
-    def given_away(self, given: GivenAway) -> None:
+    def migrated_out(self, given: MigratedOut) -> None:
         """A sequence's KV is on offer, behind all its tokens; or it stays."""
         log = self._logs.get(given.key)
         if given.position is None:
             self._kept.append(given)
         elif log is not None:
-            log.given_away = given
+            log.migrated_out = given
             self._dirty[given.key] = None
         self._wake.set()
 
@@ -208,13 +208,13 @@ class RouterSession:
         """
         lost = [key for key in positions if key not in self._logs]
         unwanted = self._logs.keys() - positions.keys()
-        dropped = [key for key in unwanted if self._logs[key].given_away is None]
+        dropped = [key for key in unwanted if self._logs[key].migrated_out is None]
         for key in dropped:
             self.forget(key)
         for key in self._logs.keys() & positions.keys():
             log = self._logs[key]
             log.sent = min(max(positions[key] - log.position, 0), len(log.token_ids))
-            if log.sent < len(log.token_ids) or log.given_away is not None:
+            if log.sent < len(log.token_ids) or log.migrated_out is not None:
                 self._dirty[key] = None
         return lost, dropped
 
@@ -245,7 +245,7 @@ class RouterSession:
         if self.stream is not stream or not self.has_news:
             return None
         self.busy_since = now = time.monotonic()
-        frame = Frame(failures=self._failures, started=self._started, given_away=self._kept)
+        frame = Frame(failures=self._failures, started=self._started, migrated_out=self._kept)
         self._failures, self._started, self._kept = [], [], []
         dirty, self._dirty = self._dirty, {}
         if _num_scored(frame.started) > MAX_SCORED:
@@ -259,8 +259,8 @@ class RouterSession:
             tokens = log.take_unsent(now)
             if tokens is not None:
                 frame.tokens.append(tokens)
-            if log.given_away is not None:
-                frame.given_away.append(log.given_away)
+            if log.migrated_out is not None:
+                frame.migrated_out.append(log.migrated_out)
         return frame
 
 

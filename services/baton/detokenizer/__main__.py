@@ -9,8 +9,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.detokenizer.config import DetokenizerConfig
 from baton.detokenizer.servicer import DetokenizerServicer
 from baton.detokenizer.vocabulary import Vocabulary
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 async def serve(options: DetokenizerConfig) -> int:
     """Returns the exit code."""
-    incarnation = lifecycle.new_incarnation()
-    logs.setup(ROLE, options.log_level, options.log_json, incarnation=incarnation)
+    instance_id = lifecycle.new_instance_id()
+    logs.setup(ROLE, options.log_level, options.log_json, instance_id=instance_id)
     log.info("%s", config.describe(options))
     metrics.tell_role(ROLE)
     probes = options.probes()
     await probes.open()
     probes.startup.enter("tokenizer")
     folder = Path(options.model)
-    tracer = options.tracer(ROLE, incarnation)
+    tracer = options.tracer(ROLE, instance_id)
     servicer = DetokenizerServicer(
         await asyncio.to_thread(Vocabulary.load, folder),
         max_texts=options.max_texts,
@@ -46,7 +46,7 @@ async def serve(options: DetokenizerConfig) -> int:
     address = ""
 
     def describe() -> WorkerDescription:
-        identity = WorkerIdentity(ROLE, incarnation, options.advertise or address)
+        identity = WorkerIdentity(ROLE, instance_id, options.advertise or address)
         return WorkerDescription(identity, model)
 
     def load() -> WorkerLoad:

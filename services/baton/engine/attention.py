@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface
 
 from baton.core.errors import Internal
-from baton.core.plan import Chunk
+from baton.core.scheduler.plan import Chunk
 from baton.engine.inputs import StepInputs
 from baton.engine.kernels import Kernel, merge
 from baton.engine.kv_cache import KvCache

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from baton.core.model import KvLayout
-from baton.core.plan import BlockCopy, Extents, StepPlan
+from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import BlockCopy, Extents, StepPlan
 from baton.engine.attention import AttentionContext, PagedAttention
 from baton.engine.inputs import build_inputs
 from baton.engine.kv_cache import KvCache

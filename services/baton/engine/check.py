@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baton.core.errors import Internal
-from baton.core.plan import PENDING, BlockSwap, Extents, StepPlan
+from baton.core.scheduler.plan import PENDING, BlockSwap, Extents, StepPlan
 
 
 def check_plan(

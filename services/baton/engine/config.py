@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from baton.core.errors import InvalidArgument
-from baton.core.model import DTYPE_BYTES
+from baton.core.request.model import DTYPE_BYTES
 
 TILE = 16
 """Positions that attention handles together; a block holds whole tiles."""

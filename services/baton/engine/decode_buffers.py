@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from baton.core.errors import Internal
-from baton.core.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.step_builder import BlockTables
 from baton.engine.step_tensors import Counts, StepTensors, host_buffer
 

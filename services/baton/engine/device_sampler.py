@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.core.attempt import Logprobs
-from baton.core.plan import SampledToken, SampleRow, StepPlan, StepResult
+from baton.core.request.attempt import Logprobs
+from baton.core.scheduler.plan import SampledToken, SampleRow, StepPlan, StepResult
 from baton.engine.last_tokens import LastTokens
 from baton.engine.prompt_scores import StepScores, drawn_rows
 from baton.engine.random import uniform

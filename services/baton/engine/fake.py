@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from baton.core.attempt import Logprobs
 from baton.core.errors import Internal
-from baton.core.model import DTYPE_BYTES, KvLayout, ModelDescription
-from baton.core.plan import (
+from baton.core.request.attempt import Logprobs
+from baton.core.request.model import DTYPE_BYTES, KvLayout, ModelDescription
+from baton.core.request.prompt_logprobs import packed
+from baton.core.scheduler.plan import (
     PENDING,
     Chunk,
     Extents,
@@ -30,7 +31,6 @@ from baton.core.plan import (
     StepPlan,
     StepResult,
 )
-from baton.core.prompt_logprobs import packed
 from baton.engine.check import check_extents, check_plan
 from baton.engine.fake_memory import KEY_SIZE, VALUE_SIZE, FakeMemory
 from baton.engine.moved import Moved, owners

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.core.plan import BlockCopy, BlockSwap, Extents
+from baton.core.scheduler.plan import BlockCopy, BlockSwap, Extents
 from baton.engine.spans import spans
 
 KEY_SIZE = 8

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from baton.core.blocks import blocks_for
-from baton.core.plan import Chunk, SampleRow, Scored, StepPlan
-from baton.core.prompt_logprobs import SCORED_POSITIONS
-from baton.core.request import SamplingParams
+from baton.core.kvcache.blocks import blocks_for
+from baton.core.request.prompt_logprobs import SCORED_POSITIONS
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.experts import are_known_experts
 from baton.engine.int8 import worth_quantizing

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from baton.core.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.backend import DecodeBuffers, ForwardPass
 from baton.engine.last_tokens import LastTokens
 from baton.engine.transfer import upload

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.core.plan import Chunk, Extents, StepPlan
+from baton.core.scheduler.plan import Chunk, Extents, StepPlan
 from baton.engine.config import TILE
 from baton.engine.spans import spans
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.core.errors import Internal
-from baton.core.plan import PENDING, StepPlan
+from baton.core.scheduler.plan import PENDING, StepPlan
 from baton.engine.transfer import upload
 
 CAPACITY = 16384

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from baton.core.errors import InvalidArgument
-from baton.core.model import ModelDescription
+from baton.core.request.model import ModelDescription
 from baton.engine.attention import INTERFACE
 from baton.engine.config import EngineConfig
 from baton.engine.digest import fetched_digest, model_digest

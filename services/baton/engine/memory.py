@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.core.blocks import blocks_for
 from baton.core.errors import InvalidArgument
-from baton.core.model import DTYPE_BYTES, KvLayout
+from baton.core.kvcache.blocks import blocks_for
+from baton.core.request.model import DTYPE_BYTES, KvLayout
 from baton.engine.config import MIB, EngineConfig
 
 _LEAST_POSITIONS = 128

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from baton.core.plan import BlockSwap, StepPlan, StepResult
+from baton.core.scheduler.plan import BlockSwap, StepPlan, StepResult
 
 LOST = "its KV could not be read back from swap memory"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.errors import Internal
-from baton.core.model import KvLayout
+from baton.core.request.model import KvLayout
 from baton.engine.attention import LayerArguments
 from baton.engine.guards import UnsupportedModel
 from baton.engine.loader import LoadedModel, run_network

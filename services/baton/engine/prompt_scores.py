@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from baton.core.plan import Chunk, ScoredTokens, StepPlan
-from baton.core.prompt_logprobs import packed
+from baton.core.request.prompt_logprobs import packed
+from baton.core.scheduler.plan import Chunk, ScoredTokens, StepPlan
 from baton.engine.transfer import Download, upload
 
 _ROWS_TOGETHER = {"cpu": 1, "cuda": 64}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.core.plan import Chunk
+from baton.core.scheduler.plan import Chunk
 from baton.engine.config import TILE
 from baton.engine.kv_cache import KvCache
 from baton.engine.masks import MaskBank

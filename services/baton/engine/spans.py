@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.core.plan import Extents
+from baton.core.scheduler.plan import Extents
 
 
 def spans(

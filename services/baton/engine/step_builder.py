@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from baton.core.plan import Chunk, Extents, StepPlan
+from baton.core.scheduler.plan import Chunk, Extents, StepPlan
 from baton.engine.block_cache import block_ids, places_of
 from baton.engine.step_tensors import Counts, StepTensors, host_buffer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from baton.core.step_time import StepTimes
+from baton.core.scheduler.step_time import StepTimes
 
 
 class StepWatch:

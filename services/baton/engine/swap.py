@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from baton.core.errors import InvalidArgument
-from baton.core.plan import BlockSwap, StepPlan
+from baton.core.scheduler.plan import BlockSwap, StepPlan
 from baton.engine.moved import Moved, joined, owners
 from baton.engine.swap_stores import FileStore, HostStore, Run, WholeBlocks, settle
 

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from baton.core.errors import Overloaded, Unavailable
-from baton.core.events import Event
-from baton.core.loop import EngineLoop, SchedulerT
-from baton.core.plan import StepPlan
-from baton.core.ports import ModelRunner
-from baton.core.scheduling import Load
+from baton.core.scheduler.events import Event
+from baton.core.scheduler.loop import EngineLoop, SchedulerT
+from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.scheduler import Load
 from baton.engine.copying import CopyThread, to_end
 from baton.engine.step_watch import StepWatch
 

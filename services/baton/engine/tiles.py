@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.core.plan import Chunk
+from baton.core.scheduler.plan import Chunk
 from baton.engine.config import TILE
 
 LOOSE = 32

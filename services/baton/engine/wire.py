@@ -1,5 +1,5 @@
-"""A parcel's payload as tensors, and its numbers' way from the type they are kept in to the wire's
-and back; knows its layout, not where KV is stored.
+"""A KV chunk's payload as tensors, and its numbers' way from the type they are kept in to the
+wire's and back; knows its layout, not where KV is stored.
 
 The layout is position-major, [layer][k, v][position][head][element], whatever the memory's is.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from baton.core.errors import Internal
-from baton.core.model import KvLayout
+from baton.core.request.model import KvLayout
 
 DTYPES = {
     "float32": torch.float32,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from baton.core.block_pool import BlockPool
-from baton.core.ports import ModelRunner
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.scheduling import first_come, shortest_remaining
-from baton.kv.giver import Giver
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.scheduler import first_come, shortest_remaining
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService
 from baton.prefill.servicer import PrefillServicer
@@ -16,6 +15,7 @@ from baton.rpc.config import load
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
+from baton.transfer.sender import KvSender
 from baton.v1 import handover_pb2_grpc, prefill_pb2_grpc
 from baton.worker.process import Parts, run_worker
 
@@ -36,16 +36,16 @@ def main() -> int:
         return PrefillScheduler(pool, policy, runner.model)
 
     def service(parts: Parts) -> tuple[PrefillService, list[Service]]:
-        giver = Giver(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)
+        sender = KvSender(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)
         made = PrefillService(
             parts.engine,
-            giver,
+            sender,
             parts.grammars,
             handover_timeout_s=config.handover_timeout_s,
             tracer=parts.tracer,
         )
-        handover = HandoverServicer(giver)
-        servicer = PrefillServicer(made, parts.identity.incarnation)
+        handover = HandoverServicer(sender)
+        servicer = PrefillServicer(made, parts.identity.instance_id)
         return made, [
             Service(
                 "baton.v1.Prefill",
@@ -57,7 +57,7 @@ def main() -> int:
             ),
         ]
 
-    return run(run_worker("prefill", "giver", config, scheduler, service))
+    return run(run_worker("prefill", "sender", config, scheduler, service))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from baton.core.attempt import Attempt, AttemptKey
+from baton.core.admission.use_meter import UseMeter
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -26,22 +26,22 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
-from baton.core.load import TenantUse, WorkerState
-from baton.core.loop import EngineLoop
-from baton.core.plan import Extents
-from baton.core.ports import CompiledGrammar
-from baton.core.prefill_scheduler import PrefillScheduler
-from baton.core.trace_context import TraceContext
-from baton.core.use_meter import UseMeter
+from baton.core.observe.trace_context import TraceContext
+from baton.core.request.attempt import Attempt, AttemptKey
+from baton.core.routing.load import TenantUse, WorkerState
+from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import Extents
+from baton.core.scheduler.ports import CompiledGrammar
+from baton.core.scheduler.prefill import PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.kv.giver import Giver, Offer
-from baton.prefill.collectors import LiveCollectors
+from baton.prefill.receivers import LiveReceivers
 from baton.rpc import metrics
 from baton.rpc import trace_names as names
 from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type, now
+from baton.transfer.sender import KvSender, PendingTransfer
 
 PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
 CACHED = metrics.counter(metrics.CACHED_TOKENS)
@@ -54,7 +54,7 @@ MAX_CALLED_OFF = 1024
 
 @dataclass(slots=True)
 class Job:
-    """One attempt here. router: the incarnation that asked. first: resolves with token 0. offer:
+    """One attempt here. router: the instance id that asked. first: resolves with token 0. offer:
     None when nothing is given (any more).
 
     extents: where its KV lies. packing: whether some of it is being copied. over: it has ended; its
@@ -66,7 +66,7 @@ class Job:
     router: str
     first: asyncio.Future[FirstTokens]
     span: Span
-    offer: Offer | None = None
+    offer: PendingTransfer | None = None
     extents: Extents = ()
     packing: bool = False
     over: bool = False
@@ -82,18 +82,18 @@ class PrefillService:
     def __init__(
         self,
         engine: EngineThread[PrefillScheduler],
-        giver: Giver,
+        sender: KvSender,
         grammars: GrammarBook,
         *,
         handover_timeout_s: float,
         tracer: Tracer = OFF,
     ) -> None:
         self._engine = engine
-        self._giver = giver
+        self._sender = sender
         self._grammars = grammars
         self._handover_timeout_s = handover_timeout_s
         self._tracer = tracer
-        self._collectors = LiveCollectors()
+        self._receivers = LiveReceivers()
         self._meter = UseMeter()
         self._jobs: dict[AttemptKey, Job] = {}
         self._called_off: OrderedDict[AttemptKey, None] = OrderedDict()
@@ -115,23 +115,23 @@ class PrefillService:
 
     @property
     def holdings(self) -> dict[str, int]:
-        """What is held here for attempts besides blocks and slots, by kind."""
-        return {**self._giver.holdings, "tasks": len(self._watchers)}
+        """What is held here for attempts besides blocks and buffers, by kind."""
+        return {**self._sender.holdings, "tasks": len(self._watchers)}
 
     @property
     def probing(self) -> bool:
-        return self._giver.probing
+        return self._sender.probing
 
-    def use_through(self, router_incarnation: str) -> tuple[TenantUse, ...]:
+    def use_through(self, router_instance_id: str) -> tuple[TenantUse, ...]:
         """What tenants use here through other routers than this one, in requests of which no
         decode worker knows."""
         here = ((job.router, job.attempt) for job in self._jobs.values() if job.offer is None)
-        return self._meter.others(router_incarnation, here)
+        return self._meter.others(router_instance_id, here)
 
     async def run(
-        self, attempt: Attempt, handover_id: bytes, decode_incarnation: str, router: str = ""
+        self, attempt: Attempt, handover_id: bytes, decode_instance_id: str, router: str = ""
     ) -> FirstTokens:
-        """Computes the input's KV and token 0 of every choice, for the router of an incarnation.
+        """Computes the input's KV and token 0 of every choice, for the router of an instance id.
 
         With a handover_id the KV then stays until it is collected or its deadline passes. Raises
         Unavailable when draining, InvalidArgument, Overloaded, DeadlineExceeded, Cancelled.
@@ -147,17 +147,17 @@ class PrefillService:
         span = self._tracer.go_on(names.PREFILL_RUN, parent=TraceContext(attempt.traceparent))
         with ending(span):
             job = Job(attempt, router, asyncio.get_running_loop().create_future(), span)
-            return await self._run(job, handover_id, decode_incarnation)
+            return await self._run(job, handover_id, decode_instance_id)
 
-    async def _run(self, job: Job, handover_id: bytes, decode_incarnation: str) -> FirstTokens:
+    async def _run(self, job: Job, handover_id: bytes, decode_instance_id: str) -> FirstTokens:
         attempt, router = job.attempt, job.router
         self._jobs[attempt.key] = job
         try:
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
                 if handover_id:
-                    self._offer(job, handover_id, decode_incarnation)
+                    self._offer(job, handover_id, decode_instance_id)
                 grammar = await self._grammars.compiled(attempt.grammar)
-                await self._queue(attempt, bool(handover_id), decode_incarnation, grammar)
+                await self._queue(attempt, bool(handover_id), decode_instance_id, grammar)
                 first = await asyncio.shield(job.first)
         except TimeoutError:
             error = DeadlineExceeded("the request ran out of time in prefill")
@@ -212,7 +212,7 @@ class PrefillService:
         self._draining = True
         for job in list(self._jobs.values()):
             self._finish(job, Unavailable("this prefill worker is leaving"))
-        await self._giver.close()
+        await self._sender.close()
         watchers = list(self._watchers)
         for watcher in watchers:
             watcher.cancel()
@@ -250,19 +250,19 @@ class PrefillService:
         job.counted = num_positions
 
     async def _queue(
-        self, attempt: Attempt, keep: bool, collector: str, grammar: CompiledGrammar | None
+        self, attempt: Attempt, keep: bool, receiver: str, grammar: CompiledGrammar | None
     ) -> None:
         now = time.monotonic()
-        live = self._collectors.saw(collector, now) if keep else None
+        live = self._receivers.saw(receiver, now) if keep else None
 
         def add(loop: EngineLoop[PrefillScheduler]) -> None:
             if live is not None:
-                loop.scheduler.live_collectors = live
-            loop.scheduler.add(attempt, now, keep=keep, collector=collector, grammar=grammar)
+                loop.scheduler.live_receivers = live
+            loop.scheduler.add(attempt, now, keep=keep, receiver=receiver, grammar=grammar)
 
         await self._engine.call(add)
 
-    def _offer(self, job: Job, handover_id: bytes, decode_incarnation: str) -> None:
+    def _offer(self, job: Job, handover_id: bytes, decode_instance_id: str) -> None:
         key = job.attempt.key
 
         async def pack(first_position: int, count: int, out: memoryview) -> None:
@@ -278,9 +278,9 @@ class PrefillService:
                 if job.over:
                     self._give_back(job)
 
-        offer = self._giver.offer(
+        offer = self._sender.offer(
             handover_id,
-            collector_incarnation=decode_incarnation,
+            receiver_instance_id=decode_instance_id,
             num_positions=len(job.attempt.token_ids),
             pack=pack,
             deadline_s=min(job.attempt.remaining_s or DEFAULT_DEADLINE_S, self._handover_timeout_s),
@@ -292,7 +292,7 @@ class PrefillService:
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    async def _watch(self, job: Job, offer: Offer) -> None:
+    async def _watch(self, job: Job, offer: PendingTransfer) -> None:
         """The KV is needed until the hand-over ends, however it ends."""
         with ending(job.span.child(names.GIVE)) as giving:
             outcome = await offer.wait()
@@ -303,7 +303,7 @@ class PrefillService:
         key = job.attempt.key
 
         def unpin(loop: EngineLoop[PrefillScheduler]) -> None:
-            # One that waits for its collector's share of the pool does not count against it now.
+            # One that waits for its receiver's share of the pool does not count against it now.
             loop.scheduler.grant(key)
             loop.scheduler.release(key)
 

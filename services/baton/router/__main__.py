@@ -7,27 +7,28 @@ import json
 import logging
 import sys
 
-from baton.core.model import WorkerIdentity
-from baton.router import aliases, one_core, pacing
+from baton.core.request.model import WorkerIdentity
+from baton.router import one_core
+from baton.router.api.exposure import warnings
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.limits import HttpLimits
+from baton.router.api.http.playground import playground_routes
+from baton.router.api.http.server import serve_http
+from baton.router.api.keys import Door, KeyedDoor, OpenDoor
+from baton.router.api.vllm.optional import engine_service
 from baton.router.config import RouterConfig
-from baton.router.exposure import warnings
-from baton.router.fleet import Fleet
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.limits import HttpLimits
-from baton.router.http.playground import playground_routes
-from baton.router.http.server import serve_http
-from baton.router.keys import Door, KeyedDoor, OpenDoor
 from baton.router.leaving import Leaving
-from baton.router.metrics import RouterMetrics
-from baton.router.mover import Mover
-from baton.router.pipeline import Pipeline
-from baton.router.replicas import Replicas
-from baton.router.servicer import InferenceServicer
-from baton.router.sources import discovery_of
-from baton.router.usage_log import UsageLog
-from baton.router.vllm.optional import engine_service
+from baton.router.observe import aliases, pacing
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.usage_log import UsageLog
+from baton.router.request.migrator import Migrator
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.fleet import Fleet
+from baton.router.workers.replicas import Replicas
+from baton.router.workers.sources import discovery_of
 from baton.rpc import config as configuration
 from baton.rpc import garbage, lifecycle, logs
 from baton.rpc.address import is_loopback, split
@@ -46,8 +47,8 @@ READINESS_S = 1.0
 
 async def serve(config: RouterConfig) -> int:
     """Runs until SIGTERM, then drains. Returns the exit code."""
-    identity = WorkerIdentity("router", lifecycle.new_incarnation(), config.grpc_listen)
-    logs.setup("router", config.log_level, config.log_json, incarnation=identity.incarnation)
+    identity = WorkerIdentity("router", lifecycle.new_instance_id(), config.grpc_listen)
+    logs.setup("router", config.log_level, config.log_json, instance_id=identity.instance_id)
     log.info("configuration: %s", configuration.describe(config))
     tell_role("router")
     probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
@@ -68,8 +69,8 @@ async def serve(config: RouterConfig) -> int:
     channels = Channels(config.certificates(), token=config.peer_token)
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
     metrics = RouterMetrics(gen_ai=config.gen_ai_metrics, vllm=config.vllm_aliases)
-    tracer = config.tracer("router", identity.incarnation)
-    usage = UsageLog(config.usage_log, identity.incarnation) if config.usage_log else None
+    tracer = config.tracer("router", identity.instance_id)
+    usage = UsageLog(config.usage_log, identity.instance_id) if config.usage_log else None
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage)
     services = [InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service()]
     if config.vllm_engine:
@@ -126,7 +127,7 @@ async def serve(config: RouterConfig) -> int:
             fleet.start()
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
-                asyncio.create_task(Mover(fleet, metrics).run()),
+                asyncio.create_task(Migrator(fleet, metrics).run()),
                 asyncio.create_task(door.run()),
                 asyncio.create_task(replicas.run()),
                 asyncio.create_task(pacing.keep(pipeline.pace)),

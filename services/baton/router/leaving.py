@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 
+from baton.router.api.http.server import HttpServer
 from baton.router.config import RouterConfig
-from baton.router.http.server import HttpServer
-from baton.router.pipeline import Pipeline
+from baton.router.request.pipeline import Pipeline
 from baton.rpc.server import ProcessServer
 
 

@@ -6,7 +6,7 @@ autoscalers that were made for vLLM. There is no `vllm:lora_requests_info`: ther
 
 from __future__ import annotations
 
-from baton.core.timings import BOUNDS_S
+from baton.core.observe.timings import BOUNDS_S
 from baton.rpc.metrics import Spec
 
 RUNNING = Spec("vllm:num_requests_running", "Requests that are being computed.", ("model_name",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.core.request import ChatPrompt, Message, Tool, ToolCall, ToolUse
+from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall, ToolUse
 from baton.v1 import tokenizer_pb2, types_pb2
 
 

@@ -12,12 +12,12 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from baton.core.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.errors import BatonError, InvalidArgument, Reason, from_reason
-from baton.core.grammar import Grammar, GrammarKind
-from baton.core.model import AnswerFormat, KvLayout, ModelDescription, WorkerIdentity
-from baton.core.prompt_logprobs import PromptLogprobs
-from baton.core.request import FinishReason, SamplingParams, StopParams
+from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
+from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.model import AnswerFormat, KvLayout, ModelDescription, WorkerIdentity
+from baton.core.request.prompt_logprobs import PromptLogprobs
+from baton.core.request.request import FinishReason, SamplingParams, StopParams
 from baton.v1 import types_pb2 as pb
 
 _UINT32_MAX = 2**32 - 1
@@ -67,12 +67,12 @@ def token_ids_from_bytes(data: bytes, field: str) -> tuple[int, ...]:
 
 def identity_to_proto(identity: WorkerIdentity) -> pb.WorkerIdentity:
     return pb.WorkerIdentity(
-        role=identity.role, incarnation=identity.incarnation, address=identity.address
+        role=identity.role, instance_id=identity.instance_id, address=identity.address
     )
 
 
 def identity_from_proto(message: pb.WorkerIdentity) -> WorkerIdentity:
-    return WorkerIdentity(message.role, message.incarnation, message.address)
+    return WorkerIdentity(message.role, message.instance_id, message.address)
 
 
 def layout_to_proto(layout: KvLayout) -> pb.KvLayout:

@@ -13,24 +13,24 @@ from typing import Any, Protocol
 import grpc
 
 from baton.core.errors import BatonError, HandoverFailed, Internal, Unavailable
-from baton.core.handover_messages import (
+from baton.core.handover.messages import (
     Announced,
-    CollectorMessage,
     Completed,
     Credit,
     Failed,
     Finished,
     Full,
-    GiverMessage,
     Granted,
+    Handshake,
+    HandshakeRequest,
     Heartbeat,
-    Introduction,
-    Meeting,
+    KvChunkCollected,
+    KvChunkHeader,
+    KvChunkReady,
     OpenHandover,
-    ParcelCollected,
-    ParcelHeader,
-    ParcelReady,
-    RingDescription,
+    ReceiverMessage,
+    SenderMessage,
+    StagingPoolDescription,
     Tokens,
 )
 from baton.rpc.calls import abandon
@@ -52,23 +52,23 @@ FAREWELL_S = 1.0
 MAX_INBOX = 256
 
 
-class GiverService(Protocol):
-    """What the servicer serves; `baton.kv.giver.Giver` is one."""
+class SenderService(Protocol):
+    """What the servicer serves; `baton.transfer.sender.KvSender` is one."""
 
-    def meet(self, introduction: Introduction) -> Meeting: ...
+    def meet(self, introduction: HandshakeRequest) -> Handshake: ...
 
     async def serve(
         self,
-        incoming: AsyncIterator[CollectorMessage],
-        send: Callable[[GiverMessage], Awaitable[None]],
+        incoming: AsyncIterator[ReceiverMessage],
+        send: Callable[[SenderMessage], Awaitable[None]],
     ) -> None: ...
 
 
 class HandoverServicer(handover_pb2_grpc.HandoverServicer):
-    """Serves `baton.v1.Handover` for one giver."""
+    """Serves `baton.v1.Handover` for one sender."""
 
-    def __init__(self, giver: GiverService) -> None:
-        self._giver = giver
+    def __init__(self, sender: SenderService) -> None:
+        self._sender = sender
 
     async def Meet(
         self,
@@ -76,12 +76,12 @@ class HandoverServicer(handover_pb2_grpc.HandoverServicer):
         context: grpc.aio.ServicerContext[pb.MeetRequest, pb.MeetResponse],
     ) -> pb.MeetResponse:
         return _meeting_to_proto(
-            self._giver.meet(
-                Introduction(
-                    identity_from_proto(request.collector),
+            self._sender.meet(
+                HandshakeRequest(
+                    identity_from_proto(request.receiver),
                     layout_from_proto(request.layout),
                     tuple(request.transports),
-                    request.giver_incarnation,
+                    request.sender_instance_id,
                     request.kv_network,
                     tuple(request.ucx_transports),
                 )
@@ -93,38 +93,39 @@ class HandoverServicer(handover_pb2_grpc.HandoverServicer):
         request_iterator: AsyncIterator[pb.CollectRequest],
         context: grpc.aio.ServicerContext[pb.CollectRequest, pb.CollectResponse],
     ) -> None:
-        async def incoming() -> AsyncIterator[CollectorMessage]:
+        async def incoming() -> AsyncIterator[ReceiverMessage]:
             try:
                 async for request in request_iterator:
-                    yield _collector_message(request)
+                    yield _receiver_message(request)
             except BatonError:
                 raise
             except Exception:
-                raise Unavailable("the collector left") from None
+                raise Unavailable("the receiver left") from None
 
-        async def send(message: GiverMessage) -> None:
+        async def send(message: SenderMessage) -> None:
             try:
-                await context.write(_giver_message_to_proto(message))
+                await context.write(_sender_message_to_proto(message))
             except Exception:
                 # gRPC has several exceptions for a stream that is no more.
-                raise Unavailable("the collector left") from None
+                raise Unavailable("the receiver left") from None
 
-        await self._giver.serve(incoming(), send)
+        await self._sender.serve(incoming(), send)
 
 
-class GrpcGiverConnection:
-    """Speaks to one giver over a borrowed channel, as `baton.kv.connection.GiverConnection`."""
+class GrpcSenderConnection:
+    """Speaks to one sender over a borrowed channel, as
+    `baton.transfer.connection.SenderConnection`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = handover_pb2_grpc.HandoverStub(channel)
 
-    async def meet(self, introduction: Introduction) -> Meeting:
-        """Raises Incompatible, Unavailable and whatever else the giver answers."""
+    async def meet(self, introduction: HandshakeRequest) -> Handshake:
+        """Raises Incompatible, Unavailable and whatever else the sender answers."""
         request = pb.MeetRequest(
-            collector=identity_to_proto(introduction.collector),
+            receiver=identity_to_proto(introduction.receiver),
             layout=layout_to_proto(introduction.layout),
             transports=introduction.transports,
-            giver_incarnation=introduction.giver_incarnation,
+            sender_instance_id=introduction.sender_instance_id,
             kv_network=introduction.kv_network,
             ucx_transports=introduction.ucx_transports,
         )
@@ -138,38 +139,38 @@ class GrpcGiverConnection:
 
 
 class GrpcCollectStream:
-    """The collector's end of one stream; the port is `baton.kv.connection.CollectStream`.
+    """The receiver's end of one stream; the port is `baton.transfer.connection.CollectStream`.
 
     A task reads ahead into a bounded inbox, because gRPC cancels a call whose reader is cancelled.
     """
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._inbox: asyncio.Queue[GiverMessage | BatonError | None] = asyncio.Queue(MAX_INBOX)
+        self._inbox: asyncio.Queue[SenderMessage | BatonError | None] = asyncio.Queue(MAX_INBOX)
         self._closing = False
         self._reading = asyncio.create_task(self._read())
 
-    async def __aiter__(self) -> AsyncIterator[GiverMessage]:
+    async def __aiter__(self) -> AsyncIterator[SenderMessage]:
         while (message := await self._inbox.get()) is not None:
             if isinstance(message, BatonError):
                 raise message
             yield message
 
-    async def send(self, message: CollectorMessage) -> None:
+    async def send(self, message: ReceiverMessage) -> None:
         try:
-            await self._call.write(_collector_message_to_proto(message))
+            await self._call.write(_receiver_message_to_proto(message))
         except (grpc.RpcError, asyncio.InvalidStateError):
-            raise Unavailable("the giver left") from None
+            raise Unavailable("the sender left") from None
 
     async def close(self) -> None:
-        """Ends our half, gives the giver a moment to end its own, then cancels. Idempotent."""
+        """Ends our half, gives the sender a moment to end its own, then cancels. Idempotent."""
         self._closing = True
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._call.done_writing()
                 await asyncio.wait([self._reading])
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
-            # The giver is stuck or gone: there is nobody to part from in order.
+            # The sender is stuck or gone: there is nobody to part from in order.
             pass
         finally:
             await abandon(self._call)
@@ -180,33 +181,33 @@ class GrpcCollectStream:
         last: BatonError | None = None
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
-                await self._put(_giver_message(response))
+                await self._put(_sender_message(response))
         except grpc.aio.AioRpcError as error:
             last = from_rpc_error(error)
             if isinstance(last, Internal):
-                # gRPC's own word for a stream that ended while we wrote. Givers tell their faults
+                # gRPC's own word for a stream that ended while we wrote. Senders tell their faults
                 # in messages.
-                last = Unavailable("the giver left")
+                last = Unavailable("the sender left")
         except BatonError as error:
             last = error
         await self._put(last)
 
-    async def _put(self, message: GiverMessage | BatonError | None) -> None:
+    async def _put(self, message: SenderMessage | BatonError | None) -> None:
         if not self._closing:
             await self._inbox.put(message)
 
 
-def _meeting_to_proto(meeting: Meeting) -> pb.MeetResponse:
+def _meeting_to_proto(meeting: Handshake) -> pb.MeetResponse:
     ring = meeting.ring
     return pb.MeetResponse(
-        giver=identity_to_proto(meeting.giver),
+        sender=identity_to_proto(meeting.sender),
         layout=layout_to_proto(meeting.layout),
         transport=meeting.transport,
         transport_metadata=meeting.transport_metadata,
-        ring=pb.SlotRingDescription(
+        ring=pb.StagingPoolDescription(
             base_address=ring.base_address,
-            slot_bytes=ring.slot_bytes,
-            num_slots=ring.num_slots,
+            buffer_bytes=ring.buffer_bytes,
+            num_buffers=ring.num_buffers,
             device_id=ring.device_id,
             memory_kind=ring.memory_kind,
         ),
@@ -216,15 +217,15 @@ def _meeting_to_proto(meeting: Meeting) -> pb.MeetResponse:
     )
 
 
-def _meeting_from_proto(response: pb.MeetResponse) -> Meeting:
+def _meeting_from_proto(response: pb.MeetResponse) -> Handshake:
     ring = response.ring
-    return Meeting(
-        giver=identity_from_proto(response.giver),
+    return Handshake(
+        sender=identity_from_proto(response.sender),
         layout=layout_from_proto(response.layout),
         transport=response.transport,
         transport_metadata=response.transport_metadata,
-        ring=RingDescription(
-            ring.base_address, ring.slot_bytes, ring.num_slots, ring.device_id, ring.memory_kind
+        ring=StagingPoolDescription(
+            ring.base_address, ring.buffer_bytes, ring.num_buffers, ring.device_id, ring.memory_kind
         ),
         digest=response.digest,
         kv_network=response.kv_network,
@@ -232,14 +233,14 @@ def _meeting_from_proto(response: pb.MeetResponse) -> Meeting:
     )
 
 
-def _collector_message(request: pb.CollectRequest) -> CollectorMessage:
+def _receiver_message(request: pb.CollectRequest) -> ReceiverMessage:
     match request.WhichOneof("message"):
         case "open":
             return OpenHandover(
                 request.open.handover_id,
-                identity_from_proto(request.open.collector),
-                request.open.giver_incarnation,
-                request.open.max_parcel_bytes,
+                identity_from_proto(request.open.receiver),
+                request.open.sender_instance_id,
+                request.open.max_kv_chunk_bytes,
                 request.open.probe_positions,
                 request.open.wire_version or 1,
             )
@@ -248,27 +249,27 @@ def _collector_message(request: pb.CollectRequest) -> CollectorMessage:
         case "full":
             return Full()
         case "credit":
-            return Credit(request.credit.num_parcels)
+            return Credit(request.credit.num_kv_chunks)
         case "collected":
-            return ParcelCollected(request.collected.index)
+            return KvChunkCollected(request.collected.index)
         case "failed":
             return Failed(error_from_proto(request.failed))
         case "completed":
             return Completed()
         case "heartbeat":
             return Heartbeat()
-    raise HandoverFailed("the collector sent a message that is empty or unknown")
+    raise HandoverFailed("the receiver sent a message that is empty or unknown")
 
 
-def _collector_message_to_proto(message: CollectorMessage) -> pb.CollectRequest:
+def _receiver_message_to_proto(message: ReceiverMessage) -> pb.CollectRequest:
     match message:
-        case OpenHandover(id_, collector, giver_incarnation, max_bytes, probe, wire_version):
+        case OpenHandover(id_, receiver, sender_instance_id, max_bytes, probe, wire_version):
             return pb.CollectRequest(
                 open=pb.OpenHandover(
                     handover_id=id_,
-                    collector=identity_to_proto(collector),
-                    giver_incarnation=giver_incarnation,
-                    max_parcel_bytes=max_bytes,
+                    receiver=identity_to_proto(receiver),
+                    sender_instance_id=sender_instance_id,
+                    max_kv_chunk_bytes=max_bytes,
                     probe_positions=probe,
                     wire_version=wire_version,
                 )
@@ -277,10 +278,10 @@ def _collector_message_to_proto(message: CollectorMessage) -> pb.CollectRequest:
             return pb.CollectRequest(granted=pb.HandoverGranted(from_position=from_position))
         case Full():
             return pb.CollectRequest(full=pb.HandoverFull())
-        case Credit(num_parcels):
-            return pb.CollectRequest(credit=pb.HandoverCredit(num_parcels=num_parcels))
-        case ParcelCollected(index):
-            return pb.CollectRequest(collected=pb.ParcelCollected(index=index))
+        case Credit(num_kv_chunks):
+            return pb.CollectRequest(credit=pb.HandoverCredit(num_kv_chunks=num_kv_chunks))
+        case KvChunkCollected(index):
+            return pb.CollectRequest(collected=pb.KvChunkCollected(index=index))
         case Failed(error):
             return pb.CollectRequest(failed=error_to_proto(error))
         case Completed():
@@ -289,32 +290,34 @@ def _collector_message_to_proto(message: CollectorMessage) -> pb.CollectRequest:
             return pb.CollectRequest(heartbeat=pb.HandoverHeartbeat())
 
 
-def _giver_message(response: pb.CollectResponse) -> GiverMessage:
+def _sender_message(response: pb.CollectResponse) -> SenderMessage:
     match response.WhichOneof("message"):
         case "announced":
             return Announced(response.announced.num_positions)
         case "finished":
             return Finished(response.finished.num_positions)
-        case "parcel":
-            return ParcelReady(_header_from_proto(response.parcel.header), response.parcel.slot)
+        case "kv_chunk":
+            return KvChunkReady(
+                _header_from_proto(response.kv_chunk.header), response.kv_chunk.buffer
+            )
         case "tokens":
             return Tokens(tuple(map(choice_tokens_from_proto, response.tokens.choices)))
         case "failed":
             return Failed(error_from_proto(response.failed))
         case "heartbeat":
             return Heartbeat()
-    raise HandoverFailed("the giver sent a message that is empty or unknown")
+    raise HandoverFailed("the sender sent a message that is empty or unknown")
 
 
-def _giver_message_to_proto(message: GiverMessage) -> pb.CollectResponse:
+def _sender_message_to_proto(message: SenderMessage) -> pb.CollectResponse:
     match message:
         case Announced(num_positions):
             return pb.CollectResponse(announced=pb.HandoverAnnounced(num_positions=num_positions))
         case Finished(num_positions):
             return pb.CollectResponse(finished=pb.PositionsFinished(num_positions=num_positions))
-        case ParcelReady(header, slot):
+        case KvChunkReady(header, buffer):
             return pb.CollectResponse(
-                parcel=pb.ParcelReady(header=_header_to_proto(header), slot=slot)
+                kv_chunk=pb.KvChunkReady(header=_header_to_proto(header), buffer=buffer)
             )
         case Tokens(choices):
             return pb.CollectResponse(
@@ -326,12 +329,12 @@ def _giver_message_to_proto(message: GiverMessage) -> pb.CollectResponse:
             return pb.CollectResponse(heartbeat=pb.HandoverHeartbeat())
 
 
-def _header_to_proto(header: ParcelHeader) -> pb.ParcelHeader:
-    return pb.ParcelHeader(**{name: getattr(header, name) for name in _HEADER_FIELDS})
+def _header_to_proto(header: KvChunkHeader) -> pb.KvChunkHeader:
+    return pb.KvChunkHeader(**{name: getattr(header, name) for name in _HEADER_FIELDS})
 
 
-def _header_from_proto(message: pb.ParcelHeader) -> ParcelHeader:
-    return ParcelHeader(**{name: getattr(message, name) for name in _HEADER_FIELDS})
+def _header_from_proto(message: pb.KvChunkHeader) -> KvChunkHeader:
+    return KvChunkHeader(**{name: getattr(message, name) for name in _HEADER_FIELDS})
 
 
-_HEADER_FIELDS = tuple(field.name for field in fields(ParcelHeader))
+_HEADER_FIELDS = tuple(field.name for field in fields(KvChunkHeader))

@@ -30,7 +30,7 @@ from baton.rpc.server import ProcessServer
 log = logging.getLogger(__name__)
 
 PARENT_VARIABLE = "BATON_PARENT_PID"
-WORN_OUT = 4
+EXHAUSTED = 4
 EXIT_S = 20.0
 STOP_GRACE_S = 1.0
 """What calls that are open after the drain get to end; streams that never end take all of it."""
@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def new_incarnation() -> str:
+def new_instance_id() -> str:
     """A random id of this process start, 32 hex digits."""
     return secrets.token_hex(16)
 
@@ -72,7 +72,7 @@ async def run_until_stopped(
     drain_timeout_s: float,
     cut: Callable[[], None] = lambda: None,
     fatal: asyncio.Future[None] | None = None,
-    worn_out: asyncio.Future[str] | None = None,
+    exhausted: asyncio.Future[str] | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, drains, stops the server and returns the exit code.
 
@@ -80,7 +80,7 @@ async def run_until_stopped(
     drain_timeout_s. Then `cut` lets what is left fail, and the server gives that STOP_GRACE_S to be
     told. A second signal, or `fatal` being done, ends everything at once. `fatal` is
     done when something the process cannot live without has ended, as an engine thread; with an
-    exception that is logged. `worn_out` is done, with the reason, when the process still works but
+    exception that is logged. `exhausted` is done, with the reason, when the process still works but
     only a new one will do: it drains as on a signal, for good, and a signal that comes then changes
     nothing.
     """
@@ -89,7 +89,7 @@ async def run_until_stopped(
     for number in _SIGNALS:
         loop.add_signal_handler(number, told.put_nowait, number)
     crash = fatal if fatal is not None else loop.create_future()
-    worn = worn_out if worn_out is not None else loop.create_future()
+    worn = exhausted if exhausted is not None else loop.create_future()
     try:
         first = await _first(told, crash, worn)
         if first is None:
@@ -99,7 +99,7 @@ async def run_until_stopped(
         level = logging.WARNING if ending else logging.INFO
         log.log(level, "%s: draining for at most %g s", first, drain_timeout_s)
         code = await _drain(drain, drain_timeout_s, told, crash, signals=2 if ending else 1)
-        return WORN_OUT if ending and code < 128 and not crash.done() else code
+        return EXHAUSTED if ending and code < 128 and not crash.done() else code
     finally:
         faulthandler.dump_traceback_later(EXIT_S, exit=True)
         cut()

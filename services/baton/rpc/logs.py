@@ -1,6 +1,6 @@
 """Logs of one process to stderr, readable lines or JSON lines; knows nothing of what is logged.
 
-Every line carries role and incarnation. What is passed as `extra={"request_id": …}` comes along;
+Every line carries role and instance id. What is passed as `extra={"request_id": …}` comes along;
 `named` makes it.
 """
 
@@ -18,14 +18,14 @@ _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {
 }
 
 
-def setup(role: str, level: str, json: bool = False, *, incarnation: str = "") -> None:
+def setup(role: str, level: str, json: bool = False, *, instance_id: str = "") -> None:
     """Sends everything at `level` (debug, info, warning, error) or above to stderr.
 
     Replaces what was set up before.
     """
     handler = logging.StreamHandler(sys.stderr)
     formatter = JsonFormatter if json else LineFormatter
-    handler.setFormatter(formatter(role, incarnation))
+    handler.setFormatter(formatter(role, instance_id))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -38,9 +38,9 @@ def named(request_id: str, trace_id: str = "") -> dict[str, str]:
 class LineFormatter(logging.Formatter):
     """`10:15:04.123 INFO decode 3f2a19c0 baton.decode.service: text request_id=r1`."""
 
-    def __init__(self, role: str, incarnation: str) -> None:
+    def __init__(self, role: str, instance_id: str) -> None:
         super().__init__()
-        self._who = f"{role} {incarnation[:8]}".strip()
+        self._who = f"{role} {instance_id[:8]}".strip()
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -57,9 +57,9 @@ class LineFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object a line; time is RFC 3339 in UTC."""
 
-    def __init__(self, role: str, incarnation: str) -> None:
+    def __init__(self, role: str, instance_id: str) -> None:
         super().__init__()
-        self._who = {"role": role, "incarnation": incarnation}
+        self._who = {"role": role, "instance_id": instance_id}
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -30,7 +30,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from baton.core.timings import BOUNDS_S, Timings
+from baton.core.observe.timings import BOUNDS_S, Timings
 from baton.rpc.scrape import MetricsServer, serve
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ BLOCKS = Spec("baton_blocks", "Blocks of the pool.", ("state",))
 SWAP_BLOCKS = Spec(
     "baton_swap_blocks", "Blocks of memory beside the pool for preempted KV.", ("place", "state")
 )
-SLOTS = Spec("baton_slots", "Staging slots for parcels.", ("ring", "state"))
+BUFFERS = Spec("baton_slots", "Staging buffers for KV chunks.", ("ring", "state"))
 ATTEMPTS_HERE = Spec("baton_attempts", "Attempts on this worker, whatever they wait for.")
 SEQUENCES = Spec("baton_sequences", "Sequences on this worker.", ("state",))
 STREAMS = Spec("baton_streams", "Shared streams that are open.", ("kind",))
@@ -127,14 +127,16 @@ HANDOVER_BYTES = Spec("baton_handover_bytes_total", "KV bytes moved by hand-over
 KV_SOURCE = Spec(
     "baton_kv_source_total", "Attempts by where their KV really came from.", ("source",)
 )
-PARCELS = Spec("baton_parcels_total", "Parcels given, or collected and verified.", ("side",))
-PARCELS_REFUSED = Spec(
+KV_CHUNKS = Spec("baton_parcels_total", "KV chunks given, or collected and verified.", ("side",))
+KV_CHUNKS_REFUSED = Spec(
     "baton_parcels_refused_total",
-    "Parcels that did not verify: not the announced one, another header, or other bytes.",
+    "KV chunks that did not verify: not the announced one, another header, or other bytes.",
     ("kind",),
 )
-TRANSFER_ERRORS = Spec("baton_transfer_errors_total", "Parcels that could not be read, or in time.")
-PEERS_MET = Spec("baton_peers_met_total", "Meetings with givers that ended well.")
+TRANSFER_ERRORS = Spec(
+    "baton_transfer_errors_total", "KV chunks that could not be read, or in time."
+)
+PEERS_MET = Spec("baton_peers_met_total", "Meetings with senders that ended well.")
 PROBES = Spec("baton_probes_total", "Probes of ways for KV.", ("path", "outcome"))
 TEXT_BYTES = Spec("baton_text_bytes_total", "UTF-8 bytes of text made from tokens.")
 
@@ -153,7 +155,7 @@ STEP_SEQUENCES = Spec(
 )
 HANDOVER_STAGE = Spec(
     "baton_handover_stage_seconds",
-    "Time of one stage of a hand-over, or of one of its parcels.",
+    "Time of one stage of a hand-over, or of one of its KV chunks.",
     ("side", "stage"),
     buckets=BOUNDS_S,
 )

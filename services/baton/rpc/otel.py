@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from baton.core.trace_context import UNTRACED, TraceContext
+from baton.core.observe.trace_context import UNTRACED, TraceContext
 from baton.rpc import otel_logs
 from baton.rpc import trace_names as names
 from baton.rpc.tracing import NO_SPAN, NOT_OURS, NOTHING, Kind, Span, Value, now
@@ -43,7 +43,7 @@ _KINDS = {
 _HEADERS = TraceContextTextMapPropagator()
 
 
-def otlp_tracer(endpoint: str, sample_share: float, role: str, incarnation: str) -> OtelTracer:
+def otlp_tracer(endpoint: str, sample_share: float, role: str, instance_id: str) -> OtelTracer:
     """Sends to an OTLP endpoint over gRPC, in the background."""
     otel_logs.take_over()
     processor = _Sending(
@@ -51,18 +51,18 @@ def otlp_tracer(endpoint: str, sample_share: float, role: str, incarnation: str)
         max_queue_size=MAX_WAITING_SPANS,
         schedule_delay_millis=EXPORT_EVERY_S * 1000,
     )
-    return tracer_to(processor, sample_share, role, incarnation)
+    return tracer_to(processor, sample_share, role, instance_id)
 
 
 def tracer_to(
-    processor: SpanProcessor, sample_share: float, role: str, incarnation: str
+    processor: SpanProcessor, sample_share: float, role: str, instance_id: str
 ) -> OtelTracer:
     """Gives ended spans to a processor. sample_share: of traces that begin here."""
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(sample_share)),
         resource=_Process(
             Resource.create(
-                {names.SERVICE_NAME: f"baton-{role}", names.SERVICE_INSTANCE_ID: incarnation}
+                {names.SERVICE_NAME: f"baton-{role}", names.SERVICE_INSTANCE_ID: instance_id}
             ).attributes
         ),
         shutdown_on_exit=False,

@@ -38,7 +38,7 @@ class ProcessOptions(TlsOptions):
                 "must be http://host:port, or https://host:port with TLS", field="otlp_endpoint"
             )
 
-    def tracer(self, role: str, incarnation: str) -> Tracer:
+    def tracer(self, role: str, instance_id: str) -> Tracer:
         """Its owner closes it. Raises InvalidArgument where what it needs is not installed."""
         # Options are also read by commands that trace nothing.
         from baton.rpc.tracing import OFF
@@ -53,7 +53,7 @@ class ProcessOptions(TlsOptions):
             raise InvalidArgument(
                 "needs OpenTelemetry: pip install 'baton[otel]'", field="otlp_endpoint"
             ) from None
-        return otlp_tracer(self.otlp_endpoint, self.trace_sample_share, role, incarnation)
+        return otlp_tracer(self.otlp_endpoint, self.trace_sample_share, role, instance_id)
 
 
 def _is_endpoint(text: str) -> bool:

@@ -15,11 +15,11 @@ from math import inf
 
 import grpc
 
-from baton.core.cache_log import CacheBatch, CacheLog, CacheReader
 from baton.core.errors import InvalidArgument, Overloaded
-from baton.core.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
-from baton.core.prefix import HASH_BYTES
-from baton.core.speed import UNMEASURED, WorkerSpeed
+from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
+from baton.core.kvcache.prefix import HASH_BYTES
+from baton.core.routing.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.speed import UNMEASURED, WorkerSpeed
 from baton.rpc.convert import (
     identity_from_proto,
     identity_to_proto,
@@ -39,7 +39,7 @@ MAX_WATCHERS = 256
 _USE_FIELDS = ("tenant", "requests", "tokens", "held_requests", "held_tokens")
 
 UseThrough = Callable[[str], tuple[TenantUse, ...]]
-"""What tenants use through other routers than the one of this incarnation."""
+"""What tenants use through other routers than the one of this instance id."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -80,7 +80,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 if _told(load) != sent or clock() - sent_at >= HEARTBEAT_S:
                     sent, sent_at = _told(load), clock()
                     if self._use is not None:
-                        load = replace(load, tenants=self._use(request.watcher.incarnation))
+                        load = replace(load, tenants=self._use(request.watcher.instance_id))
                     yield pb.WatchResponse(load=load_to_proto(load))
                 await asyncio.sleep(COALESCE_S)
         finally:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.core.attempt import Attempt
 from baton.core.errors import BatonError, Overloaded
+from baton.core.request.attempt import Attempt
 from baton.sim.decode_worker import DecodeWorker
 from baton.sim.link import Link, moved
 from baton.sim.prefill_worker import PrefillWorker
@@ -35,7 +35,7 @@ class Owner(Protocol):
         """It is over. full: there was no room at the worker of that role."""
 
 
-class Giver:
+class SimulatedSender:
     """A prefill worker and its end of the network."""
 
     def __init__(self, worker: PrefillWorker, link: Link) -> None:
@@ -43,7 +43,7 @@ class Giver:
         self.link = link
 
 
-class Collector:
+class SimulatedReceiver:
     """A decode worker and its end of the network."""
 
     def __init__(self, worker: DecodeWorker, link: Link) -> None:
@@ -52,7 +52,7 @@ class Collector:
 
 
 class AttemptRun:
-    """Implements `Run`. collector None: prefill alone makes the only token. giver None: decode
+    """Implements `Run`. receiver None: prefill alone makes the only token. sender None: decode
     computes the prompt. At least one is set."""
 
     def __init__(
@@ -62,8 +62,8 @@ class AttemptRun:
         kv_bytes: int,
         record: Record,
         attempt: Attempt,
-        giver: Giver | None,
-        collector: Collector | None,
+        sender: SimulatedSender | None,
+        receiver: SimulatedReceiver | None,
         owner: Owner,
     ) -> None:
         self.record = record
@@ -72,8 +72,8 @@ class AttemptRun:
         self._kv_bytes = kv_bytes
         self._attempt = attempt
         self._size = len(attempt.token_ids)
-        self._giver = giver
-        self._collector = collector
+        self._sender = sender
+        self._receiver = receiver
         self._owner = owner
         self._over = False
         self._granted = False
@@ -84,7 +84,7 @@ class AttemptRun:
         self._queue.after(self._hop_s, self._arrive)
 
     def planned(self) -> None:
-        if self._collector is not None:
+        if self._receiver is not None:
             self._queue.after(self._hop_s, self._reserve)
 
     def computed(self, end: int, cached: int) -> None:
@@ -99,12 +99,12 @@ class AttemptRun:
             return
         self.record.token(self._queue.now + self._hop_s)
         self._tell(self._owner.answered, queue_s, compute_s)
-        if self._collector is None:
+        if self._receiver is None:
             self.ended()
             self._unpin()
 
     def started(self, cached: int) -> None:
-        if self._giver is None:
+        if self._sender is None:
             self.record.cached_tokens = cached
         self._tell(self._owner.answered, 0.0, 0.0)
 
@@ -128,22 +128,22 @@ class AttemptRun:
 
     def _arrive(self) -> None:
         try:
-            if self._giver is not None:
-                collector = "" if self._collector is None else str(self._collector.worker.number)
-                self._giver.worker.add(
-                    self._attempt, self, keep=self._collector is not None, collector=collector
+            if self._sender is not None:
+                receiver = "" if self._receiver is None else str(self._receiver.worker.number)
+                self._sender.worker.add(
+                    self._attempt, self, keep=self._receiver is not None, receiver=receiver
                 )
             else:
-                assert self._collector is not None
-                self._collector.worker.add(self._attempt, self)
+                assert self._receiver is not None
+                self._receiver.worker.add(self._attempt, self)
         except BatonError as error:
-            where = "decode" if self._giver is None else "prefill"
+            where = "decode" if self._sender is None else "prefill"
             self._fail(error, full=isinstance(error, Overloaded), where=where)
 
     def _reserve(self) -> None:
-        assert self._collector is not None
+        assert self._receiver is not None
         try:
-            needed = self._collector.worker.reserve(self._attempt, self)
+            needed = self._receiver.worker.reserve(self._attempt, self)
         except BatonError as error:
             self._unpin()
             self._fail(error, full=False, where="decode")
@@ -156,14 +156,14 @@ class AttemptRun:
         self._queue.after(self._hop_s, self._may_send)
 
     def _may_send(self) -> None:
-        assert self._giver is not None
+        assert self._sender is not None
         self._granted = True
-        self._giver.worker.grant(self._attempt.key)
+        self._sender.worker.grant(self._attempt.key)
         self._send()
 
     def _send(self) -> None:
         """What is computed and was not sent; with the last of it the hand-over comes to its end."""
-        if not self._granted or self._giver is None or self._collector is None:
+        if not self._granted or self._sender is None or self._receiver is None:
             return
         positions = max(0, self._computed - self._sent)
         last = self._computed == self._size
@@ -172,18 +172,18 @@ class AttemptRun:
         self._sent += positions
         self.record.moved_tokens += positions
         now = self._queue.now
-        arrived = moved(now, positions * self._kv_bytes, self._giver.link, self._collector.link)
+        arrived = moved(now, positions * self._kv_bytes, self._sender.link, self._receiver.link)
         if last:
             self._granted = False
-            tail_s = self._collector.worker.facts.speed.handover_s
+            tail_s = self._receiver.worker.facts.speed.handover_s
             self._queue.at(arrived + tail_s, self._complete)
 
     def _complete(self) -> None:
-        assert self._collector is not None
-        self._collector.worker.admit(self._attempt)
+        assert self._receiver is not None
+        self._receiver.worker.admit(self._attempt)
         self._unpin()
 
     def _unpin(self) -> None:
         """Prefill hears a moment later that nobody wants its KV any more."""
-        assert self._giver is not None
-        self._queue.after(self._hop_s, self._giver.worker.release, self._attempt.key)
+        assert self._sender is not None
+        self._queue.after(self._hop_s, self._sender.worker.release, self._attempt.key)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from baton.core.scaling import Bounds, DecodeSignals, PrefillSignals, ScalingRule
+from baton.core.routing.scaling import Bounds, DecodeSignals, PrefillSignals, ScalingRule
 from baton.sim.queue import IDLE
 from baton.sim.settings import FleetFacts
 from baton.sim.simulation import Simulation
@@ -119,7 +119,7 @@ class Autoscaler:
         simulation = self._simulation
         now = simulation.queue.now
         prefill, decode = self._pools["prefill"], self._pools["decode"]
-        for pool, ends in ((prefill, simulation.givers), (decode, simulation.collectors)):
+        for pool, ends in ((prefill, simulation.senders), (decode, simulation.receivers)):
             busy = sum(ends[number].worker.is_busy for number in pool.serving)
             pool.busy.append(busy / max(1, len(pool.serving)))
             self.worker_s += LOOK_S * pool.paid
@@ -132,8 +132,8 @@ class Autoscaler:
             simulation.queue.at(now + LOOK_S, self._look, order=IDLE)
 
     def _prefill(self) -> PrefillSignals:
-        router, givers = self._simulation.router, self._simulation.givers
-        loads = [givers[number].worker.scheduler.load for number in self._pools["prefill"].serving]
+        router, senders = self._simulation.router, self._simulation.senders
+        loads = [senders[number].worker.scheduler.load for number in self._pools["prefill"].serving]
         tokens = router.waiting_tokens + sum(load.waiting_tokens for load in loads)
         prompts = router.num_waiting + sum(load.waiting_sequences for load in loads)
         queued_s = self._facts.prefill.told.queue_s(tokens, prompts)
@@ -141,7 +141,7 @@ class Autoscaler:
 
     def _decode(self) -> DecodeSignals:
         facts = self._facts.decode
-        ends = self._simulation.collectors
+        ends = self._simulation.receivers
         loads = [ends[number].worker.load()[0] for number in self._pools["decode"].serving]
         return DecodeSignals(
             sum(load.running_sequences + load.waiting_sequences for load in loads),
@@ -174,7 +174,7 @@ class Autoscaler:
             pool.serving.add(self._simulation.join(role))
 
     def _leave(self, role: str, pool: _Pool) -> None:
-        ends = self._simulation.givers if role == "prefill" else self._simulation.collectors
+        ends = self._simulation.senders if role == "prefill" else self._simulation.receivers
 
         def work(number: int) -> int:
             load = ends[number].worker.scheduler.load

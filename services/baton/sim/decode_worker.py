@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
-from baton.core.events import Event, Failed, Started, Tokens
-from baton.core.model import ModelDescription
-from baton.core.plan import StepPlan
+from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from baton.core.request.model import ModelDescription
+from baton.core.scheduler.events import Event, Failed, Started, Tokens
+from baton.core.scheduler.plan import StepPlan
 from baton.sim.cadence import Cadence
 from baton.sim.gaps import of_steps
 from baton.sim.intake import TOKEN, CountingSequence

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from typing import cast
 
-from baton.core.attempt import Attempt, ChoiceTokens, Logprobs
 from baton.core.errors import InvalidArgument
-from baton.core.intake import Intake
-from baton.core.ports import CompiledGrammar
-from baton.core.request import SamplingParams, StopParams
-from baton.core.sequence import Sequence
-from baton.core.shared_input import SharedInput
-from baton.core.stops import StopRule
+from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.request.stops import StopRule
+from baton.core.scheduler.intake import AttemptIntake
+from baton.core.scheduler.ports import CompiledGrammar
+from baton.core.scheduler.sequence import Sequence
+from baton.core.scheduler.sequence_group import SequenceGroup
 from baton.sim.prompts import NamedChain, Prompt, Text
 
 TOKEN = 0
@@ -67,7 +67,7 @@ class CountingSequence(Sequence):
         self.reach += steps
 
 
-class CountingIntake(Intake):
+class CountingIntake(AttemptIntake):
     """Takes what `attempt_of` made."""
 
     def admit(
@@ -77,7 +77,7 @@ class CountingIntake(Intake):
         *,
         max_unconfirmed: int = 0,
         grammar: CompiledGrammar | None = None,
-    ) -> SharedInput:
+    ) -> SequenceGroup:
         text: Tokens[int] = attempt.token_ids
         if not isinstance(text, Text):
             raise InvalidArgument("The simulator takes prompts that are named.", field="token_ids")
@@ -85,7 +85,7 @@ class CountingIntake(Intake):
         rule = StopRule(attempt, self._eos, self._max_model_len)
         sequence = CountingSequence(self._next_id, attempt, rule, text.prompt)
         self._next_id += 1
-        return SharedInput([sequence], NamedChain(text.prompt, self._block_size), now)
+        return SequenceGroup([sequence], NamedChain(text.prompt, self._block_size), now)
 
     def _check_ids(self, token_ids: Tokens[int]) -> None:
         """They have no values."""

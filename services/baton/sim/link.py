@@ -21,6 +21,6 @@ class Link:
         return self._free_at
 
 
-def moved(now: float, num_bytes: int, giver: Link, collector: Link) -> float:
-    """When they are at the collector: both ends are taken, by both at once."""
-    return max(giver.take(now, num_bytes), collector.take(now, num_bytes))
+def moved(now: float, num_bytes: int, sender: Link, receiver: Link) -> float:
+    """When they are at the receiver: both ends are taken, by both at once."""
+    return max(sender.take(now, num_bytes), receiver.take(now, num_bytes))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from baton.core.attempt import Attempt, AttemptKey
-from baton.core.block_pool import BlockPool
-from baton.core.events import Computed, Event, Failed, FirstTokens, Planned
-from baton.core.model import ModelDescription
-from baton.core.plan import SampledToken, StepPlan, StepResult
-from baton.core.prefill_cost import reads
-from baton.core.prefill_scheduler import PrefillScheduler
-from baton.core.speed import WorkerSpeed
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, AttemptKey
+from baton.core.request.model import ModelDescription
+from baton.core.routing.speed import WorkerSpeed
+from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
+from baton.core.scheduler.prefill import PrefillScheduler
+from baton.core.scheduler.prefill_cost import reads
 from baton.sim.intake import TOKEN, CountingIntake
 from baton.sim.queue import STEP_ENDS, EventQueue
 from baton.sim.reports import Tell
@@ -32,7 +32,7 @@ class CountingPrefillScheduler(PrefillScheduler):
 
 
 class PrefillWorker(SimWorker):
-    """collectors: decode workers that share its pool."""
+    """receivers: decode workers that share its pool."""
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class PrefillWorker(SimWorker):
         model: ModelDescription,
         delays: Delays,
         queue: EventQueue,
-        collectors: int,
+        receivers: int,
         tell: Tell,
     ) -> None:
         super().__init__(number, facts, delays, queue, tell)
         self.scheduler: CountingPrefillScheduler = CountingPrefillScheduler(self.pool, facts, model)
-        self.scheduler.live_collectors = collectors
+        self.scheduler.live_receivers = receivers
         self._running = False
         self._wake: float | None = None
         self._report()
 
-    def add(self, attempt: Attempt, run: Run, *, keep: bool, collector: str) -> None:
+    def add(self, attempt: Attempt, run: Run, *, keep: bool, receiver: str) -> None:
         """Raises what the scheduler does."""
-        self.scheduler.add(attempt, self._queue.now, keep=keep, collector=collector)
+        self.scheduler.add(attempt, self._queue.now, keep=keep, receiver=receiver)
         self._runs[attempt.key] = run
         self._reporter.news()
         self._go_on()

@@ -14,7 +14,7 @@ from struct import Struct
 from typing import overload
 
 from baton.core.errors import InvalidArgument
-from baton.core.prefix import HASH_BYTES, UNIT_TOKENS, PrefixChain, PrefixLink
+from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS, PrefixChain, PrefixLink
 
 _PLACE = Struct("<qq").pack
 _OWN = -1

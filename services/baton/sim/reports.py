@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from math import ceil
 
-from baton.core.cache_log import CacheBatch, CacheLog, CacheReader
-from baton.core.cached_units import Change
-from baton.core.load import WorkerLoad
+from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
+from baton.core.kvcache.cached_units import Change
+from baton.core.routing.load import WorkerLoad
 from baton.sim.queue import IDLE, EventQueue
 from baton.sim.settings import Delays
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.core.drain_rate import DrainRate
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_queue import Entry, FairQueue
 from baton.core.errors import BatonError, Reason
-from baton.core.fair_queue import Entry, FairQueue
-from baton.core.routing import Decision, Demand, decide
+from baton.core.routing.routing import Decision, Demand, decide
 from baton.sim.prompts import Prompt
 from baton.sim.queue import IDLE, EventQueue
 from baton.sim.requests import Record
@@ -30,8 +30,8 @@ MAX_FULL = 64
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
-    """busy: until when workers that refused it are passed over, by incarnation."""
+class SimulatedWaiter:
+    """busy: until when workers that refused it are passed over, by instance id."""
 
     record: Record
     prompt: Prompt
@@ -47,7 +47,7 @@ class Stay:
     """Implements `Owner`: what one attempt takes of its workers, as the router counts it."""
 
     def __init__(
-        self, router: Router, entry: Entry[Waiter], decision: Decision, seen: Seen | None,
+        self, router: Router, entry: Entry[SimulatedWaiter], decision: Decision, seen: Seen | None,
         decode: Seen | None, now: float
     ) -> None:  # fmt: skip
         self.entry = entry
@@ -125,7 +125,7 @@ class Router:
         prefills: SeenPool,
         decodes: SeenPool,
         start: Start,
-        ended: Callable[[Waiter], None],
+        ended: Callable[[SimulatedWaiter], None],
     ) -> None:
         limits = facts.router
         self.queue = queue
@@ -136,7 +136,7 @@ class Router:
         self._decodes = decodes
         self._start = start
         self._ended = ended
-        self._waiting: FairQueue[Waiter] = FairQueue(
+        self._waiting: FairQueue[SimulatedWaiter] = FairQueue(
             max_tokens=limits.routers * limits.max_queued_tokens,
             max_entries=limits.routers * limits.max_queued,
         )
@@ -150,7 +150,7 @@ class Router:
         """A request whose tokens are known."""
         request = record.request
         cost = request.input_tokens + request.output_tokens
-        entry = Entry(Waiter(record, prompt), "", 1.0, 0, cost, self.queue.now)
+        entry = Entry(SimulatedWaiter(record, prompt), "", 1.0, 0, cost, self.queue.now)
         if not self._waiting.has_room("", cost):
             self.refuse(entry, "The queue is full.")
             return
@@ -179,11 +179,11 @@ class Router:
             self._turn_at(now + LOOK_AGAIN_S)
         self._note()
 
-    def again(self, entry: Entry[Waiter], worker: Seen) -> None:
+    def again(self, entry: Entry[SimulatedWaiter], worker: Seen) -> None:
         """An attempt was refused as too much by a worker; another one follows."""
         waiter = entry.item
         self.window.congested(self.queue.now)
-        waiter.busy[worker.identity.incarnation] = self.queue.now + BUSY_S
+        waiter.busy[worker.identity.instance_id] = self.queue.now + BUSY_S
         if waiter.record.attempts >= MAX_FULL:
             self.refuse(entry, "No worker ever had room for it.")
             return
@@ -191,12 +191,12 @@ class Router:
         self._add(Entry(waiter, "", 1.0, 0, cost, entry.arrived, resumed=True))
         self.turn()
 
-    def refuse(self, entry: Entry[Waiter], why: str) -> None:
+    def refuse(self, entry: Entry[SimulatedWaiter], why: str) -> None:
         entry.item.record.refused = why
         self._ended(entry.item)
         self.turn()
 
-    def done(self, entry: Entry[Waiter]) -> None:
+    def done(self, entry: Entry[SimulatedWaiter]) -> None:
         """It has all its tokens."""
         record = entry.item.record
         record.ended = record.last
@@ -214,7 +214,7 @@ class Router:
             self._turned_at = float("-inf")
             self.turn()
 
-    def _next(self, now: float) -> tuple[Entry[Waiter], Stay] | None:
+    def _next(self, now: float) -> tuple[Entry[SimulatedWaiter], Stay] | None:
         """The first that need not wait any longer. Nobody passes another one who wants the same."""
         blocked: set[tuple[bool, bool]] = set()
         for entry in self._waiting.heads():
@@ -236,7 +236,9 @@ class Router:
                 return entry, Stay(self, entry, decision, prefill, decode, now)
         return None
 
-    def _decide(self, waiter: Waiter, size: int, needs_decode: bool, now: float) -> Decision:
+    def _decide(
+        self, waiter: SimulatedWaiter, size: int, needs_decode: bool, now: float
+    ) -> Decision:
         busy = frozenset(self._prefills.full)
         if waiter.busy:
             waiter.busy = {name: end for name, end in waiter.busy.items() if end > now}
@@ -274,11 +276,11 @@ class Router:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def _add(self, entry: Entry[Waiter]) -> None:
+    def _add(self, entry: Entry[SimulatedWaiter]) -> None:
         self._waiting.add(entry)
         self.waiting_tokens += input_tokens(entry.item)
 
-    def _take_out(self, entry: Entry[Waiter], *, served: bool) -> None:
+    def _take_out(self, entry: Entry[SimulatedWaiter], *, served: bool) -> None:
         self.waiting_tokens -= input_tokens(entry.item)
         self._waiting.remove(entry, served=served)
         if served and not entry.resumed and entry.item.waited:
@@ -291,6 +293,6 @@ class Router:
         self._drain.waiting(self.queue.now, self._waiting.tokens / bounded if bounded else None)
 
 
-def input_tokens(waiter: Waiter) -> int:
+def input_tokens(waiter: SimulatedWaiter) -> int:
     """Of its next attempt: the prompt and what was made."""
     return waiter.prompt.length + waiter.record.tokens

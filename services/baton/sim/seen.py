@@ -6,13 +6,13 @@ worker.
 
 from __future__ import annotations
 
-from baton.core.books import Books
-from baton.core.cache_log import CacheBatch
-from baton.core.load import WorkerLoad
-from baton.core.model import WorkerIdentity
-from baton.core.prefix_index import PrefixIndex
-from baton.core.routing import PoolView
-from baton.core.worker_cost import WorkerSnapshot
+from baton.core.kvcache.cache_log import CacheBatch
+from baton.core.request.model import WorkerIdentity
+from baton.core.routing.load import WorkerLoad
+from baton.core.routing.prefix_index import PrefixIndex
+from baton.core.routing.routing import PoolView
+from baton.core.routing.worker_cost import WorkerSnapshot
+from baton.core.routing.worker_ledger import WorkerLedger
 from baton.sim.settings import FleetFacts, WorkerFacts
 
 
@@ -22,7 +22,7 @@ class Seen:
     def __init__(self, pool: SeenPool, number: int) -> None:
         self.number = number
         self.identity = WorkerIdentity(pool.role, f"{pool.role[0]}{number:07d}", "")
-        self.books = Books()
+        self.books = WorkerLedger()
         self._pool = pool
         self._index_number = pool.index.join()
         self.load: WorkerLoad | None = None
@@ -64,7 +64,7 @@ class Seen:
         self.books.read(self.load, self.placed_sequences)
         facts = self._pool.facts
         places = facts.max_running if self._pool.role == "decode" else 0
-        name = self.identity.incarnation
+        name = self.identity.instance_id
         if self.books.is_full(self.placed_sequences, places):
             self._pool.full.add(name)
         else:
@@ -100,7 +100,7 @@ class Seen:
 
 
 class SeenPool:
-    """All workers of a role. full: incarnations that should get nothing more now; shared by both
+    """All workers of a role. full: instance ids that should get nothing more now; shared by both
     pools. stale: whose snapshots have to be made again."""
 
     def __init__(
@@ -123,11 +123,11 @@ class SeenPool:
         seen = Seen(self, len(self.workers))
         self.workers.append(seen)
         self._snapshots.append(None)
-        self._by_name[seen.identity.incarnation] = seen
+        self._by_name[seen.identity.instance_id] = seen
         return seen.number
 
     def get(self, identity: WorkerIdentity | None) -> Seen | None:
-        return None if identity is None else self._by_name[identity.incarnation]
+        return None if identity is None else self._by_name[identity.instance_id]
 
     def view(self, hashes: bytes) -> PoolView:
         for number in self.stale:

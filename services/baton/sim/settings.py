@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from baton.core.decode_policy import DecodePolicy
+from baton.core.admission.concurrency_limiter import (
+    FIRST_WINDOW,
+    LARGEST_WINDOW,
+    WINDOW_STEP,
+    ConcurrencyLimiter,
+)
 from baton.core.errors import InvalidArgument
-from baton.core.flight_window import FIRST_WINDOW, LARGEST_WINDOW, WINDOW_STEP, FlightWindow
-from baton.core.model import KvLayout, ModelDescription
-from baton.core.prefill_scheduler import PrefillPolicy
-from baton.core.routing import RoutingPolicy
-from baton.core.scheduling import QueueLimit
-from baton.core.speed import WorkerSpeed
+from baton.core.request.model import KvLayout, ModelDescription
+from baton.core.routing.routing import RoutingPolicy
+from baton.core.routing.speed import WorkerSpeed
+from baton.core.scheduler.decode_policy import DecodePolicy
+from baton.core.scheduler.prefill import PrefillPolicy
+from baton.core.scheduler.scheduler import QueueLimit
 from baton.sim.intake import VOCABULARY
 
 
@@ -78,10 +83,10 @@ class RouterFacts:
         if self.max_queue_s <= 0.0:
             raise InvalidArgument("must be more than 0", field="max_queue_s")
 
-    def window(self) -> FlightWindow:
+    def window(self) -> ConcurrencyLimiter:
         """As it is at the start."""
         many = self.routers
-        return FlightWindow(many * FIRST_WINDOW, many * WINDOW_STEP, many * LARGEST_WINDOW)
+        return ConcurrencyLimiter(many * FIRST_WINDOW, many * WINDOW_STEP, many * LARGEST_WINDOW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.core.cache_log import CacheBatch
 from baton.core.errors import Internal, InvalidArgument
-from baton.core.load import WorkerLoad
-from baton.sim.attempt_run import AttemptRun, Collector, Giver
+from baton.core.kvcache.cache_log import CacheBatch
+from baton.core.routing.load import WorkerLoad
+from baton.sim.attempt_run import AttemptRun, SimulatedReceiver, SimulatedSender
 from baton.sim.decode_worker import DecodeWorker
 from baton.sim.intake import attempt_of
 from baton.sim.link import Link
@@ -22,7 +22,7 @@ from baton.sim.prompts import Prompt
 from baton.sim.queue import IDLE, EventQueue
 from baton.sim.reports import Tell
 from baton.sim.requests import Record, Request
-from baton.sim.router import PATIENCE, Router, Stay, Waiter
+from baton.sim.router import PATIENCE, Router, SimulatedWaiter, Stay
 from baton.sim.seen import SeenPool
 from baton.sim.settings import FleetFacts
 from baton.sim.use import Use
@@ -68,8 +68,8 @@ class Simulation:
         self.router = Router(
             facts, queue, self._prefills, self._decodes, start=self._start, ended=self._ended
         )
-        self.givers: list[Giver] = []
-        self.collectors: list[Collector] = []
+        self.senders: list[SimulatedSender] = []
+        self.receivers: list[SimulatedReceiver] = []
         for _ in range(facts.decodes):
             self.join("decode")
         for _ in range(facts.prefills):
@@ -82,17 +82,17 @@ class Simulation:
         if role == "prefill":
             number = self._prefills.join()
             tell = self._hearing(self._prefills, number)
-            giver = PrefillWorker(
+            sender = PrefillWorker(
                 number, facts.prefill, facts.model, facts.delays, queue, self._sharing, tell
             )
-            self.givers.append(Giver(giver, link))
+            self.senders.append(SimulatedSender(sender, link))
         else:
             number = self._decodes.join()
             tell = self._hearing(self._decodes, number)
-            collector = DecodeWorker(
+            receiver = DecodeWorker(
                 number, facts.decode, facts.model, facts.delays, queue, tell, skip=facts.skip
             )
-            self.collectors.append(Collector(collector, link))
+            self.receivers.append(SimulatedReceiver(receiver, link))
             self._share()
         return number
 
@@ -101,8 +101,8 @@ class Simulation:
         self._ends(role)[number].worker.leave()
         self._look_whether_left(role, number, left)
 
-    def _ends(self, role: str) -> Sequence[Giver | Collector]:
-        return self.givers if role == "prefill" else self.collectors
+    def _ends(self, role: str) -> Sequence[SimulatedSender | SimulatedReceiver]:
+        return self.senders if role == "prefill" else self.receivers
 
     def _look_whether_left(self, role: str, number: int, left: Callable[[], None]) -> None:
         pool = self._prefills if role == "prefill" else self._decodes
@@ -122,8 +122,8 @@ class Simulation:
         return max(1, sum(not seen.is_gone for seen in self._decodes.workers))
 
     def _share(self) -> None:
-        for giver in self.givers:
-            giver.worker.scheduler.live_collectors = self._sharing
+        for sender in self.senders:
+            sender.worker.scheduler.live_receivers = self._sharing
 
     def run(
         self,
@@ -141,13 +141,13 @@ class Simulation:
         self._progress = progress
         self._arrive_next(iter(requests))
         self._run(until)
-        workers = [collector.worker for collector in self.collectors]
+        workers = [receiver.worker for receiver in self.receivers]
         return Outcome(
             self._records,
-            [giver.worker.use for giver in self.givers],
+            [sender.worker.use for sender in self.senders],
             [worker.use for worker in workers],
             max((r.ended or 0.0 for r in self._records), default=0.0),
-            [collector.link.busy_s for collector in self.collectors],
+            [receiver.link.busy_s for receiver in self.receivers],
             self.queue.num_done,
             self.router.decisions,
             sum(sum(worker.scheduler.preemptions.values()) for worker in workers),
@@ -160,10 +160,10 @@ class Simulation:
 
     def check(self) -> None:
         """Raises InvariantBroken when a worker's books disagree. For tests."""
-        for giver in self.givers:
-            giver.worker.scheduler.check()
-        for collector in self.collectors:
-            collector.worker.scheduler.check()
+        for sender in self.senders:
+            sender.worker.scheduler.check()
+        for receiver in self.receivers:
+            receiver.worker.scheduler.check()
 
     def _run(self, until: float) -> None:
         look_s = STUCK_S + 2 * PATIENCE * self._facts.router.max_queue_s
@@ -226,12 +226,12 @@ class Simulation:
                 record.request.output_tokens,
                 record.tokens,
             ),
-            None if prefill is None else self.givers[prefill.number],
-            None if decode is None else self.collectors[decode.number],
+            None if prefill is None else self.senders[prefill.number],
+            None if decode is None else self.receivers[decode.number],
             stay,
         ).start()
 
-    def _ended(self, waiter: Waiter) -> None:
+    def _ended(self, waiter: SimulatedWaiter) -> None:
         waiter.prompt.forget()
         self._over += 1
         if not self._over % 256:

@@ -12,12 +12,12 @@ from collections.abc import Collection
 from collections.abc import Sequence as Many
 from typing import cast
 
-from baton.core.block_pool import BlockPool
-from baton.core.decode_policy import DecodePolicy
-from baton.core.decode_scheduler import DecodeScheduler
-from baton.core.model import ModelDescription
-from baton.core.sequence import Sequence
-from baton.core.waiting import rank
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.model import ModelDescription
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.decode_policy import DecodePolicy
+from baton.core.scheduler.sequence import Sequence
+from baton.core.scheduler.waiting import rank
 from baton.sim.intake import CountingIntake, CountingSequence
 
 _GROW, _PUBLISH = 0, 1

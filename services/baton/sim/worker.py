@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 
-from baton.core.attempt import AttemptKey
-from baton.core.block_pool import BlockPool
-from baton.core.cached_units import Change
-from baton.core.decode_scheduler import DecodeScheduler
-from baton.core.load import WorkerLoad, WorkerState
-from baton.core.prefill_scheduler import PrefillScheduler
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.cached_units import Change
+from baton.core.request.attempt import AttemptKey
+from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.prefill import PrefillScheduler
 from baton.sim.queue import EventQueue
 from baton.sim.reports import Reporter, Tell
 from baton.sim.runs import Run

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.rpc import config, lifecycle, logs, metrics
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.probes import Probes
@@ -22,7 +22,7 @@ from baton.tokenizer import files
 from baton.tokenizer.config import TokenizerConfig
 from baton.tokenizer.encoder import Encoder
 from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.lanes import Lanes
+from baton.tokenizer.lanes import BatchExecutor
 from baton.tokenizer.renderers import Renderers
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 async def serve(options: TokenizerConfig) -> int:
     """Returns the exit code."""
-    incarnation = lifecycle.new_incarnation()
-    logs.setup(ROLE, options.log_level, options.log_json, incarnation=incarnation)
+    instance_id = lifecycle.new_instance_id()
+    logs.setup(ROLE, options.log_level, options.log_json, instance_id=instance_id)
     log.info("%s", config.describe(options))
     metrics.tell_role(ROLE)
     probes = options.probes()
@@ -59,13 +59,13 @@ async def serve(options: TokenizerConfig) -> int:
             client_renderers=client_renderers if options.allow_client_templates else None,
             special_tokens_in_text=options.special_tokens_in_text,
         )
-        return await _serve(options, probes, incarnation, loaded, digest, encoder)
+        return await _serve(options, probes, instance_id, loaded, digest, encoder)
 
 
 async def _serve(
     options: TokenizerConfig,
     probes: Probes,
-    incarnation: str,
+    instance_id: str,
     loaded: files.TokenizerFiles,
     digest: str,
     encoder: Encoder,
@@ -81,7 +81,7 @@ async def _serve(
     address = ""
 
     def identity() -> WorkerIdentity:
-        return WorkerIdentity(ROLE, incarnation, options.advertise or address)
+        return WorkerIdentity(ROLE, instance_id, options.advertise or address)
 
     def load() -> WorkerLoad:
         state = WorkerState.DRAINING if servicer.draining else WorkerState.SERVING
@@ -91,7 +91,7 @@ async def _serve(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     cores = len(os.sched_getaffinity(0))
     threads = options.workers or max(2, cores)
-    tracer = options.tracer(ROLE, incarnation)
+    tracer = options.tracer(ROLE, instance_id)
     with (
         closing(tracer),
         ThreadPoolExecutor(threads, "encode") as executor,
@@ -100,7 +100,7 @@ async def _serve(
             encoder,
             model,
             identity,
-            Lanes(executor, threads, cores),
+            BatchExecutor(executor, threads, cores),
             checker,
             max_waiting_bytes=options.max_waiting_mib << 20,
             tracer=tracer,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from baton.core.request import ChatPrompt, Message, Tool, ToolCall
+from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.core.errors import BatonError, Internal, InvalidArgument
-from baton.core.model import AnswerFormat
-from baton.core.prefix import prefix_hashes
-from baton.core.reasoning import left_open
-from baton.core.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from baton.core.tool_formats.forms import MARKERS, reasoning_told_by, tools_told_by
+from baton.core.kvcache.prefix import prefix_hashes
+from baton.core.request.model import AnswerFormat
+from baton.core.request.reasoning import left_open
+from baton.core.request.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.core.request.tool_formats.forms import MARKERS, reasoning_told_by, tools_told_by
 from baton.tokenizer import chat_values
 from baton.tokenizer.control_tokens import ControlTokens
 from baton.tokenizer.files import TokenizerFiles

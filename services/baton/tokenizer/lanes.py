@@ -33,7 +33,7 @@ class _Job(NamedTuple):
     done: asyncio.Future[Any]
 
 
-class Lanes:
+class BatchExecutor:
     """threads: how many the executor has, at least 2 if long inputs are to delay nobody. cores:
     short inputs have no more threads at a time, for on one core two of them only get into each
     other's way. Used on one event loop."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.core.errors import BatonError, Internal, InvalidArgument, Overloaded, Unavailable
-from baton.core.request import ChatPrompt
+from baton.core.request.request import ChatPrompt
 from baton.tokenizer.child import Child
 
 START_S = 30.0

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Overloaded
-from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.rpc import trace_names as names
 from baton.rpc.convert import error_to_proto, grammar_from_proto, identity_to_proto
 from baton.rpc.interceptors import about_call
 from baton.rpc.tracing import OFF, Span, Tracer, context_of, ending
 from baton.tokenizer.encoder import Encoder
 from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.lanes import BATCH_BYTES, LONG_BYTES, Lanes
-from baton.tokenizer.work import Work
+from baton.tokenizer.lanes import BATCH_BYTES, LONG_BYTES, BatchExecutor
+from baton.tokenizer.work import EncodeJob
 from baton.v1 import tokenizer_pb2 as pb
 from baton.v1 import tokenizer_pb2_grpc
 from baton.v1.types_pb2 import Error
@@ -43,14 +43,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         encoder: Encoder,
         model: ModelDescription,
         identity: Callable[[], WorkerIdentity],
-        lanes: Lanes,
+        lanes: BatchExecutor,
         checker: Checker,
         *,
         max_waiting_bytes: int,
         tracer: Tracer = OFF,
     ) -> None:
         self._encoder = encoder
-        self._work = Work(encoder)
+        self._work = EncodeJob(encoder)
         self._model = model
         self._identity = identity
         self._lanes = lanes

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.core.errors import BatonError, InvalidArgument
-from baton.core.request import Prompt, TextPrompt, TokenPrompt
+from baton.core.request.request import Prompt, TextPrompt, TokenPrompt
 from baton.rpc.chat_messages import chat_from_proto
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
 from baton.rpc.metrics import ENCODED_TOKENS, counter
@@ -16,7 +16,7 @@ from baton.v1 import tokenizer_pb2 as pb
 MAX_SALT_BYTES = 1024
 
 
-class Work:
+class EncodeJob:
     """What lanes are given to do. An input that fails has its error instead of an output."""
 
     def __init__(self, encoder: Encoder) -> None:

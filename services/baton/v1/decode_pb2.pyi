@@ -76,10 +76,10 @@ class SessionHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_FIELD_NUMBER: _builtins.int
-    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
-    decode_incarnation: _builtins.str
-    """Incarnation this stream is meant for; another process at the same address refuses it."""
+    decode_instance_id: _builtins.str
+    """Instance id this stream is meant for; another process at the same address refuses it."""
     @_builtins.property
     def router(self) -> _types_pb2.WorkerIdentity:
         """The router."""
@@ -92,12 +92,12 @@ class SessionHello(_message.Message):
         self,
         *,
         router: _types_pb2.WorkerIdentity | None = ...,
-        decode_incarnation: _builtins.str = ...,
+        decode_instance_id: _builtins.str = ...,
         resume: _abc.Iterable[Global___SequencePosition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "resume", b"resume", "router", b"router"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_instance_id", b"decode_instance_id", "resume", b"resume", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,22 +178,22 @@ class KvSource(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOVER_ID_FIELD_NUMBER: _builtins.int
-    GIVER_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """The hand-over to collect, 16 bytes."""
     @_builtins.property
-    def giver(self) -> _types_pb2.WorkerIdentity:
+    def sender(self) -> _types_pb2.WorkerIdentity:
         """The worker that gives."""
 
     def __init__(
         self,
         *,
         handover_id: _builtins.bytes = ...,
-        giver: _types_pb2.WorkerIdentity | None = ...,
+        sender: _types_pb2.WorkerIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["giver", b"giver"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["giver", b"giver", "handover_id", b"handover_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handover_id", b"handover_id", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,7 +265,7 @@ class HandOverSequence(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     HANDOVER_ID_FIELD_NUMBER: _builtins.int
-    COLLECTOR_INCARNATION_FIELD_NUMBER: _builtins.int
+    RECEIVER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -274,8 +274,8 @@ class HandOverSequence(_message.Message):
     """The choice."""
     handover_id: _builtins.bytes
     """The hand-over to offer it under, 16 bytes, never used before."""
-    collector_incarnation: _builtins.str
-    """Incarnation of the decode worker that will collect."""
+    receiver_instance_id: _builtins.str
+    """Instance id of the decode worker that will collect."""
     def __init__(
         self,
         *,
@@ -283,11 +283,11 @@ class HandOverSequence(_message.Message):
         attempt: _builtins.int = ...,
         choice: _builtins.int = ...,
         handover_id: _builtins.bytes = ...,
-        collector_incarnation: _builtins.str = ...,
+        receiver_instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "collector_incarnation", b"collector_incarnation", "handover_id", b"handover_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "handover_id", b"handover_id", "receiver_instance_id", b"receiver_instance_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,7 +506,7 @@ class SequenceStarted(_message.Message):
     cached_tokens: _builtins.int
     """Input tokens whose KV this worker already had."""
     received_bytes: _builtins.int
-    """KV bytes that came from the giver."""
+    """KV bytes that came from the sender."""
     wait_us: _builtins.int
     """Time from StartSequence until the KV was complete, in microseconds."""
     @_builtins.property

@@ -740,12 +740,12 @@ class ServingWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """tokenizer, prefill, decode or detokenizer."""
-    incarnation: _builtins.str
-    """First 8 hex digits of its incarnation."""
+    instance_id: _builtins.str
+    """First 8 hex digits of its instance id."""
     address: _builtins.str
     """host:port where routers reach it. Empty unless the caller shows an operator's key, or the
     router asks for none and is reached by its own machine only.
@@ -754,12 +754,12 @@ class ServingWorker(_message.Message):
         self,
         *,
         role: _builtins.str = ...,
-        incarnation: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
         address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

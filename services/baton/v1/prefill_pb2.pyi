@@ -27,19 +27,19 @@ class RunRequest(_message.Message):
 
     ATTEMPT_FIELD_NUMBER: _builtins.int
     HANDOVER_ID_FIELD_NUMBER: _builtins.int
-    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
-    PREFILL_INCARNATION_FIELD_NUMBER: _builtins.int
-    ROUTER_INCARNATION_FIELD_NUMBER: _builtins.int
+    DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    ROUTER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """Names the hand-over: 16 random bytes, minted per attempt by the router, used once. Empty: nothing is
     handed over (every choice ends at token 0).
     """
-    decode_incarnation: _builtins.str
-    """Incarnation of the decode worker that may collect; others are refused."""
-    prefill_incarnation: _builtins.str
-    """Incarnation this message is meant for; another process at the same address refuses it."""
-    router_incarnation: _builtins.str
-    """Incarnation of the router that asks."""
+    decode_instance_id: _builtins.str
+    """Instance id of the decode worker that may collect; others are refused."""
+    prefill_instance_id: _builtins.str
+    """Instance id this message is meant for; another process at the same address refuses it."""
+    router_instance_id: _builtins.str
+    """Instance id of the router that asks."""
     @_builtins.property
     def attempt(self) -> _types_pb2.Attempt:
         """What to run."""
@@ -49,13 +49,13 @@ class RunRequest(_message.Message):
         *,
         attempt: _types_pb2.Attempt | None = ...,
         handover_id: _builtins.bytes = ...,
-        decode_incarnation: _builtins.str = ...,
-        prefill_incarnation: _builtins.str = ...,
-        router_incarnation: _builtins.str = ...,
+        decode_instance_id: _builtins.str = ...,
+        prefill_instance_id: _builtins.str = ...,
+        router_instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_incarnation", b"decode_incarnation", "handover_id", b"handover_id", "prefill_incarnation", b"prefill_incarnation", "router_incarnation", b"router_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_instance_id", b"decode_instance_id", "handover_id", b"handover_id", "prefill_instance_id", b"prefill_instance_id", "router_instance_id", b"router_instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

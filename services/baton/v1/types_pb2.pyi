@@ -541,11 +541,11 @@ class WorkerIdentity(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """router, tokenizer, prefill, decode or detokenizer."""
-    incarnation: _builtins.str
+    instance_id: _builtins.str
     """Random id of this process start, 32 hex digits."""
     address: _builtins.str
     """host:port where its gRPC is reached."""
@@ -553,12 +553,12 @@ class WorkerIdentity(_message.Message):
         self,
         *,
         role: _builtins.str = ...,
-        incarnation: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
         address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

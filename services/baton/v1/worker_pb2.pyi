@@ -308,7 +308,7 @@ class WorkerSpeed(_message.Message):
     prefill_step_tokens: _builtins.int
     """Positions that a step prefills at most; 0: not known."""
     link_bytes_per_s: _builtins.float
-    """Bytes a second at which parcels are read."""
+    """Bytes a second at which KV chunks are read."""
     handover_s: _builtins.float
     """Seconds from the news that a prompt is computed to the end of its hand-over, besides reading
     what was left then.

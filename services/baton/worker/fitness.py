@@ -16,16 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.core.errors import Unavailable
-from baton.core.load import WorkerState
-from baton.core.model import WorkerIdentity
-from baton.core.ports import ModelRunner
-from baton.core.verdict import Verdict
+from baton.core.request.model import WorkerIdentity
+from baton.core.routing.load import WorkerState
+from baton.core.routing.verdict import SteadyVerdict
+from baton.core.scheduler.ports import ModelRunner
 from baton.engine.thread import EngineThread
-from baton.kv.made_up import probe_positions
-from baton.kv.self_probe import probe_self
-from baton.kv.staging import Staging
-from baton.kv.stats import HandoverStats
-from baton.kv.tasks import outlast
+from baton.transfer.made_up import probe_positions
+from baton.transfer.self_probe import probe_self
+from baton.transfer.staging import Staging
+from baton.transfer.stats import HandoverStats
+from baton.transfer.tasks import outlast
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ AGAIN_S = 1.0
 _FIRST_BLOCK = ((0, 1),)
 
 
-class Fitness:
+class KvSelfTest:
     """every_s: between two probes. Lives on the event loop."""
 
     def __init__(
@@ -48,10 +48,10 @@ class Fitness:
         self._engine, self._staging, self._identity = engine, staging, identity
         self._layout, self._stats, self._every_s = runner.layout, stats, every_s
         self._positions = min(
-            runner.block_size, probe_positions(staging.ring.slot_bytes, runner.layout)
+            runner.block_size, probe_positions(staging.ring.buffer_bytes, runner.layout)
         )
         self._pattern = _pattern(self._positions * runner.layout.bytes_per_position)
-        self._verdict = Verdict()
+        self._verdict = SteadyVerdict()
         self._watching: asyncio.Task[None] | None = None
         self.probing = False
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from baton.core.errors import InvalidArgument
-from baton.core.model import ModelDescription
+from baton.core.request.model import ModelDescription
 from baton.grammar.book import GrammarBook
 from baton.grammar.vocabulary import load
 from baton.rpc.model_folder import special_tokens

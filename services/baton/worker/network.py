@@ -1,12 +1,13 @@
-"""What a worker's options say of the network that KV moves on; the rules are `baton.kv.ucx`'s."""
+"""What a worker's options say of the network that KV moves on; the rules are
+`baton.transfer.ucx`'s."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from baton.core.errors import InvalidArgument
-from baton.kv.ucx import KvNetwork, Ucx, choose, inherited
 from baton.rpc.address import is_loopback, split
+from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton.worker.options import WorkerOptions
 
 

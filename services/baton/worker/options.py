@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
-from baton.core.model import DTYPE_BYTES
-from baton.core.scheduling import QueueLimit
-from baton.kv.fault_spec import parse
+from baton.core.request.model import DTYPE_BYTES
+from baton.core.scheduler.scheduler import QueueLimit
 from baton.rpc.config import option
 from baton.rpc.serving import ServingOptions
+from baton.transfer.fault_spec import parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,10 @@ class WorkerOptions(ServingOptions):
     ucx_devices: tuple[str, ...] = option(
         (), "network devices UCX may use, as UCX_NET_DEVICES names them; empty: all"
     )
-    slots: int = option(16, "slots of the ring that parcels pass through", minimum=2, maximum=4096)
-    slot_mib: int = option(4, "size of a slot", unit="MiB", minimum=1, maximum=16)
+    slots: int = option(
+        16, "buffers of the ring that KV chunks pass through", minimum=2, maximum=4096
+    )
+    slot_mib: int = option(4, "size of a buffer", unit="MiB", minimum=1, maximum=16)
     probe_interval_s: float = option(
         10.0, "between two probes of a way for KV on which nothing moves", unit="s", minimum=0.05
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import signal
 
-from baton.core.loop import EngineLoop, SchedulerT
-from baton.core.plan import StepPlan
-from baton.core.ports import ModelRunner
+from baton.core.scheduler.loop import EngineLoop, SchedulerT
+from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.ports import ModelRunner
 
 
 class PoisonedLoop(EngineLoop[SchedulerT]):

@@ -3,7 +3,7 @@
 It listens only when everything is there: a port that answers means a worker that works. Health and
 metrics alone answer while it loads. SIGTERM drains; an engine thread that died ends the process at
 once, because its memory is in an unknown state and a new process is the only clean one. A ring that
-is worn out drains too, and ends with a code of its own. Transfers in limbo get what is left of the
+is worn out drains too, and ends with a code of its own. Transfers orphaned get what is left of the
 drain's time to end: UCX aborts a frozen peer that wakes up with our read before it and us gone.
 With one that does not end nothing is torn down: the process ends at once.
 """
@@ -20,34 +20,34 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from baton.core.block_pool import BlockPool
-from baton.core.cache_log import CacheLog
-from baton.core.cached_units import Change
 from baton.core.errors import InvalidArgument
-from baton.core.events import Event
-from baton.core.load import TenantUse, WorkerState
-from baton.core.loop import EngineLoop
-from baton.core.model import WorkerIdentity
-from baton.core.ports import ModelRunner
-from baton.core.scheduling import Scheduler
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.cache_log import CacheLog
+from baton.core.kvcache.cached_units import Change
+from baton.core.request.model import WorkerIdentity
+from baton.core.routing.load import TenantUse, WorkerState
+from baton.core.scheduler.events import Event
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import MIB
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.kv.fault_spec import parse
-from baton.kv.faults import NO_FAULTS, Faults
-from baton.kv.injector import Injector
-from baton.kv.staging import Staging
-from baton.kv.stats import HandoverStats
 from baton.rpc import garbage, metrics
 from baton.rpc.address import join, split
 from baton.rpc.channels import Channels
-from baton.rpc.lifecycle import exit_at_once, new_incarnation, run_until_stopped
+from baton.rpc.lifecycle import exit_at_once, new_instance_id, run_until_stopped
 from baton.rpc.logs import setup
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
+from baton.transfer.fault_spec import parse
+from baton.transfer.faults import NO_FAULTS, Faults
+from baton.transfer.injector import Injector
+from baton.transfer.staging import Staging
+from baton.transfer.stats import HandoverStats
 from baton.worker.engine import open_runner
-from baton.worker.fitness import Fitness
+from baton.worker.fitness import KvSelfTest
 from baton.worker.grammars import open_book
 from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
@@ -69,13 +69,13 @@ class WorkerService(Protocol):
 
     @property
     def holdings(self) -> Mapping[str, int]:
-        """What is held for attempts besides blocks and slots, by kind; 0 when none is here."""
+        """What is held for attempts besides blocks and buffers, by kind; 0 when none is here."""
 
     @property
     def probing(self) -> bool:
         """Whether a probe holds something of it."""
 
-    def use_through(self, router_incarnation: str) -> tuple[TenantUse, ...]:
+    def use_through(self, router_instance_id: str) -> tuple[TenantUse, ...]:
         """What tenants use here through other routers than this one."""
 
     def deliver(self, events: Sequence[Event]) -> None: ...
@@ -114,8 +114,8 @@ async def run_worker(
     options = replace(options, listen=_settled(options.listen))
     address = _advertised(options)
     ucx = ucx_of(options)
-    incarnation = new_incarnation()
-    setup(role, options.log_level, options.log_json, incarnation=incarnation)
+    instance_id = new_instance_id()
+    setup(role, options.log_level, options.log_json, instance_id=instance_id)
     service: WorkerService | None = None
     made: list[EngineLoop[Scheduler]] = []
     # Filled by the engine thread, emptied here: nothing else of the pool is shared.
@@ -141,7 +141,7 @@ async def run_worker(
 
     probes = options.probes()
     async with AsyncExitStack() as ends:
-        tracer = options.tracer(role, incarnation)
+        tracer = options.tracer(role, instance_id)
         ends.callback(tracer.close)
         await ends.enter_async_context(probes)
         certificates = options.certificates()
@@ -156,20 +156,20 @@ async def run_worker(
         runner, scheduler = made[0].runner, made[0].scheduler
         probes.startup.enter("ring")
         staging = await Staging.open(
-            incarnation,
+            instance_id,
             transport=options.transport,
-            num_slots=options.slots,
-            slot_bytes=options.slot_mib * MIB,
+            num_buffers=options.slots,
+            buffer_bytes=options.slot_mib * MIB,
             ucx=ucx,
             faults=_faults(options),
         )
         ends.push_async_callback(staging.close)
         share_ring(runner, staging.ring)
-        identity = WorkerIdentity(role, incarnation, address)
+        identity = WorkerIdentity(role, instance_id, address)
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)
         stats = HandoverStats()
-        fitness = Fitness(engine, runner, staging, identity, stats, options.probe_interval_s)
+        fitness = KvSelfTest(engine, runner, staging, identity, stats, options.probe_interval_s)
         await fitness.prove()
         service, services = make_service(
             Parts(engine, runner, identity, staging, stats, channels, grammars, tracer)
@@ -213,20 +213,20 @@ async def run_worker(
         told = {"role": role, "listen": listening, "metrics": server.metrics_address}
         print(json.dumps(told), flush=True)
 
-        worn_out = asyncio.create_task(_worn_out(staging))
-        ends.callback(worn_out.cancel)
+        exhausted = asyncio.create_task(_exhausted(staging))
+        ends.callback(exhausted.cancel)
 
         async def drain() -> None:
             fitness.stop()
             await service.drain()
-            await staging.ring.no_limbo.wait()
+            await staging.ring.no_orphaned.wait()
 
         code = await run_until_stopped(
             server,
             drain,
             drain_timeout_s=options.drain_timeout_s,
             fatal=fatal,
-            worn_out=worn_out,
+            exhausted=exhausted,
         )
     if not staging.quiet:
         exit_at_once(code)
@@ -256,10 +256,10 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-async def _worn_out(staging: Staging) -> str:
+async def _exhausted(staging: Staging) -> str:
     """Returns when too much of the ring waits for transfers that nothing can stop."""
-    await staging.ring.worn_out.wait()
-    return "too many slots are in limbo"
+    await staging.ring.exhausted_event.wait()
+    return "too many buffers are orphaned"
 
 
 def _faults(options: WorkerOptions) -> Faults:

@@ -9,14 +9,14 @@ import asyncio
 from contextlib import suppress
 
 from baton.core.errors import Internal
-from baton.core.ports import ModelRunner
+from baton.core.scheduler.ports import ModelRunner
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.ranks.shared import MemoryFile, Region
-from baton.kv.slots import SlotRing
+from baton.transfer.buffers import StagingPool
 
 
-def share_ring(runner: ModelRunner, ring: SlotRing) -> None:
-    """Lets ranks pack into slots and unpack out of them where they lie."""
+def share_ring(runner: ModelRunner, ring: StagingPool) -> None:
+    """Lets ranks pack into buffers and unpack out of them where they lie."""
     if isinstance(runner, RankedRunner):
         runner.share(Region(MemoryFile.of(ring.fd), ring.base_address))
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import WorkerIdentity
-from baton.core.plan import StepPlan
-from baton.core.ports import ModelRunner
-from baton.core.scheduling import Scheduler
-from baton.core.timings import Timings
+from baton.core.observe.timings import Timings
+from baton.core.request.model import WorkerIdentity
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
-from baton.kv.staging import Staging
-from baton.kv.stats import MISMATCHES, HandoverStats
 from baton.rpc import aliases, metrics
+from baton.transfer.staging import Staging
+from baton.transfer.stats import MISMATCHES, HandoverStats
 from baton.worker.engine import is_exact
 
 Gauge = dict[tuple[str, ...], float]
@@ -29,10 +29,10 @@ _STEP_SEQUENCES = metrics.histogram(metrics.STEP_SEQUENCES)
 class Report:
     """Reads the worker's parts; every reading is of this moment.
 
-    side: giver or collector. scheduler: the engine thread's own; only counts of it, and its
+    side: sender or receiver. scheduler: the engine thread's own; only counts of it, and its
     speed, are read here.
     num_attempts: attempts the service knows of, whatever they wait for. holdings: what is held here
-    besides blocks and slots, by kind. probing: whether a probe holds something of it now.
+    besides blocks and buffers, by kind. probing: whether a probe holds something of it now.
     """
 
     engine: EngineThread[Any]
@@ -67,14 +67,14 @@ class Report:
         """Puts this worker's gauges and hand-over totals on /metrics."""
         metrics.gauge(metrics.BLOCKS, self._blocks)
         metrics.gauge(metrics.SWAP_BLOCKS, self._swap_blocks)
-        metrics.gauge(metrics.SLOTS, self._slots)
+        metrics.gauge(metrics.BUFFERS, self._buffers)
         metrics.gauge(metrics.SEQUENCES, self._sequences)
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
         metrics.gauge(metrics.LEAKS, self._leaks)
         metrics.totals(metrics.PREEMPTIONS, self._preemptions)
         export_handovers(self.side, self.stats)
         metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.num_attempts()})
-        metrics.totals(metrics.PARCELS_REFUSED, self._refused)
+        metrics.totals(metrics.KV_CHUNKS_REFUSED, self._refused)
         metrics.totals(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
         metrics.totals(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
         metrics.totals(metrics.PROBES, self._probes)
@@ -103,10 +103,10 @@ class Report:
             for place, blocks in zip(("host", "disk"), counts, strict=True)
         }
 
-    def _slots(self) -> Gauge:
+    def _buffers(self) -> Gauge:
         ring = self.staging.ring
-        used = ring.num_slots - ring.num_free - ring.num_limbo
-        states = {"free": ring.num_free, "used": used, "limbo": ring.num_limbo}
+        used = ring.num_buffers - ring.num_free - ring.num_orphaned
+        states = {"free": ring.num_free, "used": used, "orphaned": ring.num_orphaned}
         return {(self.side, state): count for state, count in states.items()}
 
     def _sequences(self) -> Gauge:
@@ -125,7 +125,7 @@ class Report:
     def _leaks(self) -> Gauge:
         """What is held though nobody is here for whom: what stays so, nobody will ever free.
 
-        Slots in limbo are not counted: a transfer owns them. For a moment after the last attempt,
+        Buffers orphaned are not counted: a transfer owns them. For a moment after the last attempt,
         and after a probe, this may see what is just being freed.
         """
         load, ring = self.engine.load, self.staging.ring
@@ -133,7 +133,7 @@ class Report:
             "blocks": self.num_blocks - load.free_blocks,
             "swap_blocks": sum(load.swap_used),
             "sequences": load.waiting_sequences + load.running_sequences,
-            "slots": ring.num_slots - ring.num_free - ring.num_limbo,
+            "buffers": ring.num_buffers - ring.num_free - ring.num_orphaned,
             **self.holdings(),
         }
         busy = self.num_attempts() > 0 or self.probing()
@@ -158,7 +158,7 @@ def export_handovers(side: str, stats: HandoverStats) -> None:
 
     metrics.totals(metrics.HANDOVERS, outcomes)
     metrics.totals(metrics.HANDOVER_BYTES, lambda: {(side,): stats.payload_bytes})
-    metrics.totals(metrics.PARCELS, lambda: {(side,): stats.parcels})
+    metrics.totals(metrics.KV_CHUNKS, lambda: {(side,): stats.kv_chunks})
     metrics.timings(metrics.HANDOVER_STAGE, stages)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.cli.access import Access
 from baton.cli.batch import asking
-from baton.cli.batch.asking import Asking, Limits, Outcome
+from baton.cli.batch.asking import BatchClient, Limits, Outcome
 from baton.cli.batch.lines import Task
 from baton.cli.http_client import HttpClient
 from baton.core.errors import BatonError, Unauthenticated, Unavailable
@@ -25,10 +25,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "KNOCK_S", 0.01)
 
 
-async def asked(where: Access, count: int, **limits: Any) -> tuple[list[Outcome], Asking]:
+async def asked(where: Access, count: int, **limits: Any) -> tuple[list[Outcome], BatchClient]:
     outcomes: list[Outcome] = []
     client = HttpClient(where)
-    made = Asking(client, Limits(**limits), outcomes.append)
+    made = BatchClient(client, Limits(**limits), outcomes.append)
     tasks = (Task(i, str(i), "/v1/completions", b'{"n": %d}' % i) for i in range(count))
     try:
         await made.run(tasks)
@@ -109,7 +109,7 @@ async def test_a_server_that_comes_back_is_waited_for() -> None:
     outcomes: list[Outcome] = []
     async with serving(lambda _, body: answer(200, body, "connection: close")) as where:
         client = HttpClient(where)
-        made = Asking(client, Limits(attempts=1, away_s=60.0), outcomes.append)
+        made = BatchClient(client, Limits(attempts=1, away_s=60.0), outcomes.append)
         await made.run(iter([Task(0, "0", "/v1/completions", b"{}")]))
     running = asyncio.create_task(made.run(iter([Task(1, "1", "/v1/completions", b"{}")])))
     await until(lambda: made._away_since is not None)
@@ -135,7 +135,7 @@ async def test_what_cannot_be_kept_ends_the_batch() -> None:
         client = HttpClient(where)
         with pytest.raises(BatonError, match="no room"):
             tasks = iter([Task(i, str(i), "/v1/completions", b"{}") for i in range(30)])
-            await Asking(client, Limits(), done).run(tasks)
+            await BatchClient(client, Limits(), done).run(tasks)
         await client.close()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
-from baton.core.attempt import Attempt, SequenceKey
 from baton.core.errors import InvalidArgument, Reason
-from baton.core.handover import LIMITS, GiverState, Limit
+from baton.core.handover.table import LIMITS, Limit, SenderState
+from baton.core.request.attempt import Attempt, SequenceKey
 from baton.rpc.metrics import DECODE_TOKENS, counter
 from tests.services.worker.pair import (
     CHUNK,
@@ -37,7 +37,7 @@ async def between_two_chunks(world: Pair, end: RouterEnd, one: Attempt) -> None:
     world.prefill.runner.allow(1)
     # Packing is asked for while the second chunk computes, and done before the third one.
     await until(
-        lambda: any(o.side.next_index and not o.is_probe for o in world.giver._offers.values())
+        lambda: any(o.side.next_index and not o.is_probe for o in world.sender._offers.values())
     )
     world.prefill.runner.allow(1)
     await until(lambda: world.decode.stats.payload_bytes >= 16 * CHUNK)
@@ -59,7 +59,7 @@ async def running(world: Pair, end: RouterEnd, one: Attempt) -> None:
     await until(lambda: len(end.tokens[keys_of(one)[0]]) >= 4)
 
 
-SOON = {**LIMITS, GiverState.OFFERED: Limit("a collector that was told to go away", 2.0)}
+SOON = {**LIMITS, SenderState.OFFERED: Limit("a receiver that was told to go away", 2.0)}
 
 STAGES = (before_its_first_chunk, between_two_chunks, with_unpacking_held, running)
 
@@ -210,7 +210,7 @@ async def test_no_room_on_decode_is_told_and_prefill_keeps_nothing() -> None:
         assert (await end.failed(one)).reason is Reason.OVERLOADED
         # Token 0 is of use, and the next try finds the prompt in the cache.
         assert len(answer.choices) == 1
-        await until(lambda: world.giver.num_offers == 0)
+        await until(lambda: world.sender.num_offers == 0)
         await until(lambda: world.prefilling.num_attempts == 0)
         assert await world.prefill.is_idle()
         await end.cancel(big)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.attempt import Attempt, SequenceKey
 from baton.core.errors import HandoverFailed
-from baton.core.handover import LIMITS, GiverState, Limit
+from baton.core.handover.table import LIMITS, Limit, SenderState
+from baton.core.request.attempt import Attempt, SequenceKey
 from baton.rpc.metrics import PREFILL_TOKENS, counter
 from tests.services.worker.pair import Pair, attempt, keys_of, new_id, pair, reference, until
 from tests.services.worker.router_end import RouterEnd, router
@@ -31,15 +31,15 @@ async def given(world: Pair, end: RouterEnd, key: SequenceKey) -> tuple[bytes, i
     """The answer to the wish; steps go on meanwhile."""
 
     def answered() -> bool:
-        if key not in end.given_away:
+        if key not in end.migrated_out:
             world.decode.runner.allow(1)
-        return key in end.given_away
+        return key in end.migrated_out
 
     await until(answered)
-    return end.given_away[key]
+    return end.migrated_out[key]
 
 
-def heir_of(one: Attempt, end: RouterEnd, key: SequenceKey, number: int) -> Attempt:
+def replacement_model(one: Attempt, end: RouterEnd, key: SequenceKey, number: int) -> Attempt:
     output = end.tokens[key]
     ids = (*one.token_ids, *output[:-1])
     return replace(one, attempt=number, choices=(key.choice,), token_ids=ids)
@@ -57,15 +57,15 @@ async def test_it_leaves_and_goes_on_without_computing_anything_again() -> None:
             handover_id = new_id()
             await end.hand_over(key, handover_id)
             assert await given(world, end, key) == (handover_id, len(end.tokens[key]))
-            heirs.append(heir_of(one, end, key, number))
-            await end.start(heirs[-1], handover_id, giver=world.decode.identity)
+            heirs.append(replacement_model(one, end, key, number))
+            await end.start(heirs[-1], handover_id, sender=world.decode.identity)
         world.decode.runner.open()
-        for heir in heirs:
-            (choice,) = heir.choices
-            rest = (await end.ended(heir))[choice]
-            assert expected[choice][: heir.position] + rest == expected[choice]
-            began = end.started[heir.key]
-            assert began.cached_tokens + began.received_bytes // 16 == len(heir.token_ids)
+        for replacement in heirs:
+            (choice,) = replacement.choices
+            rest = (await end.ended(replacement))[choice]
+            assert expected[choice][: replacement.position] + rest == expected[choice]
+            began = end.started[replacement.key]
+            assert began.cached_tokens + began.received_bytes // 16 == len(replacement.token_ids)
         assert computed._value.get() == before
 
 
@@ -96,13 +96,15 @@ async def test_one_that_ends_meanwhile_is_not_offered() -> None:
         await end.hand_over(keys_of(one)[0], new_id())
         world.decode.runner.open()
         key = keys_of(one)[0]
-        await until(lambda: key in end.ends or end.given_away.get(key, (b"", None))[1] is not None)
+        await until(
+            lambda: key in end.ends or end.migrated_out.get(key, (b"", None))[1] is not None
+        )
         await end.cancel(one)
 
 
 async def test_nobody_comes_for_it() -> None:
     one = running()
-    limits = {**LIMITS, GiverState.OFFERED: Limit("the test", 0.2)}
+    limits = {**LIMITS, SenderState.OFFERED: Limit("the test", 0.2)}
     async with pair(limits=limits) as world, router(world) as end:
         await begin(world, end, one)
         await end.hand_over(keys_of(one)[0], new_id())
@@ -133,16 +135,16 @@ async def test_a_new_stream_hears_of_it_again_and_does_not_end_it() -> None:
         await end.hand_over(key, handover_id)
         answer = await given(world, end, key)
         await end.break_off()
-        end.given_away.clear()
+        end.migrated_out.clear()
         await end.connect(end.next_positions())
-        await until(lambda: end.given_away.get(key) == answer)
+        await until(lambda: end.migrated_out.get(key) == answer)
         await end.break_off()
         # By now the router has let go of the old attempt, and started the next one.
         await end.connect({})
-        heir = heir_of(one, end, key, 1)
+        replacement = replacement_model(one, end, key, 1)
         world.decode.runner.open()
-        await end.start(heir, handover_id, giver=world.decode.identity)
-        assert (await end.ended(heir))[0] == reference(one)[0][heir.position :]
+        await end.start(replacement, handover_id, sender=world.decode.identity)
+        assert (await end.ended(replacement))[0] == reference(one)[0][replacement.position :]
 
 
 async def test_asking_twice_changes_nothing() -> None:

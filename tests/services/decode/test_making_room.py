@@ -5,35 +5,35 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
-from baton.core.attempt import Attempt
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import Overloaded
-from baton.core.events import Event
-from baton.core.loop import EngineLoop
-from baton.core.model import WorkerIdentity
-from baton.core.request import SamplingParams, StopParams
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event
+from baton.core.scheduler.loop import EngineLoop
 from baton.decode.attempt_trace import AttemptTrace
 from baton.decode.begin import Beginner, Running
 from baton.decode.sessions import RouterSession
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.kv.collector import Collector
-from baton.kv.ticket import Collected, Reserve, Ticket, Unpack
 from baton.rpc.tracing import OFF
+from baton.transfer.receiver import KvReceiver
+from baton.transfer.ticket import Collected, Reserve, TransferRequest, Unpack
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
-GIVER = WorkerIdentity("prefill", "0" * 32, "127.0.0.1:1")
+SENDER = WorkerIdentity("prefill", "0" * 32, "127.0.0.1:1")
 
 
-class ReservingCollector(Collector):
+class ReservingReceiver(KvReceiver):
     """Stops where KV would travel; all before that is real."""
 
     def __init__(self) -> None:
         self.reserved: list[int | None] = []
 
-    async def collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
+    async def collect(self, ticket: TransferRequest, reserve: Reserve, unpack: Unpack) -> Collected:
         self.reserved.append(await reserve())
         raise Overloaded("nothing travels here", retry_after_s=1.0)
 
@@ -72,10 +72,12 @@ async def reserved_beside(*others: Attempt, wanted: Attempt, stay: bool) -> int 
 
     engine = EngineThread(make_loop, deliver)
     await engine.start()
-    collector = ReservingCollector()
-    beginner = Beginner(engine, collector, GrammarBook(None), handover_timeout_s=30.0)
+    receiver = ReservingReceiver()
+    beginner = Beginner(engine, receiver, GrammarBook(None), handover_timeout_s=30.0)
     trace = AttemptTrace(OFF, wanted, collects=True)
-    running = Running(wanted, RouterSession("r"), Ticket(b"h", GIVER, 22), 0, {0}, 0.0, trace)
+    running = Running(
+        wanted, RouterSession("r"), TransferRequest(b"h", SENDER, 22), 0, {0}, 0.0, trace
+    )
     try:
         for one in others:
             await engine.call(partial(add, one, stay))
@@ -83,7 +85,7 @@ async def reserved_beside(*others: Attempt, wanted: Attempt, stay: bool) -> int 
             pass
         with suppress(Overloaded):
             await beginner.begin(running)
-        return collector.reserved[0]
+        return receiver.reserved[0]
     finally:
         await beginner.close()
         await engine.stop()

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from baton.core.errors import DeadlineExceeded, HandoverFailed, Internal, Unavailable
-from baton.core.load import WorkerState
-from baton.core.request import FinishReason
+from baton.core.request.request import FinishReason
+from baton.core.routing.load import WorkerState
 from tests.services.worker.pair import (
     PATIENCE_S,
     POISON,

@@ -59,7 +59,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
         },
         "source": {"handover_id": b"short"},
     },
-    "a giver nobody can reach": {
+    "a sender nobody can reach": {
         "attempt": {
             "request_id": "bad",
             "choices": [0],
@@ -67,7 +67,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
             "num_prompt_tokens": 1,
             "stop": {"max_tokens": 5},
         },
-        "source": {"handover_id": b"x" * 16, "giver": {"address": "%%%", "incarnation": "i"}},
+        "source": {"handover_id": b"x" * 16, "sender": {"address": "%%%", "instance_id": "i"}},
     },
 }
 
@@ -141,7 +141,7 @@ async def test_a_stream_begins_with_a_hello_that_fits() -> None:
             error = from_rpc_error(await first_answer(world, message))
             assert isinstance(error, InvalidArgument)
         stale = pb.SessionHello(
-            router=WorkerIdentity(incarnation="r"), decode_incarnation="an older one"
+            router=WorkerIdentity(instance_id="r"), decode_instance_id="an older one"
         )
         error = from_rpc_error(await first_answer(world, pb.SessionRequest(hello=stale)))
         assert isinstance(error, Unavailable)

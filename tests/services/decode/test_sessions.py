@@ -8,10 +8,10 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from baton.core.attempt import AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.errors import Cancelled, Internal
-from baton.core.events import Failed
-from baton.core.request import FinishReason
+from baton.core.request.attempt import AttemptKey, ChoiceTokens, SequenceKey
+from baton.core.request.request import FinishReason
+from baton.core.scheduler.events import Failed
 from baton.decode import service as service_module
 from baton.decode.sessions import Failure, RouterSession
 from tests.services.worker.pair import (
@@ -85,7 +85,7 @@ async def test_a_newer_stream_of_the_same_router_wins() -> None:
         await old.start(one)
         world.decode.runner.allow(8)
         await until(lambda: len(old.tokens[keys_of(one)[0]]) >= 3)
-        new = RouterEnd.of(world, old.identity.incarnation)
+        new = RouterEnd.of(world, old.identity.instance_id)
         new.tokens, new.positions = {k: list(v) for k, v in old.tokens.items()}, old.positions
         await new.connect(new.next_positions())
         world.decode.runner.open()
@@ -122,7 +122,7 @@ async def test_messages_of_a_replaced_stream_are_not_obeyed() -> None:
         world.decode.runner.hold()
         await old.start(one)
         await until(lambda: world.decode.runner.num_begun == 1)
-        new = RouterEnd.of(world, old.identity.incarnation)
+        new = RouterEnd.of(world, old.identity.instance_id)
         new.tokens, new.positions = {keys_of(one)[0]: []}, {keys_of(one)[0]: 0}
         await new.connect(new.next_positions())
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -169,7 +169,7 @@ async def test_ended_sequences_are_forgotten_after_the_window() -> None:
     async with pair(resume_window_s=0.1) as world, router(world) as end:
         await end.start(one)
         assert await end.ended(one) == reference(one)
-        session = world.decoding._sessions[end.identity.incarnation]
+        session = world.decoding._sessions[end.identity.instance_id]
         await until(lambda: not session.keys)
 
 

@@ -8,14 +8,14 @@ import threading
 import grpc
 import pytest
 
-from baton.core.load import WorkerState
-from baton.core.plan import Extents
+from baton.core.routing.load import WorkerState
+from baton.core.scheduler.plan import Extents
 from baton.engine.fake import FakeRunner
-from baton.kv import nixl
 from baton.prefill import service as service_module
-from baton.prefill.collectors import LIVE_S, MAX_KNOWN, LiveCollectors
+from baton.prefill.receivers import LIVE_S, MAX_KNOWN, LiveReceivers
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, counter
+from baton.transfer import nixl
 from baton.v1 import prefill_pb2
 from tests.services.worker.pair import (
     PATIENCE_S,
@@ -68,10 +68,10 @@ async def test_nothing_is_moved_when_token_0_ends_every_choice() -> None:
         answer = await world.run(one, handover_id)
         assert firsts(answer) == {choice: ids[:1] for choice, ids in tokens.items()}
         # Decode has reserved and would take KV now if there were any.
-        await until(lambda: all(offer.granted for offer in world.giver._offers.values()))
+        await until(lambda: all(offer.granted for offer in world.sender._offers.values()))
         silent = end.num_heartbeats
         await until(lambda: end.num_heartbeats > silent + 1)
-        assert world.giver.num_offers == 1
+        assert world.sender.num_offers == 1
         # What the router does when it has the answer.
         await end.cancel(one)
         await world.cancel_prefill(one)
@@ -187,7 +187,7 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         run = world.prefill_stub.Run
         assert await code_of(run(malformed)) is grpc.StatusCode.INVALID_ARGUMENT
         assert await code_of(run(prefill_pb2.RunRequest())) is grpc.StatusCode.INVALID_ARGUMENT
-        stale = prefill_pb2.RunRequest(prefill_incarnation="an older one")
+        stale = prefill_pb2.RunRequest(prefill_instance_id="an older one")
         assert await code_of(run(stale)) is grpc.StatusCode.UNAVAILABLE
         world.prefill.runner.open()
         assert firsts(await call) == reference(one)
@@ -238,25 +238,25 @@ async def test_closing_ends_a_handover_in_the_middle() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await closing
         assert (await end.failed(one)).retryable
-        assert world.giver.num_offers == 0
+        assert world.sender.num_offers == 0
 
 
 async def test_the_share_of_the_pool_follows_the_decode_workers_that_collect() -> None:
     async with pair(handover_timeout_s=0.3) as world:
         shares = []
-        for number, incarnation in enumerate(("a", "b", "b", "c")):
+        for number, instance_id in enumerate(("a", "b", "b", "c")):
             one = attempt(f"r{number}", size=20)
-            await world.prefilling.run(one, new_id(), incarnation)
+            await world.prefilling.run(one, new_id(), instance_id)
             shares.append(
-                await world.prefill.engine.call(lambda loop: loop.scheduler.live_collectors)
+                await world.prefill.engine.call(lambda loop: loop.scheduler.live_receivers)
             )
         assert shares == [1, 2, 2, 3]
         await world.prefilling.run(attempt("local", size=20), b"", "")
-        assert await world.prefill.engine.call(lambda loop: loop.scheduler.live_collectors) == 3
+        assert await world.prefill.engine.call(lambda loop: loop.scheduler.live_receivers) == 3
 
 
 def test_decode_workers_that_were_not_named_for_a_minute_do_not_count() -> None:
-    live = LiveCollectors()
+    live = LiveReceivers()
     assert [live.saw(name, now) for name, now in (("a", 0.0), ("b", 1.0), ("a", 50.0))] == [1, 2, 2]
     assert live.saw("c", 1.5 + LIVE_S) == 2
     assert live.saw("c", 1000.0) == 1

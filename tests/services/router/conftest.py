@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.model import WorkerIdentity
-from baton.core.request import Accepted, Delta, Finished, FinishReason, Request
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import Accepted, Delta, Finished, FinishReason, Request
 from baton.router.config import RouterConfig
-from baton.router.discovery import Discovery
-from baton.router.event_stream import EventStream
-from baton.router.fleet import Fleet
-from baton.router.metrics import RouterMetrics
-from baton.router.mover import Mover
-from baton.router.pipeline import Pipeline
-from baton.router.records import UsageSink
-from baton.router.told import Told
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.records import UsageSink
+from baton.router.request.empty_stream import EmptyStream
+from baton.router.request.event_stream import EventStream
+from baton.router.request.migrator import Migrator
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.discovery import Discovery
+from baton.router.workers.fleet import Fleet
 from baton.rpc.channels import Channels
 from baton.rpc.tracing import OFF, Tracer
 from tests.services.router.decode_worker import FakeDecode
@@ -32,7 +32,7 @@ PATIENCE_S = 20.0
 """Nothing here takes so long; what does has hung."""
 
 
-Stream = EventStream | Told
+Stream = EventStream | EmptyStream
 
 
 @dataclass
@@ -152,7 +152,7 @@ class World:
             self.fleet, self.config, metrics, tracer=self.tracer, usage=self.usage
         )
         self.fleet.start()
-        self.moving = asyncio.create_task(Mover(self.fleet, metrics).run())
+        self.moving = asyncio.create_task(Migrator(self.fleet, metrics).run())
         everybody = {role: len(found) for role, found in self.addresses.items()}
         await until(lambda: self.met() == everybody)
         return self.router

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.errors import BatonError, Unavailable
+from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.rpc.convert import (
     attempt_from_proto,
     choice_tokens_to_proto,
@@ -109,8 +109,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[decode_pb2.SessionResponse]:
         hello = (await anext(request_iterator)).hello
-        if hello.decode_incarnation != self.identity.incarnation:
-            raise Unavailable("another incarnation lives here")
+        if hello.decode_instance_id != self.identity.instance_id:
+            raise Unavailable("another instance id lives here")
         self.hellos.append(hello)
         self.break_stream.clear()
         yield decode_pb2.SessionResponse(welcome=self._resume(hello))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.core.load import WorkerState
-from baton.core.request import Delta, Finished, Request, TextPrompt
+from baton.core.request.request import Delta, Finished, Request, TextPrompt
+from baton.core.routing.load import WorkerState
 from tests.services.router import language
 from tests.services.router.conftest import PATIENCE_S, Answer, Stream, World
 from tests.services.router.decode_worker import FakeDecode

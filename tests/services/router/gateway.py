@@ -11,10 +11,10 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.keys import Door, OpenDoor
+from baton.router.api.vllm.optional import engine_service
 from baton.router.config import RouterConfig
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.keys import Door, OpenDoor
-from baton.router.vllm.optional import engine_service
 from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
 from baton.rpc.server import ProcessServer
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from baton.core.model import KvLayout, ModelDescription
-from baton.core.request import FinishReason
+from baton.core.request.model import KvLayout, ModelDescription
+from baton.core.request.request import FinishReason
 from tests.services.router.scripts import scripted
 
 EOS = 256

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from baton.core.admission.fair_queue import Entry
+from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
-from baton.core.fair_queue import Entry
-from baton.core.refusal import Limit, Refusal
-from baton.core.request import TextPrompt
-from baton.core.speed import WorkerSpeed
-from baton.core.tenants import Tenant
+from baton.core.request.request import TextPrompt
+from baton.core.routing.speed import WorkerSpeed
 from baton.router.config import RouterConfig
-from baton.router.turnstile import Turnstile, Waiter
+from baton.router.request.dispatcher import Dispatcher, PendingAttempt
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import REQUEST, check
 
@@ -56,28 +56,28 @@ async def test_one_cancelled_as_its_turn_comes_leaves_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room comes free and the one that waits for it is cancelled, before the loop comes round."""
-    turn_soon, wait = Turnstile.turn_soon, Turnstile.wait
+    turn_soon, wait = Dispatcher.turn_soon, Dispatcher.wait
     waiting: list[asyncio.Task[object]] = []
 
-    async def and_note(turnstile: Turnstile, entry: Entry[Waiter]) -> object:
+    async def and_note(dispatcher: Dispatcher, entry: Entry[PendingAttempt]) -> object:
         task = asyncio.current_task()
         assert task is not None
         waiting.append(task)
-        return await wait(turnstile, entry)
+        return await wait(dispatcher, entry)
 
-    def and_cancel(turnstile: Turnstile) -> None:
-        turn_soon(turnstile)
+    def and_cancel(dispatcher: Dispatcher) -> None:
+        turn_soon(dispatcher)
         if not worker.placed_sequences:
             waiting[1].cancel()
             second.cancel()
 
-    monkeypatch.setattr(Turnstile, "wait", and_note)
+    monkeypatch.setattr(Dispatcher, "wait", and_note)
     await few_at_a_time(world)
     first, second, third = ask(world, A, A, A)
     await until(lambda: len(world.pipeline.gate.queue) == 2)
     assert world.fleet is not None
     (worker,) = world.fleet.decodes.workers()
-    monkeypatch.setattr(Turnstile, "turn_soon", and_cancel)
+    monkeypatch.setattr(Dispatcher, "turn_soon", and_cancel)
     world.decodes[0].stepping.set()
     await asyncio.gather(first, third)
     with pytest.raises(asyncio.CancelledError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.exposition import generate_latest
 
-from baton.router import aliases
 from baton.router.config import RouterConfig
+from baton.router.observe import aliases
 from tests.services.router.conftest import World, until
 from tests.services.router.test_admission import A, ask
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.core.pace import Pace
-from baton.core.request import FinishReason
-from baton.core.token_log import TokenLog
-from baton.router.asking import Asking
-from baton.router.later import TICK_S, Later
+from baton.core.observe.load_monitor import LoadMonitor
+from baton.core.request.request import FinishReason
+from baton.core.request.token_log import TokenLog
+from baton.router.request.deferred_calls import TICK_S, DeferredCalls
+from baton.router.request.token_coalescer import TokenCoalescer
 
 PATIENCE_S = 10.0
 
@@ -20,13 +20,13 @@ class Asked:
     """Two choices whose detokenizer only listens."""
 
     def __init__(self, interval_s: float, *, searched: bool = False) -> None:
-        self.pace = Pace(0.5)
+        self.pace = LoadMonitor(0.5)
         self.pace.interval_s = interval_s
-        self.later = Later()
+        self.later = DeferredCalls()
         self.logs = [TokenLog(0), TokenLog(1)]
         self.choices: list[int] = []
         self.heard = asyncio.Event()
-        self.asking = Asking(self.logs, self._ask, self.pace, self.later, searched=searched)
+        self.asking = TokenCoalescer(self.logs, self._ask, self.pace, self.later, searched=searched)
 
     def _ask(self, choice: int) -> None:
         self.choices.append(choice)
@@ -93,7 +93,7 @@ async def test_what_waits_is_asked_for_once_and_then_the_next_waits_again() -> N
 
 
 async def test_things_are_done_in_the_order_in_which_they_are_due_and_none_early() -> None:
-    later, done, over = Later(), list[tuple[int, float]](), asyncio.Event()
+    later, done, over = DeferredCalls(), list[tuple[int, float]](), asyncio.Event()
     clock = asyncio.get_running_loop().time
     began = clock()
 
@@ -113,7 +113,7 @@ async def test_things_are_done_in_the_order_in_which_they_are_due_and_none_early
 
 
 async def test_what_is_closed_does_nothing_any_more() -> None:
-    later, done = Later(), asyncio.Event()
+    later, done = DeferredCalls(), asyncio.Event()
     later.at(0.0, done.set)
     later.close()
     await asyncio.sleep(2 * TICK_S)

@@ -20,18 +20,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
-from baton.core.grammar import Grammar, GrammarKind
-from baton.core.refusal import Limit, Refusal
-from baton.core.request import TextPrompt, TokenPrompt
-from baton.core.tenants import Tenant
+from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import TextPrompt, TokenPrompt
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.keys import Door, OpenDoor
+from baton.router.api.vllm.optional import engine_service
 from baton.router.config import RouterConfig
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.keys import Door, OpenDoor
-from baton.router.servicer import InferenceServicer
-from baton.router.vllm.optional import engine_service
 from baton.rpc.server import ProcessServer
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from baton.core.attempt import ChoiceTokens
 from baton.core.errors import (
     Internal,
     Overloaded,
     Unavailable,
 )
-from baton.core.request import SamplingParams
+from baton.core.request.attempt import ChoiceTokens
+from baton.core.request.request import SamplingParams
 from baton.router.config import RouterConfig
 from tests.services.router import language
 from tests.services.router.conftest import PATIENCE_S, Answer, World, read, until
@@ -65,11 +65,11 @@ async def test_the_only_decode_worker_dies_and_comes_back_as_another(world: Worl
     stream, answer = await begin(world, REQUEST)
     address = world.addresses["decode"][0]
     await world.decodes[0].kill()
-    heir = world.new_decode()
-    world.decodes.append(heir)
-    await heir.start(address)
+    replacement = world.new_decode()
+    world.decodes.append(replacement)
+    await replacement.start(address)
     check(await finish(stream, answer))
-    assert heir.starts
+    assert replacement.starts
 
 
 async def test_a_broken_session_is_resumed(world: World) -> None:
@@ -275,11 +275,11 @@ async def test_random_deaths(world: World, seed: int) -> None:
         victim = next(worker for worker in roles[role] if worker.identity.address == address)
         await victim.kill()
         roles[role].remove(victim)
-        heir = makers[role]()
+        replacement = makers[role]()
         if role == "decode":
-            heir.step_s = 0.004
-        roles[role].append(heir)
-        await heir.start(address)
+            replacement.step_s = 0.004
+        roles[role].append(replacement)
+        await replacement.start(address)
     answers = await asyncio.gather(*asking)
     for answer in answers[:16]:
         check(answer, len(answer.texts))

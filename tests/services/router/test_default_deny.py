@@ -17,19 +17,19 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.core.api_keys import KeyBook, KeyIndex, Limits
+from baton.core.admission.api_keys import KeyBook, KeyIndex, Limits
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unauthenticated
-from baton.core.tenants import Tenant
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.server import serve_http
+from baton.router.api.vllm.engine import SERVICE as VLLM
+from baton.router.api.vllm.optional import engine_service
 from baton.router.config import RouterConfig
-from baton.router.fleet import Fleet
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.server import serve_http
-from baton.router.pipeline import Pipeline
-from baton.router.servicer import InferenceServicer
-from baton.router.vllm.engine import SERVICE as VLLM
-from baton.router.vllm.optional import engine_service
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.fleet import Fleet
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer
 from baton.rpc.transport import open_channel

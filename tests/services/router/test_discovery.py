@@ -14,12 +14,12 @@ import pytest
 
 from baton.core.errors import InvalidArgument
 from baton.router.config import RouterConfig
-from baton.router.discovery import Discovery, Source, StaticDiscovery, StaticSource
-from baton.router.discovery_dns import DnsSource, resolve
-from baton.router.discovery_k8s import KubernetesApi, KubernetesSource, runs
-from baton.router.replicas import Replicas
-from baton.router.sources import discovery_of
-from baton.router.targets import DnsTarget, ListTarget, ServiceTarget, parse
+from baton.router.workers.discovery import Discovery, Source, StaticDiscovery, StaticSource
+from baton.router.workers.discovery_dns import DnsSource, resolve
+from baton.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, runs
+from baton.router.workers.replicas import Replicas
+from baton.router.workers.sources import discovery_of
+from baton.router.workers.targets import DnsTarget, ListTarget, ServiceTarget, parse
 from tests.services.router import kubernetes_api
 from tests.services.router.conftest import until
 from tests.services.router.kubernetes_api import FakeApi, endpoint, slice_of
@@ -220,7 +220,7 @@ async def test_a_doubt_is_looked_into_before_its_time() -> None:
 
 
 async def test_a_look_up_that_hangs_is_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.router.discovery_dns.LOOKUP_S", 0.02)
+    monkeypatch.setattr("baton.router.workers.discovery_dns.LOOKUP_S", 0.02)
     answer: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
     asked: list[str] = []
 
@@ -259,7 +259,7 @@ async def test_kubernetes_goes_on_from_the_newest_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watches end often; none begins with a list again, and bookmarks count."""
-    monkeypatch.setattr("baton.router.slice_watch.PAGE", 1)
+    monkeypatch.setattr("baton.router.workers.slice_watch.PAGE", 1)
     with kubernetes_api.serving(tmp_path) as (api, config_file):
         api.longest_watch_s = 0.05
         place = KubernetesPlace(api, config_file)

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.api_keys import Limits
-from baton.core.load import WorkerState
-from baton.core.tenants import Tenant
+from baton.core.admission.api_keys import Limits
+from baton.core.admission.tenants import Tenant
+from baton.core.routing.load import WorkerState
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.explain_schema import Explained
+from baton.router.api.http.server import serve_http
+from baton.router.api.keys import Door, OpenDoor
 from baton.router.config import RouterConfig
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.explain_schema import Explained
-from baton.router.http.server import serve_http
-from baton.router.keys import Door, OpenDoor
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, STEP_S, begin, busy, check, finish
 from tests.services.router.test_keys import Kept
@@ -68,7 +68,7 @@ async def test_one_that_ran_apart(world: World) -> None:
     assert attempt.kv_bytes == told.kv_bytes > 0
     assert attempt.kv_s is not None and attempt.kv_s > 0
     assert (attempt.prefill_cached_tokens, attempt.decode_cached_tokens) == (1, 2)
-    fates = {(c.worker.role, c.fate) for c in attempt.candidates}
+    fates = {(c.worker.role, c.filter_reason) for c in attempt.candidates}
     assert fates == {("decode", "picked"), ("decode", "outscored"), ("prefill", "picked")}
     assert all(c.cost and c.cost["total"] >= 0 for c in attempt.candidates)
 
@@ -105,10 +105,10 @@ async def test_a_death_is_told_with_the_attempt_that_went_on(world: World) -> No
         check(await finish(stream, answer))
         told = await explained(http, answer.accepted.request_id)
     first, second = told.attempts
-    assert first.state == "failed" and first.losses[0].leg == "decode"
+    assert first.state == "failed" and first.losses[0].phase == "decode"
     assert first.decode is not None and first.decode.address == victim.identity.address
     assert second.state == "ended" and second.position >= 5
-    assert {c.fate for c in second.candidates} >= {"picked"}
+    assert {c.filter_reason for c in second.candidates} >= {"picked"}
     assert told.num_attempts == 2
 
 
@@ -155,7 +155,7 @@ async def test_one_that_lost_its_last_worker_is_found_too(world: World) -> None:
     assert told.state == "failed" and told.error is not None
     assert told.error.code == "unavailable"
     assert told.attempts[0].state == "failed"
-    assert told.attempts[0].losses[0].leg == "decode"
+    assert told.attempts[0].losses[0].phase == "decode"
 
 
 async def test_the_id_of_an_answer_will_do(world: World) -> None:
@@ -215,17 +215,17 @@ async def test_a_tenant_sees_what_became_of_its_request_and_nothing_of_others(
     assert "127.0.0.1" not in response.text and "127.0.0.1" not in timed.text
     told = msgspec.json.decode(response.content, type=Explained)
     assert sum(told.stages.values()) == pytest.approx(told.total_s, abs=1e-4)
-    incarnations = {worker.identity.short for worker in (*world.prefills, *world.decodes)}
-    assert incarnations >= {
-        worker.incarnation for worker in told.workers if worker.role in ("prefill", "decode")
+    instance_ids = {worker.identity.short for worker in (*world.prefills, *world.decodes)}
+    assert instance_ids >= {
+        worker.instance_id for worker in told.workers if worker.role in ("prefill", "decode")
     }
     first, second = told.attempts
     for attempt in told.attempts:
         assert attempt.candidates == [] and attempt.others == 0
         assert attempt.predicted_first_token_s is attempt.local_s is attempt.remote_s is None
-        assert attempt.prefill is not None and attempt.prefill.incarnation in incarnations
+        assert attempt.prefill is not None and attempt.prefill.instance_id in instance_ids
         assert attempt.why == told.split.why == "Prefill and decode ran apart."
-    assert [(loss.leg, loss.code) for loss in first.losses] == [("decode", "unavailable")]
+    assert [(loss.phase, loss.code) for loss in first.losses] == [("decode", "unavailable")]
     assert "worker" not in first.losses[0].message
     assert second.prefill_s is not None and second.kv_bytes > 0
     assert {worker["role"] for worker in timed.json()["baton"][0]["workers"]} >= {"decode"}

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from baton.core.errors import InvalidArgument
+from baton.router.api.exposure import warnings
 from baton.router.config import RouterConfig
-from baton.router.exposure import warnings
 from baton.rpc.serving import ServingOptions
 
 BEYOND = ("0.0.0.0:1", "10.0.0.1:1", "[::]:1", "host.example:1", "localhost.example:1")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core import breaker
-from baton.core.breaker import BreakerState
 from baton.core.errors import Internal, Unavailable
-from baton.router import guards
+from baton.core.routing import breaker
+from baton.core.routing.breaker import BreakerState
 from baton.router.config import RouterConfig
+from baton.router.request import guards
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, begin, busy, check, finish
 
@@ -50,7 +50,7 @@ async def test_a_worker_that_loses_everything_is_left_alone(
     assert world.fleet is not None
     bad = world.decodes[0]
     bad.refusals = [Internal("broken")] * 1000
-    found = world.fleet.decodes.get(bad.identity.incarnation)
+    found = world.fleet.decodes.get(bad.identity.instance_id)
     assert found is not None
     while found.breaker.state is BreakerState.CLOSED:
         check(await world.ask(REQUEST))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.api_keys import KeyBook, Limits
+from baton.core.admission.api_keys import KeyBook, Limits
+from baton.core.admission.key_document import parse, render
+from baton.core.admission.tenants import ANYONE, OWNER
 from baton.core.errors import InvalidArgument, Unauthenticated
-from baton.core.key_document import parse, render
-from baton.core.tenants import ANYONE, OWNER
-from baton.router import keys
-from baton.router.keys import KeyedDoor, OpenDoor
+from baton.router.api import keys
+from baton.router.api.keys import KeyedDoor, OpenDoor
 
 
 class Kept:

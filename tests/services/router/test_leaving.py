@@ -13,15 +13,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Unavailable
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.server import HttpServer, serve_http
+from baton.router.api.keys import OpenDoor
 from baton.router.config import RouterConfig
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.http.app import HttpApp
-from baton.router.http.server import HttpServer, serve_http
-from baton.router.keys import OpenDoor
 from baton.router.leaving import Leaving
-from baton.router.metrics import RouterMetrics
-from baton.router.pipeline import Pipeline
-from baton.router.servicer import InferenceServicer
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.request.pipeline import Pipeline
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.options import PublicLimits
 from baton.rpc.server import ProcessServer

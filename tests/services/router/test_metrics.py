@@ -8,14 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import ModelNotFound
-from baton.core.refusal import Limit, Refusal
-from baton.core.request import Request, TextPrompt
-from baton.core.stages import StageTimes
-from baton.core.tenants import Tenant
+from baton.core.observe.stages import StageTimes
+from baton.core.request.request import Request, TextPrompt
 from baton.router.config import RouterConfig
-from baton.router.metrics import MAX_TENANTS, OTHER_TENANTS, RouterMetrics
-from baton.router.tenant_blind import TenantBlind
+from baton.router.observe.metrics import MAX_TENANTS, OTHER_TENANTS, RouterMetrics
+from baton.router.observe.tenant_blind import TenantBlind
 from tests.services.router.conftest import World, until
 
 PROMPT = "one prompt, told once"
@@ -48,7 +48,7 @@ async def test_what_is_held_is_a_leak_only_without_requests(world: World) -> Non
     requests = [1]
     metrics = RouterMetrics(registry := CollectorRegistry())
     unwatch = metrics.watch_leaks(lambda: requests[0], lambda: world.pipeline.held)
-    window = world.pipeline.gate.turnstile.window
+    window = world.pipeline.gate.dispatcher.window
     window.take(7)
     told = {"kind": "window_tokens"}
     assert registry.get_sample_value("baton_leaks", told) == 0

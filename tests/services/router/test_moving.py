@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.core.load import WorkerState
-from baton.core.request import Request
-from baton.router.mover import AT_ONCE
+from baton.core.request.request import Request
+from baton.core.routing.load import WorkerState
+from baton.router.request.migrator import AT_ONCE
 from tests.services.router import language
 from tests.services.router.conftest import Answer, Stream, World, until
 from tests.services.router.decode_worker import FakeDecode
@@ -50,13 +50,13 @@ async def test_kv_moves_and_nothing_is_computed_again(world: World, n: int) -> N
     stream, answer, leaving = await started(world, replace(REQUEST, n=n))
     leaving.state = WorkerState.DRAINING
     check(await finish(stream, answer), n)
-    heir = other(world, leaving)
+    replacement = other(world, leaving)
     assert moves(world, "moved") == n
     assert {wish.choice for wish in leaving.wishes} == set(range(n))
     assert len(world.prefills[0].runs) == 1
     assert world.counted("baton_migrations_total") == 0
     assert world.counted("baton_local_prefill_total") == 0
-    moved = [start for start in heir.starts if start.attempt > 0]
+    moved = [start for start in replacement.starts if start.attempt > 0]
     assert sorted(start.choices for start in moved) == [(choice,) for choice in range(n)]
     for start in moved:
         output, _ = language.answer(IDS, 3, start.choices[0], 120, ignore_eos=True)
@@ -117,16 +117,16 @@ async def test_a_few_move_at_a_time(world: World) -> None:
         decode.step_s = STEP_S
     many = [await begin(world, replace(REQUEST, max_tokens=400)) for _ in range(16)]
     leaving = max(world.decodes, key=lambda decode: len(decode.holds()))
-    heir = other(world, leaving)
+    replacement = other(world, leaving)
     there = len(leaving.holds())
     assert there > AT_ONCE
-    heir.collecting.clear()
+    replacement.collecting.clear()
     leaving.state = WorkerState.DRAINING
     await until(lambda: len(leaving.giving) == AT_ONCE)
     made = sum(len(r.outputs[0]) for r in leaving.running.values())
     await until(lambda: sum(len(r.outputs[0]) for r in leaving.running.values()) > made + 50)
     assert len(leaving.wishes) == AT_ONCE, "the others go on where they are"
-    heir.collecting.set()
+    replacement.collecting.set()
     expected, _ = language.answer(IDS, 3, 0, 400, ignore_eos=True)
     for stream, answer in many:
         assert tuple((await finish(stream, answer)).token_ids[0]) == expected
@@ -134,7 +134,7 @@ async def test_a_few_move_at_a_time(world: World) -> None:
     await until(world.nothing_left)
 
 
-@pytest.mark.parametrize("victim", ["giver", "collector"])
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
 async def test_either_end_dies_on_the_way(world: World, victim: str) -> None:
     stream, answer, leaving = await started(world, decodes=3)
     for decode in world.decodes:
@@ -143,8 +143,8 @@ async def test_either_end_dies_on_the_way(world: World, victim: str) -> None:
     await until(lambda: bool(leaving.giving))
     others = [decode for decode in world.decodes if decode is not leaving]
     await until(lambda: any(decode.running for decode in others))
-    heir = next(decode for decode in others if decode.running)
-    await (leaving if victim == "giver" else heir).kill()
+    replacement = next(decode for decode in others if decode.running)
+    await (leaving if victim == "sender" else replacement).kill()
     for decode in world.decodes:
         decode.collecting.set()
     check(await finish(stream, answer))
@@ -165,10 +165,10 @@ async def test_a_full_worker_is_passed_over(world: World) -> None:
 
 async def test_a_client_that_leaves_on_the_way_frees_both_ends(world: World) -> None:
     stream, _, leaving = await started(world)
-    heir = other(world, leaving)
-    heir.collecting.clear()
+    replacement = other(world, leaving)
+    replacement.collecting.clear()
     leaving.state = WorkerState.DRAINING
-    await until(lambda: bool(heir.running))
+    await until(lambda: bool(replacement.running))
     await stream.aclose()
     await until(world.nothing_left)
     assert moves(world, "dropped") == 1
@@ -181,8 +181,8 @@ async def test_texts_leave_a_detokenizer_that_drains(world: World, stop: tuple[s
     stream, answer = await begin(world, replace(REQUEST, stop_strings=stop), 5)
     leaving = next(worker for worker in world.detokenizers if worker.texts)
     leaving.state = WorkerState.DRAINING
-    (heir,) = (worker for worker in world.detokenizers if worker is not leaving)
-    await until(lambda: bool(heir.texts) and not leaving.texts)
+    (replacement,) = (worker for worker in world.detokenizers if worker is not leaving)
+    await until(lambda: bool(replacement.texts) and not leaving.texts)
     answer = await finish(stream, answer)
     if stop:
         kept, text = language.stopped(EXPECTED, stop[0]) or ((), "")

@@ -1,4 +1,4 @@
-"""The journey of requests that nothing disturbs."""
+"""The request state of requests that nothing disturbs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from baton.core.errors import (
     Unavailable,
 )
-from baton.core.fit import short_name
-from baton.core.request import (
+from baton.core.handover.fit import short_name
+from baton.core.request.request import (
     ChatPrompt,
     Delta,
     FinishReason,

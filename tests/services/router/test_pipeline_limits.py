@@ -14,7 +14,7 @@ from baton.core.errors import (
     ModelNotFound,
     Overloaded,
 )
-from baton.core.request import (
+from baton.core.request.request import (
     Delta,
     FinishReason,
     Request,
@@ -22,8 +22,8 @@ from baton.core.request import (
     TextPrompt,
     TokenPrompt,
 )
-from baton.router.choice_text import MAX_DELTA_TOKENS
 from baton.router.config import RouterConfig
+from baton.router.request.choice_text import MAX_DELTA_TOKENS
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from baton.core.breaker import Breaker
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import WorkerIdentity
-from baton.core.request import Request, TextPrompt
-from baton.core.speed import WorkerSpeed
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import Request, TextPrompt
+from baton.core.routing.breaker import Breaker
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.speed import WorkerSpeed
 from baton.router.config import RouterConfig
-from baton.router.pools import Pool
-from baton.router.worker import Worker
+from baton.router.workers.pools import Pool
+from baton.router.workers.worker import Worker
 from tests.services.router.conftest import World, until
 
 PROMPT = "one long prompt, of which every byte is a token"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.load import WorkerLoad, WorkerState
-from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.request import Request, TextPrompt
-from baton.core.routing import WorkerSnapshot
-from baton.core.scaling import ScalingPolicy
-from baton.core.speed import WorkerSpeed
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.request.request import Request, TextPrompt
+from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.routing import WorkerSnapshot
+from baton.core.routing.scaling import ScalingPolicy
+from baton.core.routing.speed import WorkerSpeed
 from baton.router.config import RouterConfig
-from baton.router.metrics import RouterMetrics
-from baton.router.pool_targets import PoolTargets
-from baton.router.replicas import Replicas
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.pool_targets import PoolTargets
+from baton.router.workers.replicas import Replicas
 from tests.services.router.conftest import World
 
 MODEL = ModelDescription("m", "model", 4096, 100, (), "tokenizer")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.core.load import WorkerState
-from baton.core.request import Request, TextPrompt
+from baton.core.request.request import Request, TextPrompt
+from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
-from baton.router.decode_session import DecodeSession
-from baton.router.pools import Pool
+from baton.router.workers.decode_session import DecodeSession
+from baton.router.workers.pools import Pool
 from tests.services.router.conftest import World, until
 from tests.services.router.workers import FakeWorker
 
@@ -63,9 +63,9 @@ async def test_an_address_that_comes_back_has_another_worker(world: World) -> No
     assert world.listed["decode"].doubts > 0, "discovery is told that nobody answered"
     world.listed["decode"].set([])
     await until(lambda: decodes(world)._links == {})
-    heir = world.new_decode()
-    world.decodes.append(heir)
-    await heir.start(address)
+    replacement = world.new_decode()
+    world.decodes.append(replacement)
+    await replacement.start(address)
     world.listed["decode"].set([address])
     await until(lambda: in_state(world, serving=1))
     assert len((await world.ask(REQUEST)).token_ids[0]) == 40

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.request import Request, TokenPrompt
+from baton.core.request.request import Request, TokenPrompt
 from baton.router.config import RouterConfig
-from baton.router.pools import Pool
+from baton.router.workers.pools import Pool
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.workers import FakeWorker
@@ -76,7 +76,7 @@ async def test_a_gap_in_the_news_heals(world: World) -> None:
     await world.start(RouterConfig(local_prefill_tokens=4096), prefills=0, decodes=2)
     assert world.fleet is not None
     pool, (holder, other) = world.fleet.decodes, world.decodes
-    workers = {worker.identity.incarnation: worker for worker in pool.workers()}
+    workers = {worker.identity.instance_id: worker for worker in pool.workers()}
     holder.hold(PROMPTS[0])
     other.hold(PROMPTS[1])
     await known(pool, 2 * UNITS)
@@ -89,7 +89,7 @@ async def test_a_gap_in_the_news_heals(world: World) -> None:
     await until(lambda: index.gaps == 1)
     assert (await world.ask(asking(0))).reason() is not None
     await known(pool, 3 * UNITS + 2)
-    assert {worker.identity.incarnation: worker for worker in pool.workers()} == workers
+    assert {worker.identity.instance_id: worker for worker in pool.workers()} == workers
     there = len(holder.starts)
     for _ in range(2 * EACH):
         await world.ask(asking(0))

@@ -14,8 +14,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
-from baton.core.api_keys import KeyBook, Limits
-from baton.core.key_document import render
+from baton.core.admission.api_keys import KeyBook, Limits
+from baton.core.admission.key_document import render
 from tests import leaks
 
 

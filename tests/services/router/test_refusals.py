@@ -12,7 +12,7 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.load import WorkerState
+from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
 from tests.services.router.conftest import World, until
 from tests.services.router.decode_worker import FakeDecode
@@ -62,7 +62,7 @@ async def test_a_failed_handover_is_repeated_elsewhere(world: World) -> None:
     world.decodes[0].refusals = [HandoverFailed("no KV came")]
     check(await world.ask(REQUEST))
     ran = [{run.attempt for run in prefill.runs} for prefill in world.prefills]
-    assert {1} in ran, "the second attempt's giver did not run the first"
+    assert {1} in ran, "the second attempt's sender did not run the first"
 
 
 async def test_two_that_do_not_fit_when_they_meet_are_parted(

@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidArgument, Unavailable
-from baton.core.prompt_logprobs import MAX_BYTES
-from baton.core.request import FinishReason, Request, SamplingParams, TextPrompt, TokenPrompt
+from baton.core.request.prompt_logprobs import MAX_BYTES
+from baton.core.request.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
 from baton.router.config import RouterConfig
-from baton.router.scoring import check_size
+from baton.router.request.scoring import check_size
 from tests.services.router import language
 from tests.services.router.conftest import Answer, World, read, until
 

@@ -12,13 +12,13 @@ import pytest
 from grpc_status import rpc_status
 
 from baton.core.errors import Reason
-from baton.core.request import FinishReason
-from baton.core.stages import StageTimes
-from baton.router.choice_text import MAX_DELTA_TOKENS
-from baton.router.event_stream import EventStream
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.keys import OpenDoor
-from baton.router.servicer import InferenceServicer
+from baton.core.observe.stages import StageTimes
+from baton.core.request.request import FinishReason
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.keys import OpenDoor
+from baton.router.request.choice_text import MAX_DELTA_TOKENS
+from baton.router.request.event_stream import EventStream
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer
 from baton.v1 import inference_pb2 as pb
@@ -266,7 +266,7 @@ async def test_the_last_event_says_where_the_time_went(face: Face) -> None:
         "tokenizer", "prefill", "decode", "detokenizer",
     ]  # fmt: skip
     decode = face.world.decodes[0].identity
-    assert stages.workers[2].incarnation == decode.incarnation[:8]
+    assert stages.workers[2].instance_id == decode.instance_id[:8]
     assert stages.workers[2].address == decode.address
     assert stages.attempts == 1 and stages.kv_bytes > 0
     spent = [getattr(stages, f"{stage}_us") for stage in StageTimes().spent()]

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from baton.core.errors import BatonError
-from baton.router.notice import Notice
-from baton.router.shared_stream import SharedStream
+from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.shared_stream import SharedStream
 
 METHOD = "/test.Worker/Session"
 STEPS = 60
@@ -30,7 +30,7 @@ class Refused(SharedStream[bytes, bytes]):
     resumable = True
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        super().__init__(Notice(), time.monotonic)
+        super().__init__(Broadcast(), time.monotonic)
         self._method: Any = channel.stream_stream(METHOD)
         self.called = asyncio.Event()
         self.lost = False

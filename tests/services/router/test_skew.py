@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Unavailable
-from baton.core.load import WorkerState
+from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
 from tests.services.router import language
 from tests.services.router.conftest import World, until
@@ -58,14 +58,14 @@ async def test_a_stream_is_computed_again_where_its_kv_does_not_fit(world: World
     await world.start(decodes=2)
     stream, answer = await begin(world, REQUEST, 5)
     leaving = busy(world)
-    heir = next(decode for decode in world.decodes if decode is not leaving)
+    replacement = next(decode for decode in world.decodes if decode is not leaving)
     assert world.fleet is not None
-    await heir.kill()
+    await replacement.kill()
     await until(lambda: world.met()["decode"] == 1)
-    heir = world.new_decode()
-    heir.layout = NEW_WIRE
-    world.decodes.append(heir)
-    world.listed["decode"].set((*world.addresses["decode"], await heir.start()))
+    replacement = world.new_decode()
+    replacement.layout = NEW_WIRE
+    world.decodes.append(replacement)
+    world.listed["decode"].set((*world.addresses["decode"], await replacement.start()))
     await until(lambda: world.met()["decode"] == 2)
     leaving.step_s = STEP_S
     leaving.state = WorkerState.DRAINING
@@ -103,12 +103,12 @@ async def test_a_request_without_a_token_goes_to_the_version_that_stays(world: W
     )
     asking = asyncio.create_task(world.ask(REQUEST))
     await until(lambda: len(world.tokenizers[0].remaining_s) == 1)
-    heir = world.new_decode()
-    heir.model = replace(language.MODEL, digest="another")
-    world.decodes.append(heir)
-    world.listed["decode"].set((*world.addresses["decode"], await heir.start()))
+    replacement = world.new_decode()
+    replacement.model = replace(language.MODEL, digest="another")
+    world.decodes.append(replacement)
+    world.listed["decode"].set((*world.addresses["decode"], await replacement.start()))
     check(await asking)
-    assert heir.starts
+    assert replacement.starts
 
 
 async def test_a_started_stream_never_goes_on_with_another_model(world: World) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.stages import StageTimes
+from baton.core.observe.stages import StageTimes
 from baton.router.config import RouterConfig
 from tests.services.router.conftest import Answer, World
 from tests.services.router.disturbed import REQUEST, begin, busy, check, finish, moved
@@ -23,11 +23,11 @@ def stages_of(answer: Answer) -> StageTimes:
 
 
 def served(times: StageTimes) -> set[str]:
-    return {worker.incarnation for worker in times.workers}
+    return {worker.instance_id for worker in times.workers}
 
 
-def incarnations(*workers: FakeWorker) -> set[str]:
-    return {worker.identity.incarnation for worker in workers}
+def instance_ids(*workers: FakeWorker) -> set[str]:
+    return {worker.identity.instance_id for worker in workers}
 
 
 async def test_all_four_workers_are_named(world: World) -> None:
@@ -45,7 +45,7 @@ async def test_all_four_workers_are_named(world: World) -> None:
 async def test_decode_that_prefills_says_so(world: World) -> None:
     await world.start(prefills=0)
     times = stages_of(await world.ask(REQUEST))
-    assert served(times) == incarnations(
+    assert served(times) == instance_ids(
         world.tokenizers[0], world.decodes[0], world.detokenizers[0]
     )
     assert (times.prefill_cached_tokens, times.hand_over_s) == (0, 0.0)
@@ -58,14 +58,14 @@ async def test_a_death_is_another_attempt_on_another_worker(world: World) -> Non
     check(await finish(stream, answer))
     times = stages_of(answer)
     assert (times.attempts, times.moves) == (2, 0)
-    assert served(times) >= incarnations(*world.decodes)
+    assert served(times) >= instance_ids(*world.decodes)
 
 
 async def test_a_move_is_an_attempt_too(world: World) -> None:
     times = stages_of(await moved(world))
     assert (times.attempts, times.moves) == (2, 1)
     assert times.hand_over_s > 0
-    assert served(times) >= incarnations(*world.decodes)
+    assert served(times) >= instance_ids(*world.decodes)
 
 
 async def test_the_first_token_may_be_all(world: World) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.core.load import WorkerState
-from baton.core.request import Request, TokenPrompt
+from baton.core.request.request import Request, TokenPrompt
+from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
-from baton.router.pools import Pool
+from baton.router.workers.pools import Pool
 from tests.services.router.conftest import World, until
 
 CONFIG = RouterConfig(local_prefill_tokens=4096)

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from baton.core.attempt import Attempt, ChoiceTokens, SequenceKey
 from baton.core.errors import BatonError, Unavailable
-from baton.core.model import WorkerIdentity
-from baton.core.request import SamplingParams, StopParams
-from baton.router.decode_session import DecodeSession, KvComplete
-from baton.router.detokenizer_session import (
+from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import SamplingParams, StopParams
+from baton.router.request.migration import Migration
+from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.decode_session import DecodeSession, KvComplete
+from baton.router.workers.detokenizer_session import (
     DetokenizerSession,
     TextNews,
     TextOpening,
     TextTokens,
 )
-from baton.router.grace import MAX_REFUSALS, SILENCE_S, Grace
-from baton.router.move import Move
-from baton.router.notice import Notice
+from baton.router.workers.reconnect_policy import MAX_REFUSALS, SILENCE_S, ReconnectPolicy
 from baton.rpc.convert import choice_tokens_to_proto, error_to_proto
 from baton.v1 import decode_pb2, detokenizer_pb2
 
@@ -46,7 +46,7 @@ class Sink:
     positions: dict[SequenceKey, int] = field(default_factory=dict)
     tokens: list[ChoiceTokens] = field(default_factory=list)
     failures: list[tuple[BatonError, tuple[int, ...]]] = field(default_factory=list)
-    given_away: list[tuple[int, bytes, int | None]] = field(default_factory=list)
+    migrated_out: list[tuple[int, bytes, int | None]] = field(default_factory=list)
 
     def on_tokens(self, tokens: ChoiceTokens) -> None:
         self.tokens.append(tokens)
@@ -57,8 +57,8 @@ class Sink:
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         self.failures.append((error, tuple(choices)))
 
-    def on_given_away(self, choice: int, handover_id: bytes, position: int | None) -> None:
-        self.given_away.append((choice, handover_id, position))
+    def on_migrated_out(self, choice: int, handover_id: bytes, position: int | None) -> None:
+        self.migrated_out.append((choice, handover_id, position))
 
     def next_positions(self) -> dict[SequenceKey, int]:
         return self.positions
@@ -66,7 +66,7 @@ class Sink:
     def movable(self) -> dict[SequenceKey, int]:
         return {}
 
-    def move(self, move: Move) -> None:
+    def move(self, move: Migration) -> None:
         raise NotImplementedError
 
 
@@ -79,24 +79,24 @@ def kinds(messages: Collection[decode_pb2.SessionRequest]) -> list[str | None]:
 
 
 async def test_a_start_is_sent_once_with_its_source(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
-    session.start(attempt(), Sink(), handover_id=b"h" * 16, giver=PREFILL, max_unconfirmed=8)
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
+    session.start(attempt(), Sink(), handover_id=b"h" * 16, sender=PREFILL, max_unconfirmed=8)
     (message,) = session.outgoing()
     assert message.start.source.handover_id == b"h" * 16
-    assert message.start.source.giver.incarnation == "p"
+    assert message.start.source.sender.instance_id == "p"
     assert message.start.max_unconfirmed == 8
     assert session.outgoing() == []
 
 
 async def test_what_was_never_sent_needs_no_cancel(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
     session.start(attempt(), Sink())
     session.release(attempt().key, cancel=True)
     assert session.outgoing() == []
 
 
 async def test_a_choice_is_cancelled_after_its_start(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
     session.start(attempt(), Sink())
     session.cancel(attempt().key, 1)
     assert kinds(session.outgoing()) == ["start", "cancel"]
@@ -108,7 +108,7 @@ async def test_a_choice_is_cancelled_after_its_start(channel: grpc.aio.Channel) 
 
 
 async def test_only_the_newest_confirmation_is_sent(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
     for position in (1, 5, 9):
         session.confirm(SequenceKey("r", 0, 0), position)
     (message,) = session.outgoing()
@@ -117,7 +117,7 @@ async def test_only_the_newest_confirmation_is_sent(channel: grpc.aio.Channel) -
 
 async def test_confirmations_are_said_again_over_a_new_stream(channel: grpc.aio.Channel) -> None:
     """One that was on its way when the stream broke would else hold its sequence for ever."""
-    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
     session.start(attempt(0), Sink())
     session.start(attempt(1), Sink())
     session.confirm(SequenceKey("r", 0, 0), 5)
@@ -133,7 +133,7 @@ async def test_confirmations_are_said_again_over_a_new_stream(channel: grpc.aio.
 
 
 async def test_a_hand_over_is_asked_for_until_it_is_answered(channel: grpc.aio.Channel) -> None:
-    session, sink = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic), Sink()
+    session, sink = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic), Sink()
     session.start(attempt(), sink)
     for choice in range(2):
         session.hand_over(SequenceKey("r", choice, 0), bytes([choice]) * 16, PREFILL)
@@ -143,14 +143,14 @@ async def test_a_hand_over_is_asked_for_until_it_is_answered(channel: grpc.aio.C
     )
     frame = decode_pb2.StepFrame(handed_over=[answer, answer])
     session.incoming(decode_pb2.SessionResponse(frame=frame))
-    assert sink.given_away == [(1, b"\1" * 16, 7)]
+    assert sink.migrated_out == [(1, b"\1" * 16, 7)]
     session.greeting()
     (message,) = session.outgoing()
     assert message.hand_over.choice == 0
-    assert message.hand_over.collector_incarnation == "p"
+    assert message.hand_over.receiver_instance_id == "p"
     answer = decode_pb2.SequenceHandedOver(request_id="r", handover_id=bytes(16))
     session.incoming(decode_pb2.SessionResponse(frame=decode_pb2.StepFrame(handed_over=[answer])))
-    assert sink.given_away[1:] == [(0, bytes(16), None)]
+    assert sink.migrated_out[1:] == [(0, bytes(16), None)]
     session.hand_over(SequenceKey("r", 0, 0), bytes(16), PREFILL)
     session.release(attempt().key, cancel=False)
     session.greeting()
@@ -158,18 +158,18 @@ async def test_a_hand_over_is_asked_for_until_it_is_answered(channel: grpc.aio.C
 
 
 async def test_a_hello_resumes_what_the_worker_knows(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
     session.start(attempt(0), Sink({SequenceKey("r", 0, 0): 7}))
     session.outgoing()
     session.start(attempt(1), Sink({SequenceKey("r", 1, 1): 0}))
     (message,) = session.greeting()
-    assert message.hello.decode_incarnation == "d"
+    assert message.hello.decode_instance_id == "d"
     assert [(e.attempt, e.choice, e.position) for e in message.hello.resume] == [(0, 0, 7)]
     assert kinds(session.outgoing()) == ["start"], "the other one is still to be started"
 
 
 async def test_frames_go_to_their_attempt_and_nowhere_else(channel: grpc.aio.Channel) -> None:
-    session = DecodeSession(channel, DECODE, ROUTER, Notice(), time.monotonic)
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
     sinks = [Sink(), Sink()]
     for number, sink in enumerate(sinks):
         session.start(attempt(number), sink)
@@ -226,7 +226,7 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
     channel: grpc.aio.Channel, ending: str
 ) -> None:
     """It may still be marked as having more tokens: that must not end the stream for all others."""
-    session, source = DetokenizerSession(channel, Notice(), time.monotonic), Source()
+    session, source = DetokenizerSession(channel, Broadcast(), time.monotonic), Source()
     text_id = session.open(source, time.monotonic() + 60)
     assert operations(session) == [], "until there are tokens the worker need not know"
     session.touch(text_id)
@@ -246,7 +246,7 @@ async def test_a_text_that_is_over_is_not_asked_for_more(
 
 
 async def test_many_texts_share_messages_of_bounded_size(channel: grpc.aio.Channel) -> None:
-    session = DetokenizerSession(channel, Notice(), time.monotonic)
+    session = DetokenizerSession(channel, Broadcast(), time.monotonic)
     for _ in range(200):
         session.touch(session.open(Source(), time.monotonic() + 60))
     messages = session.outgoing()
@@ -255,7 +255,7 @@ async def test_many_texts_share_messages_of_bounded_size(channel: grpc.aio.Chann
 
 def test_grace_ends_with_silence_or_refusals() -> None:
     now = [0.0]
-    grace = Grace(lambda: now[0])
+    grace = ReconnectPolicy(lambda: now[0])
     for _ in range(MAX_REFUSALS):
         grace.failed()
         assert not grace.spent
@@ -271,7 +271,7 @@ def test_grace_ends_with_silence_or_refusals() -> None:
 
 
 async def test_a_notice_wakes_all_who_wait_and_nobody_later() -> None:
-    notice = Notice()
+    notice = Broadcast()
     waiting = [asyncio.create_task(notice.wait()) for _ in range(3)]
     await asyncio.sleep(0)
     notice.set()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.timings import BOUNDS_S, Timings
-from baton.router.token_gaps import TokenGaps
+from baton.core.observe.timings import BOUNDS_S, Timings
+from baton.router.observe.token_gaps import TokenGaps
 
 
 def test_tokens_of_one_message_share_its_gap() -> None:

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from baton.core.breaker import Breaker
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unavailable
-from baton.core.load import WorkerDescription
-from baton.core.model import ModelDescription, WorkerIdentity
-from baton.core.tenants import Tenant
-from baton.router.notice import Notice
-from baton.router.pools import Pool
-from baton.router.tokenizer_client import TokenizerClient
-from baton.router.tokenizer_turns import (
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.routing.breaker import Breaker
+from baton.core.routing.load import WorkerDescription
+from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.pools import Pool
+from baton.router.workers.tokenizer_client import TokenizerClient
+from baton.router.workers.tokenizer_turns import (
     LONG_BYTES,
     MAX_GRAMMARS,
     SHORT_BYTES_PER_THREAD,
@@ -27,7 +27,7 @@ from baton.router.tokenizer_turns import (
     Turn,
     Wanted,
 )
-from baton.router.worker import Worker
+from baton.router.workers.worker import Worker
 from tests.services.router.conftest import until
 
 A, B, HEAVY = Tenant("a"), Tenant("b"), Tenant("heavy", weight=3.0)
@@ -56,7 +56,7 @@ class World:
 
     def __init__(self) -> None:
         self.pool = Usable(worker())
-        self.changed = Notice()
+        self.changed = Broadcast()
         self.turns = TokenizerTurns(cast(Pool[TokenizerClient], self.pool), self.changed)
         self.had: list[tuple[str, Turn]] = []
 

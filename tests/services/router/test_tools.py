@@ -15,8 +15,8 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.model import AnswerFormat
-from baton.core.request import (
+from baton.core.request.model import AnswerFormat
+from baton.core.request.request import (
     ChatPrompt,
     FinishReason,
     Message,
@@ -25,11 +25,11 @@ from baton.core.request import (
     ToolChoice,
     ToolUse,
 )
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.server import serve_http
+from baton.router.api.keys import OpenDoor
 from baton.router.config import RouterConfig
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.server import serve_http
-from baton.router.keys import OpenDoor
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.scripts import says

@@ -10,12 +10,12 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.request import ChatPrompt, Message, Request, TextPrompt
-from baton.core.trace_context import TraceContext
+from baton.core.observe.trace_context import TraceContext
+from baton.core.request.request import ChatPrompt, Message, Request, TextPrompt
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.keys import OpenDoor
 from baton.router.config import RouterConfig
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.keys import OpenDoor
-from baton.router.servicer import InferenceServicer
 from baton.rpc.server import ProcessServer
 from baton.rpc.tracing import metadata_of
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -83,7 +83,7 @@ async def test_one_trace_of_one_request(world: World, recorded: Recorded) -> Non
         "baton.tenant": "",
         "baton.attempts": 1,
         "baton.moves": 0,
-        "baton.kv.bytes": told(root)["baton.kv.bytes"],
+        "baton.transfer.bytes": told(root)["baton.transfer.bytes"],
     }
     (first,) = root.events
     assert first.name == "baton.first_token"
@@ -97,8 +97,8 @@ async def test_one_trace_of_one_request(world: World, recorded: Recorded) -> Non
         "baton.attempt.position": 0,
         "baton.attempt.input_tokens": len(PROMPT),
         "baton.attempt.moved": False,
-        "baton.prefill.incarnation": world.prefills[0].identity.incarnation,
-        "baton.decode.incarnation": world.decodes[0].identity.incarnation,
+        "baton.prefill.instance_id": world.prefills[0].identity.instance_id,
+        "baton.decode.instance_id": world.decodes[0].identity.instance_id,
     }
     assert len(recorded.spans) == len(STAGES) + 2
     assert not any(PROMPT in str(span.attributes) for span in recorded.spans)
@@ -141,7 +141,7 @@ async def test_a_death_is_two_attempts_of_one_trace(world: World, recorded: Reco
     assert {"prefill", "decode"} <= set(covered(recorded, root))
     lost, other = recorded.named("attempt")
     assert told(lost)["error.type"] == "unavailable" and not lost.status.is_ok
-    assert told(lost)["baton.decode.incarnation"] == first.identity.incarnation
+    assert told(lost)["baton.decode.instance_id"] == first.identity.instance_id
     assert "error.type" not in told(other)
     assert told(other)["baton.attempt.number"] == 1
     position = told(other)["baton.attempt.position"]

@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from baton.core.breaker import Breaker
-from baton.core.drain_rate import DrainRate
+from baton.core.admission.concurrency_limiter import ConcurrencyLimiter
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_queue import Entry, FairQueue
 from baton.core.errors import BatonError
-from baton.core.fair_queue import Entry, FairQueue
-from baton.core.flight_window import FlightWindow
-from baton.core.load import WorkerDescription
-from baton.core.model import WorkerIdentity
-from baton.core.routing import Decision
-from baton.router.discovery import Discovery
-from baton.router.fleet import Fleet
-from baton.router.placement import Place
-from baton.router.turnstile import Blocked, Kind, Turnstile, Waiter
-from baton.router.worker import Worker
+from baton.core.request.model import WorkerIdentity
+from baton.core.routing.breaker import Breaker
+from baton.core.routing.load import WorkerDescription
+from baton.core.routing.routing import Decision
+from baton.router.request.dispatcher import Blocked, Dispatcher, PendingAttempt, WorkerClass
+from baton.router.request.placement import Placement
+from baton.router.workers.discovery import Discovery
+from baton.router.workers.fleet import Fleet
+from baton.router.workers.worker import Worker
 from baton.rpc.channels import Channels
 
 TOKENS = 10
 """Of each input; the window has room for one."""
 
 ROUTER = WorkerIdentity("router", "r" * 32, "")
-KIND = Kind("m", needs_decode=True, short=False)
+KIND = WorkerClass("m", needs_decode=True, short=False)
 GIVE_UP_S = 5.0
 PATIENCE_S = 10.0
 
@@ -43,17 +43,17 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 class Scene:
-    """One turnstile with a full window: `held` has the place that "a" and "b" wait for."""
+    """One dispatcher with a full window: `held` has the place that "a" and "b" wait for."""
 
     def __init__(self, loop: SkippingLoop) -> None:
         self.loop = loop
         self.troubles: list[dict[str, Any]] = []
         loop.set_exception_handler(lambda _, trouble: self.troubles.append(trouble))
-        self.turnstile = Turnstile(
+        self.dispatcher = Dispatcher(
             Fleet(Discovery({}), Channels(), ROUTER),
             FairQueue(max_tokens=1000, max_entries=100),
             DrainRate(),
-            FlightWindow(TOKENS, 1, 10 * TOKENS),
+            ConcurrencyLimiter(TOKENS, 1, 10 * TOKENS),
             max_queue_s=60.0,
             retry_after_s=lambda wait_s: wait_s,
         )
@@ -62,19 +62,19 @@ class Scene:
         self.worker = Worker(about, nothing, nothing, Breaker())
         self.absent = False
         self.over: set[str] = set()
-        self.asked: dict[str, asyncio.Task[Place | Blocked | None]] = {}
+        self.asked: dict[str, asyncio.Task[Placement | Blocked | None]] = {}
         self.closing: list[asyncio.Task[None]] = []
-        self.held: Place | None = None
+        self.held: Placement | None = None
 
-    def find(self, full: frozenset[str]) -> Place | Blocked:
+    def find(self, full: frozenset[str]) -> Placement | Blocked:
         if self.absent:
             return Blocked.ABSENT
         decision = Decision(None, self.worker.identity, "the only one", ())
-        return Place(None, self.worker, decision)
+        return Placement(None, self.worker, decision)
 
     def ask(self, name: str) -> None:
         now = self.loop.time()
-        waiter = Waiter(
+        pending_attempt = PendingAttempt(
             find=self.find,
             over=lambda: name in self.over,
             kind=KIND,
@@ -83,18 +83,18 @@ class Scene:
             give_up=now + GIVE_UP_S,
             future=self.loop.create_future(),
         )
-        entry = Entry(waiter, "tenant", 1.0, 0, TOKENS, now)
-        self.asked[name] = self.loop.create_task(self.turnstile.wait(entry))
+        entry = Entry(pending_attempt, "tenant", 1.0, 0, TOKENS, now)
+        self.asked[name] = self.loop.create_task(self.dispatcher.wait(entry))
 
     async def begin(self) -> None:
         self.ask("first")
         found = await self.asked.pop("first")
-        assert isinstance(found, Place)
+        assert isinstance(found, Placement)
         self.held = found
         self.ask("a")
         self.ask("b")
         await turns(2)
-        assert self.turnstile.held["waiting"] == 2
+        assert self.dispatcher.held["waiting"] == 2
 
     async def end(self) -> Sequence[object]:
         """What became of each, when all have ended and given back what they got."""
@@ -104,10 +104,10 @@ class Scene:
         async with asyncio.timeout(PATIENCE_S):
             ends = await asyncio.gather(*self.asked.values(), return_exceptions=True)
         for place in (*ends, self.held):
-            if isinstance(place, Place):
+            if isinstance(place, Placement):
                 place.release()
         await turns(3)
-        await self.turnstile.close()
+        await self.dispatcher.close()
         await asyncio.gather(*self.closing)
         return ends
 
@@ -118,7 +118,7 @@ class Scene:
 
     def end_a(self) -> None:
         self.over.add("a")
-        self.turnstile.turn_soon()
+        self.dispatcher.turn_soon()
 
     def skip(self) -> None:
         """To where all have waited for too long."""
@@ -127,10 +127,10 @@ class Scene:
     def resize(self) -> None:
         """No worker is left for those who come next."""
         self.absent = not self.absent
-        self.turnstile.turn_soon()
+        self.dispatcher.turn_soon()
 
     def close(self) -> None:
-        self.closing.append(self.loop.create_task(self.turnstile.close()))
+        self.closing.append(self.loop.create_task(self.dispatcher.close()))
 
 
 async def turns(number: int) -> None:
@@ -173,11 +173,11 @@ async def played(loop: SkippingLoop, acts: tuple[str, ...], *, apart: int | None
     ends = await scene.end()
     assert scene.troubles == [], acts
     for name, end in zip(scene.asked, ends, strict=True):
-        well = end is None or isinstance(end, Place | Blocked | BatonError)
+        well = end is None or isinstance(end, Placement | Blocked | BatonError)
         assert well or isinstance(end, asyncio.CancelledError), (acts, name, end)
-    assert not any(scene.turnstile.held.values()), (acts, scene.turnstile.held)
+    assert not any(scene.dispatcher.held.values()), (acts, scene.dispatcher.held)
     assert (scene.worker.placed_sequences, scene.worker.placed_tokens) == (0, 0), acts
-    assert scene.turnstile.window.tokens == 0, acts
+    assert scene.dispatcher.window.tokens == 0, acts
 
 
 def test_one_cancelled_in_the_turn_in_which_it_would_get_a_place(loop: SkippingLoop) -> None:
@@ -192,9 +192,9 @@ def test_one_cancelled_in_the_turn_in_which_it_would_get_a_place(loop: SkippingL
         assert scene.troubles == []
         assert scene.asked["a"].cancelled()
         got = scene.asked["b"]
-        assert got.done() and isinstance(got.result(), Place)
+        assert got.done() and isinstance(got.result(), Placement)
         await scene.end()
-        assert not any(scene.turnstile.held.values())
+        assert not any(scene.dispatcher.held.values())
 
     loop.run_until_complete(play())
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument, ModelNotFound
-from baton.core.request import FinishReason
-from baton.core.request_record import ChoiceEnd
-from baton.core.tenants import Tenant
-from baton.router import usage_log
-from baton.router.usage_log import UsageLog
+from baton.core.observe.request_record import ChoiceEnd
+from baton.core.request.request import FinishReason
+from baton.router.observe import usage_log
+from baton.router.observe.usage_log import UsageLog
 from tests.core.test_request_history import over, record
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, begin

@@ -19,8 +19,8 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from baton.core.errors import InvalidArgument, Reason
+from baton.router.api.vllm.optional import engine_service
 from baton.router.config import RouterConfig
-from baton.router.vllm.optional import engine_service
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.errors import from_rpc_error
 from tests.services.router import language
@@ -137,7 +137,7 @@ async def test_what_is_not_offered_says_so(gateway: Gateway) -> None:
         assert len(caught.value.details() or "") > 20
 
 
-async def test_the_tokenizer_that_is_served_is_given_away(world: World, tmp_path: Path) -> None:
+async def test_the_tokenizer_that_is_served_is_migrated_out(world: World, tmp_path: Path) -> None:
     folder = shutil.copytree(
         MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
     )
@@ -168,7 +168,7 @@ async def test_the_tokenizer_that_is_served_is_given_away(world: World, tmp_path
         )
 
 
-async def test_another_tokenizer_than_the_one_served_is_not_given_away(world: World) -> None:
+async def test_another_tokenizer_than_the_one_served_is_not_migrated_out(world: World) -> None:
     await world.start()
     config = RouterConfig(vllm_engine=True, vllm_tokenizer=str(MODEL))
     async with gateway_of(world, config) as gateway:

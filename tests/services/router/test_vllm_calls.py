@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from baton.core.errors import BatonError, InvalidArgument
-from baton.core.grammar import GrammarKind
-from baton.core.request import (
+from baton.core.request.grammar import GrammarKind
+from baton.core.request.request import (
     Accepted,
     Delta,
     FinishReason,
@@ -22,11 +22,11 @@ from baton.core.request import (
     TokenLogprobs,
     TokenPrompt,
 )
-from baton.core.validation import validate
-from baton.router.structured import ANY_OBJECT
-from baton.router.vllm.answer import REASONS, Answer
-from baton.router.vllm.calls import REQUEST_FIELDS, SAMPLING_FIELDS, Call, call_of
-from baton.router.vllm.engine import VllmEngine
+from baton.core.request.validation import validate
+from baton.router.api.structured import ANY_OBJECT
+from baton.router.api.vllm.answer import REASONS, Answer
+from baton.router.api.vllm.calls import REQUEST_FIELDS, SAMPLING_FIELDS, Call, call_of
+from baton.router.api.vllm.engine import VllmEngine
 
 REFUSED_REQUEST_FIELDS = {
     "kv_transfer_params",

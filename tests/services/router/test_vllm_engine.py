@@ -8,10 +8,10 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from baton.core.api_keys import KeyBook, Limits
-from baton.core.request import FinishReason
+from baton.core.admission.api_keys import KeyBook, Limits
+from baton.core.request.request import FinishReason
+from baton.router.api.vllm.running import Running
 from baton.router.config import RouterConfig
-from baton.router.vllm.running import Running
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.options import PUBLIC_STREAMS
 from tests.services.router import language

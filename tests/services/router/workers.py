@@ -1,7 +1,7 @@
 """Scripted workers: real gRPC servers over the made-up model. Here: what all share, and two roles.
 
 They speak the protos on real sockets, keep what they are told, and can be told to misbehave.
-Only the KV is not real: a hand-over is an entry in `KvNetwork`, gone with its giver.
+Only the KV is not real: a hand-over is an entry in `KvNetwork`, gone with its sender.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import grpc
 
-from baton.core.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
-from baton.core.cache_log import CacheBatch, CacheLog
-from baton.core.cached_units import Change
 from baton.core.errors import BatonError, HandoverFailed, InvalidArgument, Unavailable
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.prefix import HASH_BYTES, prefix_hashes
-from baton.core.prompt_logprobs import packed
-from baton.core.request import FinishReason
-from baton.core.speed import UNMEASURED
-from baton.core.trace_context import TraceContext
+from baton.core.kvcache.cache_log import CacheBatch, CacheLog
+from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.prefix import HASH_BYTES, prefix_hashes
+from baton.core.observe.trace_context import TraceContext
+from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.request.prompt_logprobs import packed
+from baton.core.request.request import FinishReason
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.speed import UNMEASURED
 from baton.rpc.convert import (
     attempt_from_proto,
     choice_tokens_to_proto,
@@ -34,7 +34,7 @@ from baton.rpc.convert import (
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
-from baton.rpc.lifecycle import new_incarnation
+from baton.rpc.lifecycle import new_instance_id
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import context_of
 from baton.rpc.worker import worker_service
@@ -70,10 +70,10 @@ class KvNetwork:
     def withdraw(self, handover_id: bytes) -> None:
         offer = self.offer(handover_id)
         if not offer.done():
-            offer.set_exception(HandoverFailed("the giver is gone"))
+            offer.set_exception(HandoverFailed("the sender is gone"))
         elif not offer.cancelled() and offer.exception() is None:
             self.given[handover_id] = asyncio.get_running_loop().create_future()
-            self.given[handover_id].set_exception(HandoverFailed("the giver is gone"))
+            self.given[handover_id].set_exception(HandoverFailed("the sender is gone"))
         self.given[handover_id].exception()
 
 
@@ -110,7 +110,7 @@ class FakeWorker:
         self.refusals: list[BatonError] = []
         self._changes: deque[Change] = deque()
         self.cache = LossyLog(self._changes)
-        self.identity = WorkerIdentity(self.role, new_incarnation(), "")
+        self.identity = WorkerIdentity(self.role, new_instance_id(), "")
         self._server: ProcessServer | None = None
 
     async def start(self, listen: str = "127.0.0.1:0") -> str:
@@ -121,7 +121,7 @@ class FakeWorker:
         )
         address = await server.start()
         self._server = server
-        self.identity = WorkerIdentity(self.role, self.identity.incarnation, address)
+        self.identity = WorkerIdentity(self.role, self.identity.instance_id, address)
         return address
 
     async def kill(self) -> None:
@@ -329,8 +329,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     async def Run(
         self, request: prefill_pb2.RunRequest, context: Context
     ) -> prefill_pb2.RunResponse:
-        if request.prefill_incarnation != self.identity.incarnation:
-            raise Unavailable("another incarnation lives here")
+        if request.prefill_instance_id != self.identity.instance_id:
+            raise Unavailable("another instance id lives here")
         attempt = attempt_from_proto(request.attempt)
         self.runs.append(attempt)
         self.running += 1

@@ -9,8 +9,8 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.router.http.app import HttpApp
-from baton.router.http.server import HttpServer, serve_http
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.server import HttpServer, serve_http
 from tests.services.router_http.scripted import ANYONE, Scripted, openai_client
 
 

@@ -15,13 +15,16 @@ from typing import cast
 
 import openai
 
-from baton.core.admission import Admission, AdmissionLimits, Holding, Outlook
-from baton.core.drain_rate import DrainRate
+from baton.core.admission.admission import Admission, AdmissionLimits, Holding, Outlook
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_queue import FairQueue
+from baton.core.admission.refusal import Refusal
+from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound, NotFound
-from baton.core.fair_queue import FairQueue
-from baton.core.model import ModelDescription
-from baton.core.refusal import Refusal
-from baton.core.request import (
+from baton.core.observe.request_record import RequestRecord
+from baton.core.observe.stages import StageTimes
+from baton.core.request.model import ModelDescription
+from baton.core.request.request import (
     Accepted,
     ChatPrompt,
     Delta,
@@ -34,16 +37,13 @@ from baton.core.request import (
     TokenLogprobs,
     TokenPrompt,
 )
-from baton.core.request_record import RequestRecord
-from baton.core.stages import StageTimes
-from baton.core.tenants import Tenant
-from baton.core.validation import validate
-from baton.router.grpc_door import KeyInterceptor
-from baton.router.http.door import HttpDoor
-from baton.router.keys import OpenDoor
-from baton.router.pipeline import Pipeline
-from baton.router.servicer import InferenceServicer
-from baton.router.tokenizer_client import Encoded
+from baton.core.request.validation import validate
+from baton.router.api.grpc.grpc_door import KeyInterceptor
+from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.keys import OpenDoor
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.tokenizer_client import Encoded
 from baton.rpc.server import ProcessServer
 
 ANYONE = HttpDoor(OpenDoor(), open_metrics=False)

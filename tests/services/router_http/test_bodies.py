@@ -13,13 +13,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.core.admission import Admission, AdmissionLimits, Outlook
-from baton.core.drain_rate import DrainRate
-from baton.core.fair_queue import FairQueue
-from baton.core.tenants import ANYONE, Tenant
-from baton.router.http import body as bodies
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
+from baton.core.admission.admission import Admission, AdmissionLimits, Outlook
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_queue import FairQueue
+from baton.core.admission.tenants import ANYONE, Tenant
+from baton.router.api.http import body as bodies
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
 from tests.services.router_http.scripted import Scripted
 
 KIB = 1 << 10

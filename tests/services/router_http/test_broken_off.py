@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Internal, Unavailable
-from baton.router.http.app import HttpApp
+from baton.router.api.http.app import HttpApp
 from tests.services.router_http.scripted import ANYONE, Scripted
 
 BODY = {"prompt": "abc", "max_tokens": 100, "stream": True}

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.router.http import answer_schema as answers
+from baton.router.api.http import answer_schema as answers
 from tests.core.test_request_history import record
 from tests.services.router_http.scripted import MODEL, Scripted
 

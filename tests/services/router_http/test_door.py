@@ -10,10 +10,10 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.playground import playground_routes
-from baton.router.keys import Door, OpenDoor
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.playground import playground_routes
+from baton.router.api.keys import Door, OpenDoor
 from baton.rpc.hosts import AllowedHosts
 from tests.services.router.test_keys import Kept
 from tests.services.router_http.scripted import Scripted

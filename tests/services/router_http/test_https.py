@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.router.http.app import HttpApp
-from baton.router.http.server import HttpServer, serve_http
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.server import HttpServer, serve_http
 from baton.rpc import tls
 from baton.rpc.tls import Certificates
 from tests.rpc.authority import Authority, Files

@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.router.http.limits import HttpLimits
-from baton.router.http.server import HttpServer
+from baton.router.api.http.limits import HttpLimits
+from baton.router.api.http.server import HttpServer
 from tests.services.router_http.scripted import Scripted
 from tests.services.router_http.test_server import connected, post, serving
 

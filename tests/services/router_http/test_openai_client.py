@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
+from baton.core.admission.refusal import Limit, Refusal
 from baton.core.errors import Internal, InvalidArgument, Overloaded
-from baton.core.refusal import Limit, Refusal
-from baton.core.request import ChatPrompt
+from baton.core.request.request import ChatPrompt
 from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
 
 # openai's overloads know neither extra parameters nor extra fields; both are looked at here.

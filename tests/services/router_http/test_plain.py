@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request import Accepted, Delta, FinishReason, TextLogprob, TokenLogprobs
-from baton.router.http.answer import Answer
-from baton.router.http.chat import ChatAnswer
-from baton.router.http.completions import CompletionAnswer
-from baton.router.http.parse import parse_chat, parse_completion
-from baton.router.http.plain import PlainChunks
-from baton.router.http.respond import Json, encode
+from baton.core.request.request import Accepted, Delta, FinishReason, TextLogprob, TokenLogprobs
+from baton.router.api.http.answer import Answer
+from baton.router.api.http.chat import ChatAnswer
+from baton.router.api.http.completions import CompletionAnswer
+from baton.router.api.http.parse import parse_chat, parse_completion
+from baton.router.api.http.plain import PlainChunks
+from baton.router.api.http.respond import Json, encode
 
 ACCEPTED = [Accepted(f"r{prompt}", 'a "model"', 3, 7, ()) for prompt in range(2)]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 from prometheus_client import CollectorRegistry
 
-from baton.core.api_keys import KeyBook, Limits
-from baton.core.key_document import render
-from baton.router.http.app import HttpApp
-from baton.router.http.door import HttpDoor
-from baton.router.http.playground import playground_routes
-from baton.router.http.server import serve_http
-from baton.router.keys import KeyedDoor
+from baton.core.admission.api_keys import KeyBook, Limits
+from baton.core.admission.key_document import render
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.playground import playground_routes
+from baton.router.api.http.server import serve_http
+from baton.router.api.keys import KeyedDoor
 from tests.services.router_http.scripted import ANYONE, Scripted
 
 PAGES = playground_routes()

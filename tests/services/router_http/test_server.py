@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import InvalidArgument
-from baton.core.trace_context import UNTRACED, TraceContext
-from baton.router.http import sse
-from baton.router.http.app import HttpApp
-from baton.router.http.limits import HttpLimits
-from baton.router.http.server import HttpServer, serve_http
+from baton.core.observe.trace_context import UNTRACED, TraceContext
+from baton.router.api.http import sse
+from baton.router.api.http.app import HttpApp
+from baton.router.api.http.limits import HttpLimits
+from baton.router.api.http.server import HttpServer, serve_http
 from baton.rpc.address import PortInUse
 from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, whole_answer
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.model import WorkerIdentity
-from baton.core.stages import StageTimes
+from baton.core.observe.stages import StageTimes
+from baton.core.request.model import WorkerIdentity
 from tests.services.router_http.scripted import Scripted
 
 ASK = {"x-baton-timings": "true"}
@@ -50,8 +50,8 @@ def check(told: Any) -> None:
     assert told["cached_tokens"] == {"prefill": 64, "decode": 128}
     assert (told["kv_bytes"], told["attempts"], told["moves"]) == (4096, 1, 0)
     assert told["workers"] == [
-        {"role": "prefill", "incarnation": "abababab", "address": "10.0.0.1:7000"},
-        {"role": "decode", "incarnation": "cdcdcdcd", "address": "10.0.0.2:7000"},
+        {"role": "prefill", "instance_id": "abababab", "address": "10.0.0.1:7000"},
+        {"role": "decode", "instance_id": "cdcdcdcd", "address": "10.0.0.2:7000"},
     ]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
-from baton.core.model import ModelDescription, WorkerIdentity
+from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.rpc.server import ProcessServer, Service
 from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.lanes import Lanes
+from baton.tokenizer.lanes import BatchExecutor
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
 
@@ -26,7 +26,7 @@ async def serving(encoder: Any) -> AsyncIterator[tuple[Any, TokenizerServicer]]:
             encoder,
             ModelDescription("m", "", 0, 0, ()),
             lambda: WorkerIdentity("tokenizer", "i" * 32, ""),
-            Lanes(one_thread, 1, cores=1),
+            BatchExecutor(one_thread, 1, cores=1),
             Checker(Path(), (), cpu_s=1.0, num_processes=1),
             max_waiting_bytes=1 << 20,
         )

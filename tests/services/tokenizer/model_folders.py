@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import BatonError
-from baton.core.request import Prompt
+from baton.core.request.request import Prompt
 from baton.tokenizer import files
 from baton.tokenizer.encoder import Asked, Encoded, Encoder
 from baton.tokenizer.renderers import Renderers

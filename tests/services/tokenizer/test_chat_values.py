@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from baton.core.model import AnswerFormat
-from baton.core.request import ChatPrompt, Message, Tool, ToolCall
-from baton.core.tool_formats.forms import reasoning_told_by, tools_told_by
+from baton.core.request.model import AnswerFormat
+from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall
+from baton.core.request.tool_formats.forms import reasoning_told_by, tools_told_by
 from baton.tokenizer import chat_values
 from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
 

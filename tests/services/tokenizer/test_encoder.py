@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Internal, InvalidArgument
-from baton.core.prefix import prefix_hashes
-from baton.core.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from baton.core.kvcache.prefix import prefix_hashes
+from baton.core.request.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from baton.tokenizer import files
 from baton.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import TEXTS

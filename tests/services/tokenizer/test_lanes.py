@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.tokenizer.lanes import BATCH_BYTES, BATCH_JOBS, LONG_BYTES, Lanes
+from baton.tokenizer.lanes import BATCH_BYTES, BATCH_JOBS, LONG_BYTES, BatchExecutor
 
 PATIENCE_S = 20
 
@@ -45,13 +45,13 @@ async def gate() -> AsyncIterator[Gate]:
     gate.open.set()
 
 
-def started(lanes: Lanes, gate: Gate, name: str, size: int = 1) -> asyncio.Future[str]:
+def started(lanes: BatchExecutor, gate: Gate, name: str, size: int = 1) -> asyncio.Future[str]:
     return asyncio.ensure_future(lanes.run(gate.work, name, size))
 
 
 async def test_long_ones_leave_a_thread_to_short_ones(gate: Gate) -> None:
     with ThreadPoolExecutor(2) as executor:
-        lanes = Lanes(executor, 2, cores=2)
+        lanes = BatchExecutor(executor, 2, cores=2)
         long = [started(lanes, gate, f"long {n}?", LONG_BYTES) for n in range(3)]
         await gate.until_begun(1)
         short = [f"short {n}" for n in range(200)]
@@ -66,7 +66,7 @@ async def test_on_one_core_short_ones_go_one_batch_at_a_time_and_a_long_one_besi
     gate: Gate,
 ) -> None:
     with ThreadPoolExecutor(3) as executor:
-        lanes = Lanes(executor, 3, cores=1)
+        lanes = BatchExecutor(executor, 3, cores=1)
         short = [started(lanes, gate, f"short {n}?", BATCH_BYTES) for n in range(3)]
         await gate.until_begun(1)
         long = started(lanes, gate, "long", LONG_BYTES)
@@ -78,7 +78,7 @@ async def test_on_one_core_short_ones_go_one_batch_at_a_time_and_a_long_one_besi
 
 async def test_short_ones_do_not_keep_a_long_one_waiting(gate: Gate) -> None:
     with ThreadPoolExecutor(1) as executor:
-        lanes = Lanes(executor, 1, cores=1)
+        lanes = BatchExecutor(executor, 1, cores=1)
         first = started(lanes, gate, "first?")
         await gate.until_begun(1)
         short = [started(lanes, gate, f"short {n}", BATCH_BYTES) for n in range(9)]
@@ -92,7 +92,7 @@ async def test_short_ones_do_not_keep_a_long_one_waiting(gate: Gate) -> None:
 async def test_what_waits_is_one_batch(gate: Gate) -> None:
     """Of at most so many, so that the loop hears of them in time."""
     with ThreadPoolExecutor(1) as executor:
-        lanes = Lanes(executor, 1, cores=1)
+        lanes = BatchExecutor(executor, 1, cores=1)
         first = started(lanes, gate, "first?")
         await gate.until_begun(1)
         others = [started(lanes, gate, str(n)) for n in range(2 * BATCH_JOBS)]
@@ -105,7 +105,7 @@ async def test_what_waits_is_one_batch(gate: Gate) -> None:
 
 async def test_each_fails_and_leaves_by_itself(gate: Gate) -> None:
     with ThreadPoolExecutor(1) as executor:
-        lanes = Lanes(executor, 1, cores=1)
+        lanes = BatchExecutor(executor, 1, cores=1)
         first = started(lanes, gate, "first?")
         await gate.until_begun(1)
         failing, leaving, fine = (started(lanes, gate, name) for name in ("bad!", "gone", "fine"))
@@ -123,7 +123,7 @@ async def test_work_that_raises_ends_nobody_elses_wait(gate: Gate) -> None:
         raise ZeroDivisionError
 
     with ThreadPoolExecutor(1) as executor:
-        lanes = Lanes(executor, 1, cores=1)
+        lanes = BatchExecutor(executor, 1, cores=1)
         with pytest.raises(ZeroDivisionError):
             await lanes.run(broken, "item", 1)
         assert await lanes.run(gate.work, "fine", 1) == "fine"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from baton.core.errors import InvalidArgument, Overloaded
-from baton.core.request import ChatPrompt, Message
+from baton.core.request.request import ChatPrompt, Message
 from baton.tokenizer.renderers import BASE_MEMORY_BYTES, MEMORY_PER_CHARACTER, Renderers, Setup
 from tests.services.tokenizer.model_folders import CHATML, encoded, encoder_of, ids_of, write_folder
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.core.request import TextPrompt
+from baton.core.request.request import TextPrompt
 from baton.tokenizer.encoder import Asked, Encoded
 from baton.tokenizer.servicer import TokenizerServicer
 from baton.v1 import tokenizer_pb2 as pb

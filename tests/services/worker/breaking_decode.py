@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from baton.core.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.decode.__main__ import main
 from baton.engine.fake import FakeRunner
 

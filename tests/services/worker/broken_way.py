@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 from baton.decode.__main__ import main
-from baton.kv.loopback import LoopbackTransport
+from baton.transfer.loopback import LoopbackTransport
 
 post = LoopbackTransport.post
 
 
 def post_and_break(
-    self: LoopbackTransport, peer: str, remote_slot: int, local_slot: int, num_bytes: int
+    self: LoopbackTransport, peer: str, remote_buffer: int, local_buffer: int, num_bytes: int
 ) -> object:
-    handle = post(self, peer, remote_slot, local_slot, num_bytes)
+    handle = post(self, peer, remote_buffer, local_buffer, num_bytes)
     if Path(os.environ["BROKEN"]).exists():
-        self._ring.view(local_slot)[num_bytes - 1] ^= 1
+        self._ring.view(local_buffer)[num_bytes - 1] ^= 1
     return handle
 
 

@@ -1,4 +1,4 @@
-"""A decode worker that freezes process $GIVER before reading from it, once file $FREEZE exists.
+"""A decode worker that freezes process $SENDER before reading from it, once file $FREEZE exists.
 
 Its steps take 10 ms, so that what runs is still running when the freeze is found out.
 """
@@ -13,23 +13,23 @@ from pathlib import Path
 
 import psutil
 
-from baton.core.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.decode.__main__ import main
 from baton.engine.fake import FakeRunner
-from baton.kv.nixl import NixlTransport
+from baton.transfer.nixl import NixlTransport
 
 post, submit = NixlTransport.post, FakeRunner.submit
 
 
 def freeze_and_post(
-    self: NixlTransport, peer: str, remote_slot: int, local_slot: int, num_bytes: int
+    self: NixlTransport, peer: str, remote_buffer: int, local_buffer: int, num_bytes: int
 ) -> object:
-    if Path(os.environ["FREEZE"]).exists() and peer != self._incarnation:
-        giver = psutil.Process(int(os.environ["GIVER"]))
-        giver.send_signal(signal.SIGSTOP)
-        while giver.status() != psutil.STATUS_STOPPED:
+    if Path(os.environ["FREEZE"]).exists() and peer != self._instance_id:
+        sender = psutil.Process(int(os.environ["SENDER"]))
+        sender.send_signal(signal.SIGSTOP)
+        while sender.status() != psutil.STATUS_STOPPED:
             time.sleep(0.001)
-    return post(self, peer, remote_slot, local_slot, num_bytes)
+    return post(self, peer, remote_buffer, local_buffer, num_bytes)
 
 
 def submit_slowly(self: FakeRunner, plan: StepPlan) -> None:

@@ -1,22 +1,22 @@
-"""A decode worker that takes a slot for each hand-over and never gives it back."""
+"""A decode worker that takes a buffer for each hand-over and never gives it back."""
 
 from __future__ import annotations
 
 import sys
 
 from baton.decode.__main__ import main
-from baton.kv.collecting import Collecting
-from baton.kv.ticket import Collected
+from baton.transfer.collecting import IncomingTransfer
+from baton.transfer.ticket import Collected
 
-run = Collecting.run
+run = IncomingTransfer.run
 
 
-async def run_and_keep(self: Collecting) -> Collected:
+async def run_and_keep(self: IncomingTransfer) -> Collected:
     if not self._ticket.is_probe:
         assert self._around.ring.take("nobody") is not None
     return await run(self)
 
 
 if __name__ == "__main__":
-    Collecting.run = run_and_keep  # type: ignore[method-assign]
+    IncomingTransfer.run = run_and_keep  # type: ignore[method-assign]
     sys.exit(main())

@@ -15,34 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.core.attempt import Attempt, SequenceKey
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.events import Event, Tokens
-from baton.core.handover import LIMITS, Limit, State
-from baton.core.loop import EngineLoop
-from baton.core.model import WorkerIdentity
-from baton.core.plan import StepPlan
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
-from baton.core.request import SamplingParams, StopParams
+from baton.core.handover.table import LIMITS, Limit, State
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt, SequenceKey
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Event, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from baton.decode.begin import Beginner
-from baton.decode.departures import Departures
+from baton.decode.outgoing_migrations import OutgoingMigrations
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.kv.collector import Collector
-from baton.kv.giver import Giver
-from baton.kv.staging import Staging
-from baton.kv.stats import HandoverStats
 from baton.prefill.service import PrefillService
 from baton.prefill.servicer import PrefillServicer
 from baton.rpc.channels import Channels
 from baton.rpc.convert import attempt_to_proto
-from baton.rpc.handover import GrpcGiverConnection, HandoverServicer
+from baton.rpc.handover import GrpcSenderConnection, HandoverServicer
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import OFF, Tracer
+from baton.transfer.receiver import KvReceiver
+from baton.transfer.sender import KvSender
+from baton.transfer.staging import Staging
+from baton.transfer.stats import HandoverStats
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from baton.v1.prefill_pb2_grpc import PrefillAsyncStub
 
 PATIENCE_S = 30
-SLOT_BYTES = 4096
-"""Holds about 240 positions of the fake runner, so that prompts take several parcels."""
+BUFFER_BYTES = 4096
+"""Holds about 240 positions of the fake runner, so that prompts take several KV chunks."""
 
 NUM_BLOCKS = 128
 CHUNK = 128
@@ -102,7 +102,7 @@ class Worker:
     channel: grpc.aio.Channel
 
     async def is_idle(self) -> bool:
-        """Nothing is left of any attempt: no block, no table, no slot."""
+        """Nothing is left of any attempt: no block, no table, no buffer."""
 
         def look(loop: EngineLoop[Any]) -> bool:
             loop.scheduler.check()
@@ -110,7 +110,7 @@ class Worker:
             return all_free and not self.pool.num_tables and not loop.scheduler.has_work
 
         ring = self.staging.ring
-        return ring.num_free == ring.num_slots and await self.engine.call(look)
+        return ring.num_free == ring.num_buffers and await self.engine.call(look)
 
 
 @dataclass
@@ -121,9 +121,9 @@ class Pair:
     decode: Worker
     prefilling: PrefillService
     decoding: DecodeService
-    giver: Giver
-    departing: Giver
-    collector: Collector
+    sender: KvSender
+    departing: KvSender
+    receiver: KvReceiver
     prefill_stub: PrefillAsyncStub
     decode_stub: DecodeAsyncStub
 
@@ -133,8 +133,8 @@ class Pair:
             prefill_pb2.RunRequest(
                 attempt=attempt_to_proto(attempt),
                 handover_id=handover_id,
-                decode_incarnation=self.decode.identity.incarnation if handover_id else "",
-                prefill_incarnation=self.prefill.identity.incarnation,
+                decode_instance_id=self.decode.identity.instance_id if handover_id else "",
+                prefill_instance_id=self.prefill.identity.instance_id,
             )
         )
 
@@ -154,8 +154,8 @@ class Pair:
     async def _is_idle(self) -> bool:
         return (
             self.prefilling.num_attempts == self.decoding.num_attempts == 0
-            and self.giver.num_offers == self.departing.num_offers == 0
-            and self.collector.idle
+            and self.sender.num_offers == self.departing.num_offers == 0
+            and self.receiver.idle
             and not any((*self.prefilling.holdings.values(), *self.decoding.holdings.values()))
             and await self.prefill.is_idle()
             and await self.decode.is_idle()
@@ -268,15 +268,15 @@ async def pair(
         )
         pool, engine, staging, identity = prefill_parts
         given, taken = HandoverStats(), HandoverStats()
-        giver = Giver(identity, prefill_runner.layout, staging, stats=given, limits=limits)
+        sender = KvSender(identity, prefill_runner.layout, staging, stats=given, limits=limits)
         prefilling = PrefillService(
-            engine, giver, GrammarBook(None), handover_timeout_s=handover_timeout_s, tracer=tracer
+            engine, sender, GrammarBook(None), handover_timeout_s=handover_timeout_s, tracer=tracer
         )
         services["prefill"] = prefilling
         ends.push_async_callback(prefilling.close)
         servicer, handover = (
-            PrefillServicer(prefilling, identity.incarnation),
-            HandoverServicer(giver),
+            PrefillServicer(prefilling, identity.instance_id),
+            HandoverServicer(sender),
         )
         server, channel = await _serve(
             ends,
@@ -287,18 +287,18 @@ async def pair(
         prefill = Worker(identity, prefill_runner, pool, engine, staging, given, server, channel)
 
         pool, engine, staging, identity = decode_parts
-        collector = Collector(
+        receiver = KvReceiver(
             identity,
             decode_runner.layout,
             staging,
-            lambda peer: GrpcGiverConnection(channels.get(peer.address)),
+            lambda peer: GrpcSenderConnection(channels.get(peer.address)),
             stats=taken,
         )
-        departing = Giver(identity, decode_runner.layout, staging, limits=limits)
+        departing = KvSender(identity, decode_runner.layout, staging, limits=limits)
         decoding = DecodeService(
             engine,
-            Beginner(engine, collector, GrammarBook(None), handover_timeout_s=handover_timeout_s),
-            Departures(engine, departing, handover_timeout_s=handover_timeout_s),
+            Beginner(engine, receiver, GrammarBook(None), handover_timeout_s=handover_timeout_s),
+            OutgoingMigrations(engine, departing, handover_timeout_s=handover_timeout_s),
             resume_window_s=resume_window_s,
             tracer=tracer,
         )
@@ -318,9 +318,9 @@ async def pair(
             decode,
             prefilling,
             decoding,
-            giver,
+            sender,
             departing,
-            collector,
+            receiver,
             prefill_pb2_grpc.PrefillStub(prefill.channel),
             decode_pb2_grpc.DecodeStub(decode.channel),
         )
@@ -351,7 +351,7 @@ async def _parts(
     ends.push_async_callback(engine.stop)
     identity = WorkerIdentity(role, secrets.token_hex(16), _free_address())
     staging = await Staging.open(
-        identity.incarnation, transport=transport, num_slots=8, slot_bytes=SLOT_BYTES
+        identity.instance_id, transport=transport, num_buffers=8, buffer_bytes=BUFFER_BYTES
     )
     ends.push_async_callback(staging.close)
     return pool, engine, staging, identity

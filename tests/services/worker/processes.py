@@ -16,8 +16,8 @@ from urllib.request import urlopen
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.core.attempt import Attempt
-from baton.core.model import WorkerIdentity
+from baton.core.request.attempt import Attempt
+from baton.core.request.model import WorkerIdentity
 from baton.rpc.convert import attempt_to_proto, identity_from_proto
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.prefill_pb2_grpc import PrefillStub
@@ -89,7 +89,7 @@ def run_on(prefill: Process, decode: Process, one: Attempt, handover_id: bytes) 
         prefill_pb2.RunRequest(
             attempt=attempt_to_proto(one),
             handover_id=handover_id,
-            decode_incarnation=decode.identity.incarnation,
+            decode_instance_id=decode.identity.instance_id,
         )
     )
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.core.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.errors import BatonError
-from baton.core.model import WorkerIdentity
-from baton.core.request import FinishReason
+from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import FinishReason
 from baton.rpc.convert import (
     attempt_to_proto,
     choice_tokens_from_proto,
@@ -37,19 +37,19 @@ class RouterEnd:
         self,
         stub: DecodeAsyncStub,
         decode: WorkerIdentity,
-        giver: WorkerIdentity,
-        incarnation: str = "",
+        sender: WorkerIdentity,
+        instance_id: str = "",
     ) -> None:
-        self._stub, self._decode, self._giver = stub, decode, giver
+        self._stub, self._decode, self._sender = stub, decode, sender
         self._turn = asyncio.Lock()
-        self.identity = WorkerIdentity("router", incarnation or secrets.token_hex(16), "")
+        self.identity = WorkerIdentity("router", instance_id or secrets.token_hex(16), "")
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.positions: dict[SequenceKey, int] = {}
         self.ends: dict[SequenceKey, FinishReason] = {}
         self.failures: list[tuple[AttemptKey, tuple[int, ...], BatonError]] = []
         self.started: dict[AttemptKey, pb.SequenceStarted] = {}
         self.lost: list[SequenceKey] = []
-        self.given_away: dict[SequenceKey, tuple[bytes, int | None]] = {}
+        self.migrated_out: dict[SequenceKey, tuple[bytes, int | None]] = {}
         self.gaps: list[tuple[SequenceKey, int]] = []
         self.num_heartbeats = 0
         self.firsts: dict[SequenceKey, int] = {}
@@ -57,8 +57,8 @@ class RouterEnd:
         self.reading: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, world: Pair, incarnation: str = "") -> RouterEnd:
-        return cls(world.decode_stub, world.decode.identity, world.prefill.identity, incarnation)
+    def of(cls, world: Pair, instance_id: str = "") -> RouterEnd:
+        return cls(world.decode_stub, world.decode.identity, world.prefill.identity, instance_id)
 
     async def connect(self, resume: Mapping[SequenceKey, int] | None = None) -> None:
         """Opens a stream, next to any that is open, and waits for the welcome."""
@@ -67,7 +67,7 @@ class RouterEnd:
         await self.say(
             hello=pb.SessionHello(
                 router=identity_to_proto(self.identity),
-                decode_incarnation=self._decode.incarnation,
+                decode_instance_id=self._decode.instance_id,
                 resume=[position(key, at) for key, at in (resume or {}).items()],
             )
         )
@@ -84,7 +84,7 @@ class RouterEnd:
         attempt: Attempt,
         handover_id: bytes = b"",
         max_unconfirmed: int = 0,
-        giver: WorkerIdentity | None = None,
+        sender: WorkerIdentity | None = None,
     ) -> None:
         for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
@@ -92,7 +92,7 @@ class RouterEnd:
         start = pb.StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
         if handover_id:
             start.source.handover_id = handover_id
-            start.source.giver.CopyFrom(identity_to_proto(giver or self._giver))
+            start.source.sender.CopyFrom(identity_to_proto(sender or self._sender))
         await self.say(start=start)
 
     async def hand_over(self, key: SequenceKey, handover_id: bytes) -> None:
@@ -102,7 +102,7 @@ class RouterEnd:
             attempt=key.attempt,
             choice=key.choice,
             handover_id=handover_id,
-            collector_incarnation=self._decode.incarnation,
+            receiver_instance_id=self._decode.instance_id,
         )
         await self.say(hand_over=wish)
 
@@ -165,7 +165,7 @@ class RouterEnd:
         for given in response.frame.handed_over:
             sequence = SequenceKey(given.request_id, given.choice, given.attempt)
             position = given.position if given.HasField("position") else None
-            self.given_away[sequence] = (given.handover_id, position)
+            self.migrated_out[sequence] = (given.handover_id, position)
         for failure in response.frame.failures:
             key = AttemptKey(failure.request_id, failure.attempt)
             self.failures.append((key, tuple(failure.choices), error_from_proto(failure.error)))
@@ -178,9 +178,9 @@ def position(key: SequenceKey, at: int) -> pb.SequencePosition:
 
 
 @asynccontextmanager
-async def router(world: Pair, incarnation: str = "") -> AsyncIterator[RouterEnd]:
+async def router(world: Pair, instance_id: str = "") -> AsyncIterator[RouterEnd]:
     """A connected router."""
-    end = RouterEnd.of(world, incarnation)
+    end = RouterEnd.of(world, instance_id)
     await end.connect()
     try:
         yield end

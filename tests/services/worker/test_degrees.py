@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.kv import nixl
+from baton.transfer import nixl
 from baton.v1.decode_pb2_grpc import DecodeStub
 from tests.engine.driving import random_prompts
 from tests.engine.modes import attempt
@@ -81,12 +81,12 @@ async def test_sequences_go_on_where_the_degree_is_another(
     prompts.append(prompts[-1] + prompts[0])
     wanted = expected("llama", prompts, NEW)
     async with (
-        worker(prefill[0], folder, *prefill[1], **REAL) as giver,
-        worker(decode[0], folder, *decode[1], **REAL) as collector,
+        worker(prefill[0], folder, *prefill[1], **REAL) as sender,
+        worker(decode[0], folder, *decode[1], **REAL) as receiver,
     ):
-        end = RouterEnd(DecodeStub(collector.channel), collector.identity, giver.identity)
+        end = RouterEnd(DecodeStub(receiver.channel), receiver.identity, sender.identity)
         await end.connect()
-        cached = [await serve(end, giver, collector, i, p, w) for i, (p, w) in enumerate(
+        cached = [await serve(end, sender, receiver, i, p, w) for i, (p, w) in enumerate(
             zip(prompts, wanted, strict=True)
         )]  # fmt: skip
         assert cached == [0, 0, 0, 0, held]
@@ -95,8 +95,8 @@ async def test_sequences_go_on_where_the_degree_is_another(
 
 async def serve(
     end: RouterEnd,
-    giver: Process,
-    collector: Process,
+    sender: Process,
+    receiver: Process,
     number: int,
     prompt: list[int],
     wanted: list[int],
@@ -104,7 +104,7 @@ async def serve(
     """Runs one prompt over both. Returns how much of it decode held."""
     one, handover_id = attempt(str(number), prompt, NEW), new_id()
     await end.start(one, handover_id)
-    await run_on(giver, collector, one, handover_id)
+    await run_on(sender, receiver, one, handover_id)
     assert await end.ended(one) == {0: wanted}
     started = end.started[one.key]
     assert started.received_bytes == POSITION_BYTES * (len(prompt) - started.cached_tokens)

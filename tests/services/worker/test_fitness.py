@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.kv import nixl
+from baton.transfer import nixl
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub
 from tests.services.worker.pair import PATIENCE_S
@@ -30,7 +30,7 @@ async def test_a_way_that_breaks_makes_not_ready_until_it_works_again(tmp_path: 
         await becomes(decode, True, worker_pb2.WORKER_STATE_SERVING)
         read = await asyncio.to_thread(metrics_of, decode.metrics)
         assert read['baton_probes_total{outcome="failed",path="self"}'] >= 2
-        assert read['baton_parcels_total{side="collector"}'] == 0
+        assert read['baton_parcels_total{side="receiver"}'] == 0
 
 
 @pytest.mark.skipif(not nixl.available(), reason="no NIXL here")

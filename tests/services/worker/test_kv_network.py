@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import Incompatible, InvalidArgument
-from baton.core.handover_messages import Introduction, Meeting
+from baton.core.handover.messages import Handshake, HandshakeRequest
 from baton.engine.fake import FakeRunner
-from baton.kv.parcel import BLAKE2B, XXH3
-from baton.kv.ucx import KvNetwork, Ucx, choose
 from baton.rpc.address import is_loopback
-from baton.rpc.handover import GrpcGiverConnection
+from baton.rpc.handover import GrpcSenderConnection
+from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton.transfer.ucx import KvNetwork, Ucx, choose
 from baton.worker.network import network_of, ucx_of
 from baton.worker.options import WorkerOptions
 from tests.kv.listeners import listeners
@@ -39,12 +39,12 @@ async def refused(folder: Path, *flags: str) -> str:
     return complained.decode()
 
 
-async def meeting_with(giver: Process) -> Meeting:
+async def meeting_with(sender: Process) -> Handshake:
     layout = FakeRunner(num_blocks=4, block_size=16, name="x", tokenizer_digest="").layout
-    introduction = Introduction(
-        identity("decode"), layout, ("nixl", "loopback"), giver.identity.incarnation
+    introduction = HandshakeRequest(
+        identity("decode"), layout, ("nixl", "loopback"), sender.identity.instance_id
     )
-    return await GrpcGiverConnection(giver.channel).meet(introduction)
+    return await GrpcSenderConnection(sender.channel).meet(introduction)
 
 
 def beyond_loopback(process: Process) -> list[str]:
@@ -132,14 +132,14 @@ def test_names_are_beyond_loopback_but_one() -> None:
 
 
 async def test_a_weak_seal_is_refused_where_the_network_is_not_trusted() -> None:
-    async with rig(collector_ucx=choose(KvNetwork.ISOLATED)) as world:
+    async with rig(receiver_ucx=choose(KvNetwork.ISOLATED)) as world:
         with pytest.raises(Incompatible, match="declare the same on both"):
-            await world.collector.meet(world.giver.identity)
+            await world.receiver.meet(world.sender.identity)
 
 
 async def test_a_keyed_seal_is_good_anywhere() -> None:
-    async with rig(giver_ucx=choose(KvNetwork.ISOLATED)) as world:
-        assert world.giver.digest == BLAKE2B
+    async with rig(sender_ucx=choose(KvNetwork.ISOLATED)) as world:
+        assert world.sender.digest == BLAKE2B
         offer = world.offer(20)
         world.compute(offer)
         pool = Pool()

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from baton.core.attempt import Attempt
+from baton.core.request.attempt import Attempt
 from baton.rpc.tracing import Span
 from tests.recorded import Recorded, is_below, seconds
 from tests.services.worker.pair import attempt, keys_of, new_id, pair, until
@@ -46,7 +46,7 @@ async def test_both_workers_belong_to_the_attempt() -> None:
     assert is_below(collected, decoded) and is_below(generated, decoded)
     assert seconds(collected) + seconds(generated) <= seconds(decoded)
     told = dict(collected.attributes or {})
-    assert told == {"baton.cached_tokens": 0, "baton.kv.bytes": 16 * len(one.token_ids)}
+    assert told == {"baton.cached_tokens": 0, "baton.transfer.bytes": 16 * len(one.token_ids)}
     assert {outcome(each) for each in recorded.spans} == {None}
     assert not recorded.open
 
@@ -73,12 +73,12 @@ async def test_a_sequence_that_moves_is_given() -> None:
         handover_id = new_id()
         await end.hand_over(key, handover_id)
         world.decode.runner.open()
-        await until(lambda: key in end.given_away)
-        given, position = end.given_away[key]
+        await until(lambda: key in end.migrated_out)
+        given, position = end.migrated_out[key]
         assert given == handover_id and position is not None
         output = tuple(end.tokens[key][: position - 1])
         other = replace(one, attempt=1, token_ids=one.token_ids + output)
-        await end.start(other, handover_id, giver=world.decode.identity)
+        await end.start(other, handover_id, sender=world.decode.identity)
         await end.ended(other)
     span.end()
     stayed, moved = recorded.named("decode.run")

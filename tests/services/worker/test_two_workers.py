@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from baton.kv import nixl
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import KV_SOURCE, counter
+from baton.transfer import nixl
 from tests.services.worker.pair import attempt, keys_of, new_id, pair, reference
 from tests.services.worker.router_end import router
 

@@ -84,7 +84,7 @@ def test_refusals_name_options(changes: dict[str, Any], field: str, fresh_torch:
 def test_faults_are_refused_without_the_second_switch(
     cls: type[WorkerOptions], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faults = "corrupt@giver.sealed:rate=0.01"
+    faults = "corrupt@sender.sealed:rate=0.01"
     environment = {"BATON_KV_FAULTS": faults}
     with pytest.raises(SystemExit) as caught:
         load(cls, ["--model", "m"], environment, prog="baton-test")
@@ -98,7 +98,7 @@ def test_faults_are_refused_without_the_second_switch(
 
 
 def test_faults_that_are_not_understood_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"points are .*giver\.sealed") as caught:
+    with pytest.raises(InvalidArgument, match=r"points are .*sender\.sealed") as caught:
         WorkerOptions(model="m", kv_faults="corrupt@nowhere", allow_kv_faults=True)
     assert caught.value.field == "kv_faults"
 

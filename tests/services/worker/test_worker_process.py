@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from baton.core.errors import HandoverFailed, Incompatible
-from baton.core.prefix import prefix_hashes
-from baton.core.speed import WorkerSpeed
+from baton.core.kvcache.prefix import prefix_hashes
+from baton.core.routing.speed import WorkerSpeed
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.worker import load_from_proto
 from baton.v1 import prefill_pb2, worker_pb2
@@ -27,12 +27,12 @@ from tests.services.worker.processes import metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
 STAGES = {
-    "giver": ("open_wait", "grant_wait"),
-    "collector": ("meet", "announce_wait", "reserve", "last_chunk"),
+    "sender": ("open_wait", "grant_wait"),
+    "receiver": ("meet", "announce_wait", "reserve", "last_chunk"),
 }
-PARCEL_STAGES = {
-    "giver": ("slot_wait", "pack", "seal", "confirm_wait"),
-    "collector": ("slot_wait", "read", "verify", "unpack"),
+KV_CHUNK_STAGES = {
+    "sender": ("buffer_wait", "pack", "seal", "confirm_wait"),
+    "receiver": ("buffer_wait", "read", "verify", "unpack"),
 }
 
 
@@ -91,18 +91,18 @@ async def test_aliases_can_be_left_out(tmp_path: Path) -> None:
 
 def check_handover_metrics(decode: dict[str, float], prefill: dict[str, float]) -> None:
     """Of one hand-over, with its meeting and its probe."""
-    parcels = decode['baton_parcels_total{side="collector"}']
-    assert prefill['baton_parcels_total{side="giver"}'] == parcels > 0
-    for read, side in ((decode, "collector"), (prefill, "giver")):
+    kv_chunks = decode['baton_parcels_total{side="receiver"}']
+    assert prefill['baton_parcels_total{side="sender"}'] == kv_chunks > 0
+    for read, side in ((decode, "receiver"), (prefill, "sender")):
         assert read[f'baton_handover_bytes_total{{side="{side}"}}'] == 16 * 600
         assert read[f'baton_handovers_total{{outcome="completed",side="{side}"}}'] == 1
-        assert read[f'baton_slots{{ring="{side}",state="limbo"}}'] == 0
+        assert read[f'baton_slots{{ring="{side}",state="orphaned"}}'] == 0
         assert read['baton_probes_total{outcome="ok",path="self"}'] >= 2
         assert read['baton_parcels_refused_total{kind="digest"}'] == 0
         assert read["baton_transfer_errors_total"] == 0
-        for stage in (*STAGES[side], *PARCEL_STAGES[side]):
+        for stage in (*STAGES[side], *KV_CHUNK_STAGES[side]):
             labels = f'side="{side}",stage="{stage}"'
-            number = 1 if stage in STAGES[side] else parcels
+            number = 1 if stage in STAGES[side] else kv_chunks
             assert read[f"baton_handover_stage_seconds_count{{{labels}}}"] == number, stage
             assert read[f'baton_handover_stage_seconds_bucket{{le="60.0",{labels}}}'] == number
             assert read[f"baton_handover_stage_seconds_sum{{{labels}}}"] > 0
@@ -196,7 +196,7 @@ async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
         run = asyncio.ensure_future(run_on(prefill, decode, one, handover_id))
         error = await end.failed(one)
         assert isinstance(error, Incompatible)
-        names = [f"{w.identity.role} {w.identity.incarnation[:8]}" for w in (prefill, decode)]
+        names = [f"{w.identity.role} {w.identity.instance_id[:8]}" for w in (prefill, decode)]
         digest = re.search(r"model_digest: (\w+) against another; dtype", error.message)
         assert digest and error.message == (
             f"KV does not fit between {names[0]} and {names[1]}: "
@@ -217,11 +217,11 @@ async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
             assert error.message.encode() in logged
 
 
-async def test_a_slot_that_leaks_is_found(tmp_path: Path) -> None:
+async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
     """So that the check after every other test is known to see one."""
     one = attempt()
     async with worker("baton.prefill", tmp_path) as prefill:
-        with pytest.raises(AssertionError, match=r"still holds \{'slots': 1.0\}"):
+        with pytest.raises(AssertionError, match=r"still holds \{'buffers': 1.0\}"):
             async with worker("tests.services.worker.leaking_decode", tmp_path) as decode:
                 end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
                 await end.connect()

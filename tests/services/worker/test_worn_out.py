@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import HandoverFailed
-from baton.kv import nixl
-from baton.rpc.lifecycle import WORN_OUT
+from baton.rpc.lifecycle import EXHAUSTED
+from baton.transfer import nixl
 from baton.v1 import worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub
 from tests.services.worker.pair import attempt, keys_of, new_id, reference, until
@@ -27,7 +27,7 @@ TCP = {"UCX_TLS": "tcp"}
 
 @dataclass
 class Worn:
-    """A decode worker with one of two slots in limbo, and the frozen giver behind it."""
+    """A decode worker with one of two buffers orphaned, and the frozen sender behind it."""
 
     prefill: Process
     decode: Process
@@ -43,12 +43,12 @@ async def hand_over(prefill: Process, decode: Process, end: RouterEnd, seed: int
 
 
 @asynccontextmanager
-async def worn_out(folder: Path, drain_timeout_s: int) -> AsyncIterator[Worn]:
-    """Over TCP, where a frozen process answers no read. One slot of two is more than a quarter."""
+async def exhausted(folder: Path, drain_timeout_s: int) -> AsyncIterator[Worn]:
+    """Over TCP: a frozen process answers no read. One buffer of two is more than a quarter."""
     freeze, module = folder / "freeze", "tests.services.worker.freezing_decode"
     flags = (*NIXL, "--slots", "2", "--drain-timeout-s", str(drain_timeout_s))
     async with worker("baton.prefill", folder, *NIXL, environment=TCP) as prefill:
-        variables = {**TCP, "GIVER": str(prefill.process.pid), "FREEZE": str(freeze)}
+        variables = {**TCP, "SENDER": str(prefill.process.pid), "FREEZE": str(freeze)}
         async with worker(module, folder, *flags, environment=variables) as decode:
             end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
             await end.connect()
@@ -71,25 +71,25 @@ async def worn_out(folder: Path, drain_timeout_s: int) -> AsyncIterator[Worn]:
             await asyncio.gather(run, return_exceptions=True)
 
 
-async def test_a_ring_in_limbo_ends_the_worker_though_its_slots_come_back(tmp_path: Path) -> None:
-    """What runs is finished, and the giver that comes back serves the successor."""
-    async with worn_out(tmp_path, drain_timeout_s=60) as world:
+async def test_a_ring_orphaned_ends_the_worker_though_its_buffers_come_back(tmp_path: Path) -> None:
+    """What runs is finished, and the sender that comes back serves the successor."""
+    async with exhausted(tmp_path, drain_timeout_s=60) as world:
         assert world.decode.process.returncode is None, "the read is waited for"
         world.prefill.process.send_signal(signal.SIGCONT)
-        assert await world.decode.exit_code() == WORN_OUT
+        assert await world.decode.exit_code() == EXHAUSTED
         async with worker("baton.decode", tmp_path, *NIXL, environment=TCP) as successor:
-            giver = world.prefill.identity
-            end = RouterEnd(DecodeStub(successor.channel), successor.identity, giver)
+            sender = world.prefill.identity
+            end = RouterEnd(DecodeStub(successor.channel), successor.identity, sender)
             await end.connect()
             await hand_over(world.prefill, successor, end, seed=4)
             await end.break_off()
 
 
 @pytest.mark.chaos
-async def test_a_ring_in_limbo_ends_the_worker_though_the_giver_stays_frozen(
+async def test_a_ring_orphaned_ends_the_worker_though_the_sender_stays_frozen(
     tmp_path: Path,
 ) -> None:
     """With a read in flight, a living transport and its threads: neither hangs nor aborts."""
-    async with worn_out(tmp_path, drain_timeout_s=6) as world:
-        assert await world.decode.exit_code() == WORN_OUT
+    async with exhausted(tmp_path, drain_timeout_s=6) as world:
+        assert await world.decode.exit_code() == EXHAUSTED
         world.prefill.process.kill()

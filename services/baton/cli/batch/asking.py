@@ -60,7 +60,7 @@ class Outcome:
     error: dict[str, Any] | None
 
 
-class Asking:
+class BatchClient:
     """done: told every result at once, in any order. draw: a random number from 0 to 1."""
 
     def __init__(

@@ -85,7 +85,7 @@ async def _answer(
     args: argparse.Namespace, where: access.Access, journal: Journal, shown: Shown
 ) -> bool:
     """Whether it ran to its end. What ends it otherwise is a signal."""
-    from baton.cli.batch.asking import Asking, Limits
+    from baton.cli.batch.asking import BatchClient, Limits
     from baton.cli.http_client import HttpClient
 
     client = HttpClient(where)
@@ -95,7 +95,7 @@ async def _answer(
         good = journal.write(task.number, task.custom_id, outcome.response, outcome.error)
         shown.line(good=good, tokens=_tokens(outcome))
 
-    asking = Asking(client, Limits(concurrency=args.concurrency), done)
+    asking = BatchClient(client, Limits(concurrency=args.concurrency), done)
     running = asyncio.create_task(asking.run(_unanswered(args.input, journal, shown)))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from baton.cli.bench.replay import replay
 from baton.cli.bench.serving import BLOCK_SIZE, EVERYTHING, attempt
-from baton.core.attempt import Attempt
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import InvalidArgument
-from baton.core.events import Started
-from baton.core.model import ModelDescription
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt
+from baton.core.request.model import ModelDescription
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Started
 
 POOL_BLOCKS = 65536
 AT_ONCE = 64

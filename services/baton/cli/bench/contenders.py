@@ -32,7 +32,7 @@ class Contender:
 
 
 @dataclass(slots=True)
-class Standing:
+class Ranking:
     """What a contender has done so far. tokens: of its last round, for the requests it answered."""
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -90,7 +90,7 @@ def compete(
     threads: int,
     rounds: int,
     seconds: float,
-) -> dict[str, Standing]:
+) -> dict[str, Ranking]:
     """Runs everyone's first round, then everyone's second, and so on, one at a time.
 
     After its first round a contender runs only while all its rounds stay below `seconds`. One that
@@ -104,7 +104,7 @@ def compete(
         "workload": asdict(workload),
         "warm": asdict(warm),
     }
-    standings = {contender.name: Standing() for contender in contenders}
+    standings = {contender.name: Ranking() for contender in contenders}
     for number in range(rounds):
         for contender in contenders:
             standing = standings.get(contender.name)

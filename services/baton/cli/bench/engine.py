@@ -21,7 +21,7 @@ from baton.cli.bench.contenders import (
     INT8,
     LLAMA,
     PLAIN,
-    Standing,
+    Ranking,
     compete,
     line_up,
 )
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> Report:
     return Report(results, (Bars(f"{args.requests} requests, {args.shape}", "tokens/s", bars),))
 
 
-def _speeds(standings: dict[str, Standing], workload: Workload) -> list[Result]:
+def _speeds(standings: dict[str, Ranking], workload: Workload) -> list[Result]:
     ours = standings[EXACT].tokens
     found = []
     for name, standing in standings.items():
@@ -127,7 +127,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, fl
     return equal, sum(prefixes) / len(pairs)
 
 
-def _goals(standings: dict[str, Standing]) -> list[Result]:
+def _goals(standings: dict[str, Ranking]) -> list[Result]:
     def against(one: str, other: str, goal: float | None) -> list[Result]:
         if one not in standings or other not in standings:
             return []

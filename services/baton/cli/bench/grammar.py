@@ -21,11 +21,11 @@ from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.serving import open_loop, open_runner, policy
 from baton.cli.layout import resolve_model
 from baton.cli.results import Result
-from baton.core.attempt import Attempt
-from baton.core.grammar import Grammar
-from baton.core.ports import Matcher, ModelRunner
 from baton.core.quantiles import quantile
-from baton.core.request import SamplingParams, StopParams
+from baton.core.request.attempt import Attempt
+from baton.core.request.grammar import Grammar
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.ports import Matcher, ModelRunner
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.matcher import Compiled
 from baton.grammar.vocabulary import load

@@ -1,9 +1,9 @@
 """`baton bench kv`: what a hand-over costs, against the transport alone and against a copy.
 
-Three levels for each size: from slot to slot, verified; from pool to pool; the whole of it. Then
-what the digest costs, how much of a hand-over hides behind prefill, and what a prefix saves that
-decode already holds. Whoever gives, with its engine, is pinned to one core, and whoever collects to
-another one.
+Three levels for each size: from buffer to buffer, verified; from pool to pool; the whole of it.
+Then what the digest costs, how much of a hand-over hides behind prefill, and what a prefix saves
+that decode already holds. Whoever gives, with its engine, is pinned to one core, and whoever
+collects to another one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.results import Result, at_most, compared
 from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB
-from baton.kv import nixl
-from baton.kv.parcel import BLAKE2B, XXH3
+from baton.transfer import nixl
+from baton.transfer.kv_chunk import BLAKE2B, XXH3
 
 DEADLINE_S = 300.0
 OF_RAW = 0.8
@@ -45,36 +45,40 @@ def measure(args: argparse.Namespace) -> Report:
     settings = shapes.config(model)
     if args.prompt_tokens >= settings["max_position_embeddings"]:
         raise InvalidArgument("is more than the model has positions", field="prompt_tokens")
-    giver_core, own_core = _cores()
-    rings = {"num_slots": args.slots, "slot_bytes": args.slot_mib * MIB, "giver_core": giver_core}
+    sender_core, own_core = _cores()
+    rings = {
+        "num_buffers": args.slots,
+        "buffer_bytes": args.slot_mib * MIB,
+        "sender_core": sender_core,
+    }
     layout = asdict(layout_of(settings))
 
-    def moves(transport: str, digest: str, sizes: Iterable[float], *, slots: bool) -> Figures:
+    def moves(transport: str, digest: str, sizes: Iterable[float], *, buffers: bool) -> Figures:
         job = {
             "transport": transport,
             "layout": layout,
             "sizes": sizes,
             "digest": digest,
-            "slots": slots,
+            "buffers": buffers,
             **rings,
         }
         found: Figures = call("kv_moves", job, threads=1, deadline_s=DEADLINE_S)
         return found
 
     results = [
-        *_pinned(giver_core, own_core),
-        Result("slots of each ring", args.slots, ""),
-        Result("size of a slot", args.slot_mib, "MiB"),
+        *_pinned(sender_core, own_core),
+        Result("buffers of each ring", args.slots, ""),
+        Result("size of a buffer", args.slot_mib, "MiB"),
     ]
     charts = []
     for transport in args.transports:
-        found = moves(transport, XXH3, args.sizes, slots=True)
+        found = moves(transport, XXH3, args.sizes, buffers=True)
         results += _levels(transport, found)
         charts.append(_chart(transport, found))
     first = args.transports[0]
     largest = [max(args.sizes)]
     digests = {
-        digest: moves(first, digest, largest, slots=True) for digest in (XXH3, BLAKE2B, NO_DIGEST)
+        digest: moves(first, digest, largest, buffers=True) for digest in (XXH3, BLAKE2B, NO_DIGEST)
     }
     results += _digests(str(largest[0]), digests)
     for chunk in args.chunks:
@@ -95,18 +99,18 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def _cores() -> tuple[int | None, int | None]:
-    """The giver's and ours; None where processes cannot be pinned. `call` pins to the first one."""
+    """The sender's and ours; None where processes cannot be pinned. `call` pins to the first."""
     if not hasattr(os, "sched_getaffinity") or not shutil.which("taskset"):
         return None, None
     allowed = sorted(os.sched_getaffinity(0))
     return allowed[-1], allowed[0]
 
 
-def _pinned(giver_core: int | None, own_core: int | None) -> list[Result]:
-    if giver_core is None or own_core is None:
+def _pinned(sender_core: int | None, own_core: int | None) -> list[Result]:
+    if sender_core is None or own_core is None:
         return []
     return [
-        Result("core of the giver and its engine", giver_core, ""),
+        Result("core of the sender and its engine", sender_core, ""),
         Result("core of everything else", own_core, ""),
     ]
 
@@ -115,14 +119,14 @@ def _levels(transport: str, found: Figures) -> list[Result]:
     results = []
     for size, times in found.items():
         name, moved = f"{transport}, {size} MB", times["bytes"]
-        # A message each way before the first parcel, beyond what a hand-over of nothing takes.
+        # A message each way before the first KV chunk, beyond what a hand-over of nothing takes.
         parts = sum(times[part] for part in ("pack", "seal", "raw", "verify", "unpack"))
         parts += 2 * times["nothing"]
         results += [
             compared(f"{name}: raw against memcpy", *_speeds(moved, times, "raw", "memcpy")),
             compared(
-                f"{name}: slot to slot, verified, against raw",
-                *_speeds(moved, times, "slots", "raw"),
+                f"{name}: buffer to buffer, verified, against raw",
+                *_speeds(moved, times, "buffers", "raw"),
                 OF_RAW,
             ),
             at_most(
@@ -151,7 +155,7 @@ def _digests(size: str, digests: dict[str, Figures]) -> list[Result]:
         times = digests[digest][size]
         speed = 2 * times["bytes"] / (times["seal"] + times["verify"]) / 1e9
         results.append(Result(f"{digest}: seal and verify", speed, "GB/s"))
-        for level, name in (("slots", "slot to slot"), ("pools", "pool to pool")):
+        for level, name in (("buffers", "buffer to buffer"), ("pools", "pool to pool")):
             cost = 100 * (1 - none[level] / times[level])
             results.append(Result(f"{digest}: share of {size} MB {name}", cost, "%"))
     return results
@@ -193,7 +197,7 @@ def _chart(transport: str, found: Figures) -> Chart:
     levels: Sequence[tuple[str, str]] = (
         ("memcpy", "memcpy"),
         ("raw", "raw"),
-        ("slots", "slot to slot, verified"),
+        ("buffers", "buffer to buffer, verified"),
         ("pools", "pool to pool"),
         ("whole", "whole hand-over"),
     )

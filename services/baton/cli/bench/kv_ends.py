@@ -10,17 +10,17 @@ from dataclasses import asdict
 from typing import Any
 
 from baton.cli.ports import HOST, free_ports
-from baton.core.handover_messages import RingDescription
-from baton.core.model import KvLayout, WorkerIdentity
-from baton.kv.loopback import LoopbackTransport
-from baton.kv.nixl import NixlTransport
-from baton.kv.slots import SlotRing
-from baton.kv.transport import KvTransport
-from baton.kv.ucx import KvNetwork, choose, inherited
+from baton.core.handover.messages import StagingPoolDescription
+from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.rpc.server import ProcessServer, Service
+from baton.transfer.buffers import StagingPool
+from baton.transfer.loopback import LoopbackTransport
+from baton.transfer.nixl import NixlTransport
+from baton.transfer.transport import KvTransport
+from baton.transfer.ucx import KvNetwork, choose, inherited
 
 NO_DIGEST = "none"
-"""In place of a digest's name: parcels are not sealed."""
+"""In place of a digest's name: KV chunks are not sealed."""
 
 
 def layout_of(settings: dict[str, Any], dtype: str = "float32") -> KvLayout:
@@ -44,14 +44,14 @@ def identity(role: str, address: str = "") -> WorkerIdentity:
 class Exhibit:
     """A ring that another process may read, without anyone giving anything away."""
 
-    def __init__(self, transport: str, num_slots: int, slot_bytes: int) -> None:
-        self.incarnation = secrets.token_hex(16)
-        self.ring = SlotRing(max(2, num_slots), slot_bytes)
-        self.transport = open_transport(transport, self.ring, self.incarnation)
+    def __init__(self, transport: str, num_buffers: int, buffer_bytes: int) -> None:
+        self.instance_id = secrets.token_hex(16)
+        self.ring = StagingPool(max(2, num_buffers), buffer_bytes)
+        self.transport = open_transport(transport, self.ring, self.instance_id)
 
     def describe(self) -> dict[str, Any]:
         return {
-            "incarnation": self.incarnation,
+            "instance_id": self.instance_id,
             "metadata": self.transport.metadata().hex(),
             "ring": asdict(self.ring.describe()),
         }
@@ -61,17 +61,17 @@ class Exhibit:
         self.ring.close()
 
 
-def open_transport(name: str, ring: SlotRing, incarnation: str) -> KvTransport:
+def open_transport(name: str, ring: StagingPool, instance_id: str) -> KvTransport:
     """On this machine only."""
     if name == "loopback":
         return LoopbackTransport(ring)
-    return NixlTransport(ring, incarnation, choose(KvNetwork.LOCAL, inherited=inherited()))
+    return NixlTransport(ring, instance_id, choose(KvNetwork.LOCAL, inherited=inherited()))
 
 
-def described(exhibit: dict[str, Any]) -> tuple[str, bytes, RingDescription]:
-    """Incarnation, metadata and ring of an Exhibit elsewhere."""
+def described(exhibit: dict[str, Any]) -> tuple[str, bytes, StagingPoolDescription]:
+    """Instance_id, metadata and ring of an Exhibit elsewhere."""
     metadata = bytes.fromhex(exhibit["metadata"])
-    return exhibit["incarnation"], metadata, RingDescription(**exhibit["ring"])
+    return exhibit["instance_id"], metadata, StagingPoolDescription(**exhibit["ring"])
 
 
 async def serve(address: str, *services: Service) -> ProcessServer:

@@ -1,4 +1,5 @@
-"""One transport's hand-overs at several sizes, from slot to slot up to the whole; runs as a job.
+"""One transport's hand-overs at several sizes, from buffer to buffer up to the whole; runs as a
+job.
 
 This process collects from one that gives, over real gRPC and the real transport. Nothing computes.
 """
@@ -18,32 +19,32 @@ from baton.cli.bench.beside import Beside
 from baton.cli.bench.child import progress
 from baton.cli.bench.kv_ends import described, identity, open_transport
 from baton.cli.bench.kv_parts import SECRET, Parts, medians, memory, positions_of, runs, use
-from baton.core.handover_messages import ParcelHeader
-from baton.core.model import KvLayout, WorkerIdentity
-from baton.core.plan import Extents
+from baton.core.handover.messages import KvChunkHeader
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.scheduler.plan import Extents
 from baton.engine.copying import CopyThread
 from baton.engine.kv_cache import KvCache
-from baton.kv.collecting import MAX_IN_FLIGHT, READ_S
-from baton.kv.collector import Collector, Ticket
-from baton.kv.parcel import HEADER_BYTES, Sealer
-from baton.kv.slots import SlotRing
-from baton.kv.staging import Staging
-from baton.kv.transport import ReadState
 from baton.rpc.channels import Channels
-from baton.rpc.handover import GrpcGiverConnection
+from baton.rpc.handover import GrpcSenderConnection
 from baton.rpc.loop import Loop
+from baton.transfer.buffers import StagingPool
+from baton.transfer.collecting import MAX_IN_FLIGHT, READ_S
+from baton.transfer.kv_chunk import HEADER_BYTES, Sealer
+from baton.transfer.receiver import KvReceiver, TransferRequest
+from baton.transfer.staging import Staging
+from baton.transfer.transport import ReadState
 
 RAW = "raw"
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """job: transport, layout, sizes (megabytes), num_slots, slot_bytes, digest, giver_core (None:
-    not pinned), slots (whether slot to slot is measured too).
+    """job: transport, layout, sizes (megabytes), num_buffers, buffer_bytes, digest, sender_core
+    (None: not pinned), buffers (whether buffer to buffer is measured too).
 
-    Returns by size, as a string, the median seconds of: raw (one read of all of it), memcpy, slots
-    (slot to slot, verified), pack, seal, verify, unpack (each alone), pools (pool to pool, from the
-    grant on), whole (peers that have met), first (peers that have not), nothing (a hand-over of
-    which all is there already, from the grant on).
+    Returns by size, as a string, the median seconds of: raw (one read of all of it), memcpy,
+    buffers (buffer to buffer, verified), pack, seal, verify, unpack (each alone), pools (pool to
+    pool, from the grant on), whole (peers that have met), first (peers that have not), nothing (a
+    hand-over of which all is there already, from the grant on).
     """
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(_measure(job))
@@ -54,21 +55,21 @@ async def _measure(job: dict[str, Any]) -> dict[str, Any]:
     largest = max(positions_of(size, layout) for size in job["sizes"])
     measured: dict[str, Any] = {}
     async with AsyncExitStack() as ends:
-        giver = await Beside.start("kv_giver", job["giver_core"])
-        ends.push_async_callback(giver.close)
-        hello = await giver.ask(
+        sender = await Beside.start("kv_sender", job["sender_core"])
+        ends.push_async_callback(sender.close)
+        hello = await sender.ask(
             positions=largest,
             **{
                 key: job[key]
-                for key in ("transport", "layout", "num_slots", "slot_bytes", "digest")
+                for key in ("transport", "layout", "num_buffers", "buffer_bytes", "digest")
             },
         )
         digest = use(job["digest"])
         whole = _Whole(job["transport"], hello["whole"])
         ends.callback(whole.close)
-        parts = Parts(layout, largest, job["slot_bytes"], digest)
-        slots = await _Slots.open(ends, job, layout, giver, hello["parcels"], digest)
-        pools = await _Pools.open(ends, job, layout, giver, hello["giver"], largest)
+        parts = Parts(layout, largest, job["buffer_bytes"], digest)
+        buffers = await _Buffers.open(ends, job, layout, sender, hello["kv_chunks"], digest)
+        pools = await _Pools.open(ends, job, layout, sender, hello["sender"], largest)
         for size in job["sizes"]:
             positions = positions_of(size, layout)
             num_bytes = positions * layout.bytes_per_position
@@ -80,9 +81,9 @@ async def _measure(job: dict[str, Any]) -> dict[str, Any]:
                 "first": partial(pools.met_and_collected, positions),
                 "nothing": partial(pools.granted, positions, cached=positions),
             }
-            if job["slots"]:
-                await slots.seal(positions)
-                cases["slots"] = slots.read
+            if job["buffers"]:
+                await buffers.seal(positions)
+                cases["buffers"] = buffers.read
             found = await medians(cases)
             measured[str(size)] = {**found, **parts.spent(positions), "bytes": num_bytes}
             progress(f"{job['transport']}, {job['digest']}: {size} MB")
@@ -96,7 +97,7 @@ class _Whole:
         import numpy as np
 
         self._peer, metadata, theirs = described(exhibit)
-        self._ring = SlotRing(2, theirs.slot_bytes)
+        self._ring = StagingPool(2, theirs.buffer_bytes)
         self._transport = open_transport(transport, self._ring, secrets.token_hex(16))
         self._transport.add_peer(self._peer, metadata, theirs)
         self._np = np
@@ -112,7 +113,7 @@ class _Whole:
         return seconds
 
     async def copy(self, num_bytes: int) -> float:
-        """From one slot of ours to the other."""
+        """From one buffer of ours to the other."""
         source, target = (
             self._np.frombuffer(self._ring.view(index), self._np.uint8, num_bytes)
             for index in (1, 0)
@@ -126,15 +127,15 @@ class _Whole:
         self._ring.close()
 
 
-class _Slots:
-    """Reads sealed parcels into landing slots and verifies them, a few at once."""
+class _Buffers:
+    """Reads sealed KV chunks into landing buffers and verifies them, a few at once."""
 
     def __init__(
-        self, staging: Staging, layout: KvLayout, giver: Beside, peer: str, digest: str
+        self, staging: Staging, layout: KvLayout, sender: Beside, peer: str, digest: str
     ) -> None:
-        self._staging, self._layout, self._giver, self._peer = staging, layout, giver, peer
+        self._staging, self._layout, self._sender, self._peer = staging, layout, sender, peer
         self._sealer = Sealer(SECRET, peer, layout, digest)
-        self._headers: list[ParcelHeader] = []
+        self._headers: list[KvChunkHeader] = []
         (self._reader,) = staging.readers.values()
 
     @classmethod
@@ -143,41 +144,41 @@ class _Slots:
         ends: AsyncExitStack,
         job: dict[str, Any],
         layout: KvLayout,
-        giver: Beside,
+        sender: Beside,
         exhibit: dict[str, Any],
         digest: str,
-    ) -> _Slots:
+    ) -> _Buffers:
         staging = await _staging(ends, job, secrets.token_hex(16))
         peer, metadata, ring = described(exhibit)
-        made = cls(staging, layout, giver, peer, digest)
+        made = cls(staging, layout, sender, peer, digest)
         await made._reader.add_peer(peer, metadata, ring)
         return made
 
     async def seal(self, positions: int) -> None:
-        """Has the giver put so many positions into its slots."""
-        digests = (await self._giver.ask(seal=positions))["digests"]
-        parcels = runs(positions, self._staging.ring.slot_bytes, self._layout)
+        """Has the sender put so many positions into its buffers."""
+        digests = (await self._sender.ask(seal=positions))["digests"]
+        kv_chunks = runs(positions, self._staging.ring.buffer_bytes, self._layout)
         self._headers = [
             replace(self._sealer.header(run), digest=bytes.fromhex(digest))
-            for run, digest in zip(parcels, digests, strict=True)
+            for run, digest in zip(kv_chunks, digests, strict=True)
         ]
 
     async def read(self) -> float:
         window = asyncio.Semaphore(MAX_IN_FLIGHT)
 
-        async def land(remote_slot: int, header: ParcelHeader) -> None:
+        async def land(remote_buffer: int, header: KvChunkHeader) -> None:
             async with window:
-                slot = await self._staging.ring.wait(self._peer)
+                buffer = await self._staging.ring.wait(self._peer)
                 try:
                     size = HEADER_BYTES + header.payload_bytes
-                    await self._reader.read(self._peer, remote_slot, slot, size, READ_S)
+                    await self._reader.read(self._peer, remote_buffer, buffer, size, READ_S)
                     if self._sealer.is_slow(header):
-                        wrong = await asyncio.to_thread(self._sealer.mismatch, header, slot.view)
+                        wrong = await asyncio.to_thread(self._sealer.mismatch, header, buffer.view)
                     else:
-                        wrong = self._sealer.mismatch(header, slot.view)
+                        wrong = self._sealer.mismatch(header, buffer.view)
                     assert not wrong
                 finally:
-                    slot.release()
+                    buffer.release()
 
         began = time.perf_counter()
         await asyncio.gather(*(land(index, header) for index, header in enumerate(self._headers)))
@@ -185,19 +186,19 @@ class _Slots:
 
 
 class _Pools:
-    """Collects from the giver's pool into one of ours."""
+    """Collects from the sender's pool into one of ours."""
 
     def __init__(
         self,
-        collector: Collector,
+        receiver: KvReceiver,
         channels: Channels,
         me: WorkerIdentity,
-        giver: Beside,
+        sender: Beside,
         them: WorkerIdentity,
         place: tuple[KvCache, Extents],
     ) -> None:
-        self._collector, self._channels = collector, channels
-        self._me, self._giver, self._them = me, giver, them
+        self._receiver, self._channels = receiver, channels
+        self._me, self._sender, self._them = me, sender, them
         self._cache, self._extents = place
         self._copies = CopyThread()
 
@@ -207,20 +208,20 @@ class _Pools:
         ends: AsyncExitStack,
         job: dict[str, Any],
         layout: KvLayout,
-        giver: Beside,
+        sender: Beside,
         them: dict[str, Any],
         positions: int,
     ) -> _Pools:
         me = identity("decode")
-        staging = await _staging(ends, job, me.incarnation)
+        staging = await _staging(ends, job, me.instance_id)
         channels = Channels()
         ends.push_async_callback(channels.close)
-        collector = Collector(
-            me, layout, staging, lambda peer: GrpcGiverConnection(channels.get(peer.address))
+        receiver = KvReceiver(
+            me, layout, staging, lambda peer: GrpcSenderConnection(channels.get(peer.address))
         )
-        ends.push_async_callback(collector.close)
+        ends.push_async_callback(receiver.close)
         place = memory(layout, positions)
-        made = cls(collector, channels, me, giver, WorkerIdentity(**them), place)
+        made = cls(receiver, channels, me, sender, WorkerIdentity(**them), place)
         ends.callback(made._copies.close)
         return made
 
@@ -230,20 +231,20 @@ class _Pools:
         return ended - granted
 
     async def collected(self, positions: int) -> float:
-        """Seconds of all of it, with a giver that we have met."""
+        """Seconds of all of it, with a sender that we have met."""
         began, _, ended = await self._collect(positions, 0)
         return ended - began
 
     async def met_and_collected(self, positions: int) -> float:
-        """Seconds of all of it, with a giver that we know the address of, no more."""
-        await self._collector.forget(self._them.incarnation)
+        """Seconds of all of it, with a sender that we know the address of, no more."""
+        await self._receiver.forget(self._them.instance_id)
         await self._channels.drop(self._them.address)
         return await self.collected(positions)
 
     async def _collect(self, positions: int, cached: int) -> tuple[float, float, float]:
         handover_id = secrets.token_bytes(16)
-        await self._giver.ask(
-            offer=handover_id.hex(), collector=self._me.incarnation, positions=positions
+        await self._sender.ask(
+            offer=handover_id.hex(), receiver=self._me.instance_id, positions=positions
         )
         granted = 0.0
 
@@ -257,19 +258,21 @@ class _Pools:
                 partial(self._cache.unpack, self._extents, first_position, count, payload)
             )
 
-        while not self._collector.idle:  # noqa: ASYNC110  # nobody tells that farewells are over
+        while not self._receiver.idle:  # noqa: ASYNC110  # nobody tells that farewells are over
             await asyncio.sleep(0.001)
         began = time.perf_counter()
-        await self._collector.collect(Ticket(handover_id, self._them, positions), reserve, unpack)
+        await self._receiver.collect(
+            TransferRequest(handover_id, self._them, positions), reserve, unpack
+        )
         return began, granted, time.perf_counter()
 
 
-async def _staging(ends: AsyncExitStack, job: dict[str, Any], incarnation: str) -> Staging:
+async def _staging(ends: AsyncExitStack, job: dict[str, Any], instance_id: str) -> Staging:
     staging = await Staging.open(
-        incarnation,
+        instance_id,
         transport=job["transport"],
-        num_slots=job["num_slots"],
-        slot_bytes=job["slot_bytes"],
+        num_buffers=job["num_buffers"],
+        buffer_bytes=job["buffer_bytes"],
     )
     ends.push_async_callback(staging.close)
     return staging

@@ -22,34 +22,34 @@ from baton.cli.bench.kv_ends import identity
 from baton.cli.bench.kv_prefill import HANDOVER_S, OUTPUT_TOKENS
 from baton.cli.bench.serving import GROWTH, attempt, open_loop, open_runner, policy
 from baton.cli.bench.workload import FIRST_TOKEN
-from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import BatonError
-from baton.core.events import Event
-from baton.core.events import Tokens as TokensEvent
-from baton.core.loop import EngineLoop
-from baton.core.model import WorkerIdentity
-from baton.core.plan import StepPlan
+from baton.core.request.model import WorkerIdentity
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.events import Event
+from baton.core.scheduler.events import Tokens as TokensEvent
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
 from baton.decode.begin import Beginner
-from baton.decode.departures import Departures
+from baton.decode.outgoing_migrations import OutgoingMigrations
 from baton.decode.service import DecodeService
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.kv.collector import Collected, Collector, Ticket
-from baton.kv.giver import Giver
-from baton.kv.staging import Staging
-from baton.kv.ticket import Reserve, Unpack
 from baton.rpc.channels import Channels
-from baton.rpc.handover import GrpcGiverConnection
+from baton.rpc.handover import GrpcSenderConnection
 from baton.rpc.loop import Loop
+from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
+from baton.transfer.sender import KvSender
+from baton.transfer.staging import Staging
+from baton.transfer.ticket import Reserve, Unpack
 
 PATIENCE_S = 120.0
 WARM_TOKENS = 64
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """job: model, vocab, threads, prompt (tokens), chunk, rounds, seed, transport, num_slots,
-    slot_bytes, giver_core (None: not pinned).
+    """job: model, vocab, threads, prompt (tokens), chunk, rounds, seed, transport, num_buffers,
+    buffer_bytes, sender_core (None: not pinned).
 
     Returns for each round, under "behind" (the prompt is handed over while it is computed), "alone"
     (all of it was computed before), "half" (alone, and decode holds its first half): seconds from
@@ -70,12 +70,12 @@ class _Stamps:
     received_bytes: int = 0
 
 
-class _StampingCollector(Collector):
+class _StampingReceiver(KvReceiver):
     """Says when a hand-over's last byte was unpacked."""
 
     stamps: _Stamps
 
-    async def collect(self, ticket: Ticket, reserve: Reserve, unpack: Unpack) -> Collected:
+    async def collect(self, ticket: TransferRequest, reserve: Reserve, unpack: Unpack) -> Collected:
         collected = await super().collect(ticket, reserve, unpack)
         self.stamps.landed_at = time.monotonic()
         self.stamps.received_bytes = collected.received_bytes
@@ -84,13 +84,15 @@ class _StampingCollector(Collector):
 
 async def _measure(job: dict[str, Any]) -> dict[str, Any]:
     positions = 3 * (job["prompt"] + GROWTH)
-    shared = {key: job[key] for key in ("model", "threads", "transport", "num_slots", "slot_bytes")}
+    shared = {
+        key: job[key] for key in ("model", "threads", "transport", "num_buffers", "buffer_bytes")
+    }
     async with AsyncExitStack() as ends:
-        prefill = await Beside.start("kv_prefill", job["giver_core"])
+        prefill = await Beside.start("kv_prefill", job["sender_core"])
         ends.push_async_callback(prefill.close)
         asked = asyncio.create_task(prefill.ask(positions=positions, chunk=job["chunk"], **shared))
         decode = await _Decode.open(ends, job, positions)
-        decode.giver = WorkerIdentity(**await asked)
+        decode.sender = WorkerIdentity(**await asked)
         draw = random.Random(job["seed"])
         found: dict[str, list[Any]] = {"behind": [], "alone": [], "half": []}
         for number in range(job["rounds"] + 1):
@@ -132,7 +134,7 @@ class _Round:
             run=list(prompt),
             name=name,
             handover=handover_id.hex(),
-            collector=self._decode.identity.incarnation,
+            receiver=self._decode.identity.instance_id,
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -150,9 +152,9 @@ class _Round:
 class _Decode:
     """A decode worker without gRPC of its own: what a router would ask, it is asked directly."""
 
-    giver: WorkerIdentity
+    sender: WorkerIdentity
     service: DecodeService
-    _collector: _StampingCollector
+    _receiver: _StampingReceiver
     _session: RouterSession
 
     def __init__(self, identity: WorkerIdentity) -> None:
@@ -176,26 +178,26 @@ class _Decode:
         await engine.start()
         ends.push_async_callback(engine.stop)
         staging = await Staging.open(
-            made.identity.incarnation,
+            made.identity.instance_id,
             transport=job["transport"],
-            num_slots=job["num_slots"],
-            slot_bytes=job["slot_bytes"],
+            num_buffers=job["num_buffers"],
+            buffer_bytes=job["buffer_bytes"],
         )
         ends.push_async_callback(staging.close)
         channels = Channels()
         ends.push_async_callback(channels.close)
-        made._collector = _StampingCollector(
+        made._receiver = _StampingReceiver(
             made.identity,
             loops[0].runner.layout,
             staging,
-            lambda peer: GrpcGiverConnection(channels.get(peer.address)),
+            lambda peer: GrpcSenderConnection(channels.get(peer.address)),
         )
         beginner = Beginner(
-            engine, made._collector, GrammarBook(None), handover_timeout_s=HANDOVER_S
+            engine, made._receiver, GrammarBook(None), handover_timeout_s=HANDOVER_S
         )
-        giver = Giver(made.identity, loops[0].runner.layout, staging)
-        departures = Departures(engine, giver, handover_timeout_s=HANDOVER_S)
-        made.service = DecodeService(engine, beginner, departures, resume_window_s=2.0)
+        sender = KvSender(made.identity, loops[0].runner.layout, staging)
+        outgoing_migrations = OutgoingMigrations(engine, sender, handover_timeout_s=HANDOVER_S)
+        made.service = DecodeService(engine, beginner, outgoing_migrations, resume_window_s=2.0)
         ends.push_async_callback(made.service.close)
         made._session = made.service.session("bench")
         return made
@@ -205,10 +207,13 @@ class _Decode:
     ) -> tuple[_Stamps, list[int]]:
         """Begins to collect a prompt and to decode from there. The list gets tokens 1 and on."""
         self._stamps = _Stamps()
-        self._collector.stamps, self._tokens = self._stamps, []
+        self._receiver.stamps, self._tokens = self._stamps, []
         asked = replace(attempt(name, prompt, OUTPUT_TOKENS), cache_salt=salt.encode())
         self.service.start(
-            self._session, asked, Ticket(handover_id, self.giver, len(prompt), HANDOVER_S), 0
+            self._session,
+            asked,
+            TransferRequest(handover_id, self.sender, len(prompt), HANDOVER_S),
+            0,
         )
         return self._stamps, self._tokens
 

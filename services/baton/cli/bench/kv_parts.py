@@ -1,6 +1,6 @@
 """The parts that a hand-over is made of, each timed alone: pack, seal, verify, unpack.
 
-Knows KV memory and parcels, neither transports nor streams.
+Knows KV memory and KV chunks, neither transports nor streams.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import replace
 from statistics import median
 
 from baton.cli.bench.kv_ends import NO_DIGEST
-from baton.core.handover import Run
-from baton.core.model import KvLayout
-from baton.core.plan import Extents
+from baton.core.handover.table import Run
+from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import Extents
 from baton.engine.kv_cache import KvCache
-from baton.kv.parcel import DIGEST_BYTES, HEADER_BYTES, XXH3, Sealer, positions_per_parcel
-from baton.kv.slots import SlotRing
+from baton.transfer.buffers import StagingPool
+from baton.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, XXH3, Sealer, positions_per_kv_chunk
 
 BLOCK_SIZE = 16
 ROUNDS = 7
@@ -31,9 +31,9 @@ def positions_of(megabytes: float, layout: KvLayout) -> int:
     return max(1, int(megabytes * MEGABYTE) // layout.bytes_per_position)
 
 
-def runs(positions: int, slot_bytes: int, layout: KvLayout) -> list[Run]:
-    """The parcels that so many positions make."""
-    each = positions_per_parcel(slot_bytes, layout)
+def runs(positions: int, buffer_bytes: int, layout: KvLayout) -> list[Run]:
+    """The KV chunks that so many positions make."""
+    each = positions_per_kv_chunk(buffer_bytes, layout)
     return [
         Run(index, first, min(each, positions - first))
         for index, first in enumerate(range(0, positions, each))
@@ -53,7 +53,7 @@ def memory(layout: KvLayout, positions: int) -> tuple[KvCache, Extents]:
 
 
 def use(digest: str) -> str:
-    """The digest that parcels of this process are to be sealed with; NO_DIGEST makes all of them
+    """The digest that KV chunks of this process are to be sealed with; NO_DIGEST makes all of them
     zeros for good, which is how the cost of a digest shows and nothing that can be served with."""
     if digest != NO_DIGEST:
         return digest
@@ -73,18 +73,18 @@ async def medians(cases: dict[str, Measure], rounds: int = ROUNDS) -> dict[str, 
 
 
 class Parts:
-    """Copies KV through one slot, parcel by parcel: what one part wrote the next one finds where a
-    hand-over would find it."""
+    """Copies KV through one buffer, KV chunk by KV chunk: what one part wrote the next one finds
+    where a hand-over would find it."""
 
-    def __init__(self, layout: KvLayout, positions: int, slot_bytes: int, digest: str) -> None:
-        self._layout, self._slot_bytes = layout, slot_bytes
+    def __init__(self, layout: KvLayout, positions: int, buffer_bytes: int, digest: str) -> None:
+        self._layout, self._buffer_bytes = layout, buffer_bytes
         self._given, self._extents = memory(layout, positions)
         self._taken, _ = memory(layout, positions)
-        self._ring = SlotRing(2, slot_bytes)
+        self._ring = StagingPool(2, buffer_bytes)
         self._sealer = Sealer(SECRET, "ab" * 16, layout, digest)
 
     def spent(self, positions: int) -> dict[str, float]:
-        """Median seconds of each part over all parcels of so many positions."""
+        """Median seconds of each part over all KV chunks of so many positions."""
         found: dict[str, list[float]] = {"pack": [], "seal": [], "verify": [], "unpack": []}
         for number in range(ROUNDS + 1):
             for name, seconds in self._once(positions).items():
@@ -95,7 +95,7 @@ class Parts:
     def _once(self, positions: int) -> dict[str, float]:
         view = self._ring.view(0)
         spent = dict.fromkeys(("pack", "seal", "verify", "unpack"), 0.0)
-        for run in runs(positions, self._slot_bytes, self._layout):
+        for run in runs(positions, self._buffer_bytes, self._layout):
             header = self._sealer.header(run)
             payload = view[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
             place = (self._extents, run.first_position, run.num_positions, payload)

@@ -1,8 +1,8 @@
-"""The prefill worker of `baton bench kv`: a real engine, service and giver, without a router.
+"""The prefill worker of `baton bench kv`: a real engine, service and sender, without a router.
 
-First line: {"model", "threads", "positions", "chunk", "transport", "num_slots", "slot_bytes"},
+First line: {"model", "threads", "positions", "chunk", "transport", "num_buffers", "buffer_bytes"},
 answered with the worker's identity. Then {"run": token ids, "name": of the request, "handover": id
-or "", "collector": incarnation} computes a prompt, from its prefix cache as far as it can, offers
+or "", "receiver": instance id} computes a prompt, from its prefix cache as far as it can, offers
 its KV under the id, and answers at token 0 when the last chunk was computed, on the machine's
 monotonic clock.
 """
@@ -18,18 +18,18 @@ from typing import Any
 from baton.cli.bench.beside import answer
 from baton.cli.bench.kv_ends import free_address, identity, serve
 from baton.cli.bench.serving import EVERYTHING, attempt, open_runner
-from baton.core.block_pool import BlockPool
-from baton.core.loop import EngineLoop
-from baton.core.plan import StepPlan
-from baton.core.prefill_scheduler import PrefillPolicy, PrefillScheduler
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.kv.giver import Giver
-from baton.kv.staging import Staging
 from baton.prefill.service import PrefillService
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
+from baton.transfer.sender import KvSender
+from baton.transfer.staging import Staging
 from baton.v1 import handover_pb2_grpc
 
 OUTPUT_TOKENS = 3
@@ -50,7 +50,7 @@ class _Prefill:
         first = await self._service.run(
             attempt(command["name"], command["run"], OUTPUT_TOKENS),
             bytes.fromhex(command["handover"]),
-            command["collector"],
+            command["receiver"],
         )
         return {
             "computed_at": self._last_step_at,
@@ -65,8 +65,8 @@ class _Prefill:
         positions: int,
         chunk: int,
         transport: str,
-        num_slots: int,
-        slot_bytes: int,
+        num_buffers: int,
+        buffer_bytes: int,
     ) -> dict[str, Any]:
         ends = self._ends
         policy = PrefillPolicy(token_budget=chunk, batch_window_s=0.0, limit=EVERYTHING)
@@ -86,15 +86,15 @@ class _Prefill:
         address = free_address()
         me = identity("prefill", address)
         staging = await Staging.open(
-            me.incarnation, transport=transport, num_slots=num_slots, slot_bytes=slot_bytes
+            me.instance_id, transport=transport, num_buffers=num_buffers, buffer_bytes=buffer_bytes
         )
         ends.push_async_callback(staging.close)
-        giver = Giver(me, made[0].runner.layout, staging)
+        sender = KvSender(me, made[0].runner.layout, staging)
         service = self._service = PrefillService(
-            engine, giver, GrammarBook(None), handover_timeout_s=HANDOVER_S
+            engine, sender, GrammarBook(None), handover_timeout_s=HANDOVER_S
         )
         ends.push_async_callback(service.close)
-        add = partial(handover_pb2_grpc.add_HandoverServicer_to_server, HandoverServicer(giver))
+        add = partial(handover_pb2_grpc.add_HandoverServicer_to_server, HandoverServicer(sender))
         server = await serve(address, Service("baton.v1.Handover", add))
         ends.push_async_callback(server.stop, 0.2)
         return asdict(me)

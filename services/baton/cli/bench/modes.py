@@ -11,7 +11,7 @@ from baton.cli.bench.bandwidth import read_bandwidth
 from baton.cli.bench.child import progress
 from baton.cli.bench.serving import GROWTH, attempt, open_loop, open_runner, policy, step
 from baton.cli.bench.steps import StepTimer
-from baton.core.ports import ModelRunner
+from baton.core.scheduler.ports import ModelRunner
 
 ROUNDS = 3
 ALONE_PROMPT = 128

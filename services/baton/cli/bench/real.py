@@ -21,7 +21,7 @@ from baton.cli.loadtest.runner import Limits, Runner
 from baton.cli.loadtest.summary import Objectives, Summary
 from baton.cli.loadtest.token_ids import TokenIds
 from baton.cli.loadtest.workload import Workload
-from baton.cli.planning.measured import Told, ask
+from baton.cli.planning.measured import MeasuredSpeed, ask
 from baton.cli.ports import free_ports
 
 TOKENS = (64, 1899)
@@ -35,7 +35,7 @@ class Real:
     def __init__(self, layout: Layout, client: OverGrpc) -> None:
         self._layout, self._client = layout, client
 
-    async def told(self) -> list[Told]:
+    async def told(self) -> list[MeasuredSpeed]:
         """By each engine. Raises BatonError."""
         engines = [s.grpc for s in self._layout.processes if s.role in ("prefill", "decode")]
         return await ask(engines, None)

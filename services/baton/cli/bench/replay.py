@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from baton.core.attempt import Attempt
-from baton.core.decode_scheduler import DecodeScheduler
 from baton.core.errors import BatonError
-from baton.core.events import Event, Failed, Tokens
-from baton.core.plan import SampledToken, StepPlan, StepResult
+from baton.core.request.attempt import Attempt
+from baton.core.scheduler.decode import DecodeScheduler
+from baton.core.scheduler.events import Event, Failed, Tokens
+from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
 
 TOKEN = 7
 STEP_S = 0.05

@@ -18,20 +18,20 @@ from typing import Any
 
 from baton.cli.bench.report import Report
 from baton.cli.results import Result, at_most
-from baton.core.breaker import Breaker, Breakers
-from baton.core.cache_log import BATCH_UNITS, CacheBatch
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.prefix import HASH_BYTES, UNIT_TOKENS
-from baton.core.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
+from baton.core.kvcache.cache_log import BATCH_UNITS, CacheBatch
+from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.quantiles import quantile
-from baton.core.routing import Demand, RoutingPolicy, decide
-from baton.core.speed import WorkerSpeed
-from baton.router.discovery import Discovery
-from baton.router.notice import Notice
-from baton.router.pools import Pool
-from baton.router.worker import Worker
-from baton.router.worker_link import WorkerLink
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.breaker import Breaker, Breakers
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
+from baton.core.routing.routing import Demand, RoutingPolicy, decide
+from baton.core.routing.speed import WorkerSpeed
+from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.discovery import Discovery
+from baton.router.workers.pools import Pool
+from baton.router.workers.worker import Worker
+from baton.router.workers.worker_link import WorkerLink
 from baton.rpc.channels import Channels
 
 DOCUMENTS = 64
@@ -101,7 +101,7 @@ def _decisions(
         began = clock()
         decision = decide(demand, prefills.view(hashes), decodes.view(hashes), policy, 0.0)
         for identity, pool in ((decision.prefill, prefills), (decision.decode, decodes)):
-            placed = pool.get(identity.incarnation) if identity is not None else None
+            placed = pool.get(identity.instance_id) if identity is not None else None
             if placed is not None:
                 placed.place(1, decision.uncached_tokens, tokens)
         whole.append(clock() - began)
@@ -119,7 +119,7 @@ class _StandingPool(Pool[Any]):
         self.known = PrefixIndex()
         me = WorkerIdentity("router", "r" * 32, "")
         super().__init__(
-            role, Discovery({}), Channels(), me, _Client, Notice(), time.monotonic, self.known
+            role, Discovery({}), Channels(), me, _Client, Broadcast(), time.monotonic, self.known
         )
         self.standing = [self._worker(role, number, draw) for number in range(workers)]
         nobody: Any = None
@@ -129,7 +129,7 @@ class _StandingPool(Pool[Any]):
                 role,
                 me,
                 _Client,
-                Notice(),
+                Broadcast(),
                 time.monotonic,
                 Breakers(),
                 doubted=nobody,

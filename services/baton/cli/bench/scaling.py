@@ -19,7 +19,7 @@ from baton.cli.loadtest.lengths import named
 from baton.cli.results import Result
 from baton.core.errors import InvalidArgument
 from baton.core.quantiles import quantile
-from baton.core.scaling import Bounds, ScalingPolicy, ScalingRule
+from baton.core.routing.scaling import Bounds, ScalingPolicy, ScalingRule
 from baton.sim.autoscaler import Autoscaler, Choice, Leading, Reactive
 from baton.sim.requests import Record, Request
 from baton.sim.settings import FleetFacts, WorkerFacts

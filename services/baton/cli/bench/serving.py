@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.cli.bench.workload import Workload
-from baton.core.attempt import Attempt
-from baton.core.block_pool import BlockPool
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
 from baton.core.errors import BatonError
-from baton.core.events import Failed, Tokens
-from baton.core.loop import EngineLoop
-from baton.core.ports import ModelRunner
-from baton.core.request import SamplingParams, StopParams
-from baton.core.scheduling import QueueLimit
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.events import Failed, Tokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.scheduler import QueueLimit
 from baton.engine.config import EngineConfig
 from baton.engine.threads import configure
 

@@ -17,7 +17,7 @@ from baton.cli.results import Result, at_most, compared
 from baton.cli.simulating.traffic import Scale, requests
 from baton.cli.traces import BLOCK, Recorded
 from baton.core.errors import InvalidArgument
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.speed import WorkerSpeed
 from baton.sim.requests import Request
 from baton.sim.settings import FleetFacts, RouterFacts, WorkerFacts
 from baton.sim.simulation import Outcome, simulate

@@ -15,8 +15,8 @@ from itertools import count
 
 from baton.cli.bench import serving
 from baton.cli.bench.load import Load, Outcome
-from baton.core.decode_scheduler import DecodePolicy, DecodeScheduler
-from baton.core.loop import EngineLoop
+from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
+from baton.core.scheduler.loop import EngineLoop
 from baton.decode.config import DecodeConfig
 from baton.worker.engine import open_runner
 

@@ -37,7 +37,7 @@ from baton.cli.results import Result, compared
 from baton.cli.simulating import drawn
 from baton.cli.simulating.calibration import Calibration
 from baton.core.quantiles import quantile
-from baton.core.routing import RoutingPolicy
+from baton.core.routing.routing import RoutingPolicy
 
 WORKERS = 2
 REQUESTS = 120

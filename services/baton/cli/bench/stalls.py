@@ -18,10 +18,10 @@ from baton.cli.bench.report import Chart, Line, Report
 from baton.cli.bench.serving import EVERYTHING, GROWTH, attempt, open_loop, open_runner, step
 from baton.cli.bench.workload import FIRST_TOKEN
 from baton.cli.results import Result, compared
-from baton.core.decode_scheduler import DecodePolicy
 from baton.core.errors import InvalidArgument
-from baton.core.ports import ModelRunner
 from baton.core.quantiles import quantile
+from baton.core.scheduler.decode import DecodePolicy
+from baton.core.scheduler.ports import ModelRunner
 
 SHORT_PROMPT = 64
 DEADLINE_S = 600.0

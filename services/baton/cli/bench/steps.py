@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from itertools import count
 
-from baton.core.plan import Chunk, SampleRow, StepPlan
-from baton.core.ports import ModelRunner
-from baton.core.request import SamplingParams
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from baton.core.scheduler.ports import ModelRunner
 
 FILL_POSITIONS = 256
 GREEDY = SamplingParams(temperature=0.0)

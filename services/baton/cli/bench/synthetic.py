@@ -20,12 +20,12 @@ import grpc
 from baton.cli.bench.beside import answer
 from baton.cli.bench.served import Times
 from baton.cli.ports import HOST
-from baton.core.attempt import AttemptKey
 from baton.core.errors import Unimplemented
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.request.attempt import AttemptKey
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.rpc.convert import identity_to_proto, token_ids_from_bytes, token_ids_to_bytes
-from baton.rpc.lifecycle import new_incarnation
+from baton.rpc.lifecycle import new_instance_id
 from baton.rpc.loop import Loop
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
@@ -115,7 +115,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
     """
 
     def __init__(self, times: Times, offers: Offers) -> None:
-        self.incarnation = new_incarnation()
+        self.instance_id = new_instance_id()
         self.sessions = 0
         """That began; it knows nothing of going on with a broken one."""
         self._times, self._offers = times, offers
@@ -138,7 +138,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
     ) -> None:
         await anext(request_iterator)
         self.sessions += 1
-        identity = WorkerIdentity("decode", self.incarnation, "")
+        identity = WorkerIdentity("decode", self.instance_id, "")
         welcome = decode_pb2.SessionWelcome(decode=identity_to_proto(identity))
         await context.write(decode_pb2.SessionResponse(welcome=welcome))
         async with asyncio.TaskGroup() as group:
@@ -325,9 +325,9 @@ class Workers:
         return {role: await self._serve(role, servicer) for role, servicer in servicers.items()}
 
     async def _serve(self, role: str, servicer: Any) -> str:
-        incarnation = self.decode.incarnation if role == "decode" else new_incarnation()
+        instance_id = self.decode.instance_id if role == "decode" else new_instance_id()
         description = WorkerDescription(
-            WorkerIdentity(role, incarnation, ""),
+            WorkerIdentity(role, instance_id, ""),
             MODEL,
             LAYOUT if role in ("prefill", "decode") else None,
             num_blocks=NUM_BLOCKS,

@@ -1,6 +1,6 @@
 """`baton chaos kv cancel-storm`: requests that are given up at any moment leave nothing behind.
 
-Router and workers are real processes. Before and after the storm each one's blocks, slots, tasks
+Router and workers are real processes. Before and after the storm each one's blocks, buffers, tasks
 and file descriptors are counted. Then, one at a time, running requests are cancelled and the decode
 worker is watched until all its blocks are free; what that takes includes the way through the router
 and the watching itself.
@@ -137,7 +137,7 @@ async def _rest(running: Cluster, before: Counts) -> tuple[Counts, float]:
 
 
 async def _counts(running: Cluster) -> Counts:
-    """By "process what": used blocks and slots, requests or attempts, tasks, file descriptors."""
+    """By "process what": used blocks and buffers, requests or attempts, tasks, file descriptors."""
     counts: dict[str, float] = {}
     for child in running.children:
         counts.update(await asyncio.to_thread(_counts_of, running, child))
@@ -152,8 +152,8 @@ def _counts_of(running: Cluster, child: Child) -> dict[str, float]:
     }
     if child.spec.role in ("prefill", "decode"):
         counts["blocks"] = total(found, *_USED)
-        slots = total(found, "baton_slots")
-        counts["slots"] = slots - total(found, "baton_slots", 'state="free"')
+        buffers = total(found, "baton_slots")
+        counts["buffers"] = buffers - total(found, "baton_slots", 'state="free"')
     if child.spec.role == "router":
         counts["requests"] = total(found, "baton_requests_open")
     return {f"{child.spec.name} {what}": count for what, count in counts.items()}

@@ -1,4 +1,4 @@
-"""`baton chaos kv clean`: parcels that nobody touches; none may be taken for a damaged one."""
+"""`baton chaos kv clean`: KV chunks that nobody touches; none may be taken for a damaged one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.cli.chaos.settings import Settings
 from baton.cli.chaos.world import World, right
 from baton.cli.results import Result, at_most, compared
 
-PER_SLOT = 15
+PER_BUFFER = 15
 PER_HANDOVER = 60
 
 
@@ -18,7 +18,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
     """Raises Broken when a process is gone or does not answer."""
     per = min(PER_HANDOVER, args.count)
     settings = replace(
-        Settings(transport=args.transport), positions=per * PER_SLOT, chunk=5 * PER_SLOT
+        Settings(transport=args.transport), positions=per * PER_BUFFER, chunk=5 * PER_BUFFER
     )
     handovers = -(-args.count // per)
     complete = 0
@@ -26,9 +26,9 @@ def measure(args: argparse.Namespace) -> list[Result]:
         for _ in range(handovers):
             complete += right(world.hand_over(), settings.positions)
         world.settle()
-        alarms = sum(world.collector.ask("state")["mismatches"].values())
+        alarms = sum(world.receiver.ask("state")["mismatches"].values())
     return [
         compared("hand-overs with every byte right", complete, "", handovers, 1.0),
-        Result("parcels", handovers * per, ""),
-        at_most("parcels taken for damaged", alarms, "", 0),
+        Result("kv_chunks", handovers * per, ""),
+        at_most("KV chunks taken for damaged", alarms, "", 0),
     ]

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _points() -> None:
-    from baton.kv.fault_spec import kinds_at
-    from baton.kv.faults import POINTS
+    from baton.transfer.fault_spec import kinds_at
+    from baton.transfer.faults import POINTS
 
     for point in POINTS:
         print(f"{point:<24} {' '.join(sorted(kind.value for kind in kinds_at(point)))}")

@@ -1,9 +1,9 @@
-"""`baton chaos kv corruptions`: parcels damaged in every way there is; each must be found out.
+"""`baton chaos kv corruptions`: KV chunks damaged in every way there is; each must be found out.
 
 Two processes and a real transport. A hand-over with one injected fault must end with a typed error
 and no wrong byte unpacked, and the next one, undisturbed, must bring every byte. Then whole
-requests through router and workers, every second parcel damaged: their tokens must be those of the
-same requests undisturbed.
+requests through router and workers, every second KV chunk damaged: their tokens must be those of
+the same requests undisturbed.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from baton.cli.chaos.peers import Broken
 from baton.cli.chaos.settings import Settings
 from baton.cli.chaos.world import World, right
 from baton.cli.results import Result, at_most, compared
-from baton.kv.slots import ALIGNMENT
+from baton.transfer.buffers import ALIGNMENT
 
-PARCELS = 4
+KV_CHUNKS = 4
 INJECTIONS = {
-    "bit flipped in a payload, giver's slot": "corrupt@giver.sealed:part=payload",
-    "bit flipped in a header, giver's slot": "corrupt@giver.sealed:part=header",
-    "bit flipped in a payload, landing slot": "corrupt@collector.read:part=payload",
-    "bit flipped in a header, landing slot": "corrupt@collector.read:part=header",
-    "two parcels swapped": "swap@giver.told",
-    "another slot read": "swap@transport.read",
-    "stale incarnation in the slot": "stale@giver.sealed",
-    "stale incarnation announced": "stale@giver.told",
-    "another hand-over's parcel in the slot": "replay@giver.sealed",
-    "another hand-over's payload in the slot": "replay@giver.sealed:part=payload",
-    "another hand-over's parcel announced": "replay@giver.told",
+    "bit flipped in a payload, sender's buffer": "corrupt@sender.sealed:part=payload",
+    "bit flipped in a header, sender's buffer": "corrupt@sender.sealed:part=header",
+    "bit flipped in a payload, landing buffer": "corrupt@receiver.read:part=payload",
+    "bit flipped in a header, landing buffer": "corrupt@receiver.read:part=header",
+    "two KV chunks swapped": "swap@sender.told",
+    "another buffer read": "swap@transport.read",
+    "stale instance id in the buffer": "stale@sender.sealed",
+    "stale instance id announced": "stale@sender.told",
+    "another hand-over's KV chunk in the buffer": "replay@sender.sealed",
+    "another hand-over's payload in the buffer": "replay@sender.sealed:part=payload",
+    "another hand-over's KV chunk announced": "replay@sender.told",
     "truncated": "truncate@transport.read",
-    "wrong length in the slot": "length@giver.sealed",
-    "wrong length announced": "length@giver.told",
-    "other layout in the slot": "layout@giver.sealed",
-    "other layout announced": "layout@giver.told",
+    "wrong length in the buffer": "length@sender.sealed",
+    "wrong length announced": "length@sender.told",
+    "other layout in the buffer": "layout@sender.sealed",
+    "other layout announced": "layout@sender.told",
 }
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
     """Raises Broken when a process is gone or does not answer."""
-    settings = Settings(transport=args.transport, slot_bytes=ALIGNMENT)
-    settings = replace(settings, positions=PARCELS * 15, chunk=15)
+    settings = Settings(transport=args.transport, buffer_bytes=ALIGNMENT)
+    settings = replace(settings, positions=KV_CHUNKS * 15, chunk=15)
     draw = random.Random(args.seed)
     injected: Counter[str] = Counter()
     detected: Counter[str] = Counter()
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
             found, bad = _inject(world, INJECTIONS[name])
             injected[name] += 1
             detected[name] += found
-            again = world.hand_over(giver={"faults": ""}, collector={"faults": ""})
+            again = world.hand_over(sender={"faults": ""}, receiver={"faults": ""})
             retried += right(again, settings.positions)
             wrong += bad + again["wrong"]
         world.settle()
@@ -78,16 +78,16 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 def _inject(world: World, rule: str) -> tuple[bool, int]:
     """One hand-over with one fault: whether it was found, and what was unpacked wrongly."""
-    # The last parcel has none after it to be swapped with.
-    rule = requests.with_settings(rule, at=world.draw.randint(1, PARCELS - 1))
+    # The last KV chunk has none after it to be swapped with.
+    rule = requests.with_settings(rule, at=world.draw.randint(1, KV_CHUNKS - 1))
     rule = f"seed={world.draw.getrandbits(30)};{rule}"
-    at_giver = "@giver." in rule
-    before = world.peers["giver" if at_giver else "collector"].ask("state")["injected"]
+    at_sender = "@sender." in rule
+    before = world.peers["sender" if at_sender else "receiver"].ask("state")["injected"]
     said = world.hand_over(
-        giver={"faults": rule if at_giver else ""},
-        collector={"faults": "" if at_giver else rule},
+        sender={"faults": rule if at_sender else ""},
+        receiver={"faults": "" if at_sender else rule},
     )
-    side = world.giver if at_giver else world.collector
+    side = world.sender if at_sender else world.receiver
     if side.ask("state")["injected"] != before + 1:
         raise Broken(f"{rule} did not happen")
     return said["outcome"] == "HandoverFailed", said["wrong"] + said["changed"]

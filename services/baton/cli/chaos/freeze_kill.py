@@ -1,8 +1,8 @@
 """`baton chaos kv freeze-kill`: either side stops or dies at every named point of the protocol.
 
 What must hold each time: the other side lives; whatever it was doing ends right or with a typed
-error in time; a slot that a frozen peer may still fill stays out of use until that peer is back;
-then both rings are full again, nothing changed outside the slots that were in use, and the next
+error in time; a buffer that a frozen peer may still fill stays out of use until that peer is back;
+then both rings are full again, nothing changed outside the buffers that were in use, and the next
 hand-over brings every byte.
 """
 
@@ -19,10 +19,10 @@ from baton.cli.chaos.peers import Broken, Peer, PeerGone, Said, until
 from baton.cli.chaos.settings import Settings
 from baton.cli.chaos.world import World, right
 from baton.cli.results import Result, at_most, compared
-from baton.kv.faults import COLLECTOR_WORK, GIVER_WORK, MESSAGE_POINTS, TRANSPORT_READ
+from baton.transfer.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
 
 ONCE = ("opened", "announced", "granted", "refused", "tokens_told", "completed", "reserved")
-"""Points that a hand-over reaches once; the others are reached with every chunk or parcel."""
+"""Points that a hand-over reaches once; the others are reached with every chunk or KV chunk."""
 
 DEADLINE_S = 12.0
 GRACE_S = 2.5
@@ -31,8 +31,8 @@ GRACE_S = 2.5
 TYPED = {"HandoverFailed", "Overloaded", "DeadlineExceeded", "Unavailable", "Cancelled", "PeerLost"}
 
 PLACES = [
-    *((p.partition(".")[0], p) for p in (*MESSAGE_POINTS, *GIVER_WORK, *COLLECTOR_WORK)),
-    ("collector", TRANSPORT_READ),
+    *((p.partition(".")[0], p) for p in (*MESSAGE_POINTS, *SENDER_WORK, *RECEIVER_WORK)),
+    ("receiver", TRANSPORT_READ),
 ]
 
 
@@ -44,7 +44,7 @@ class Tally:
     survived: int = 0
     ended: int = 0
     full_again: int = 0
-    in_limbo: int = 0
+    orphaned: int = 0
     kept: int = 0
     changed: int = 0
     served: int = 0
@@ -55,9 +55,9 @@ def measure(args: argparse.Namespace) -> list[Result]:
     """Raises Broken, with the point, when something that must happen does not."""
     draw, tally = random.Random(args.seed), Tally()
     cases = [(side, point, how) for how in ("freeze", "kill") for side, point in PLACES]
-    # Large enough that a read is often under way when its giver stops.
+    # Large enough that a read is often under way when its sender stops.
     settings = Settings(
-        transport=args.transport, slot_bytes=256 << 10, layers=32, positions=6 * 63, chunk=2 * 63
+        transport=args.transport, buffer_bytes=256 << 10, layers=32, positions=6 * 63, chunk=2 * 63
     )
     with World(settings, draw, args.ucx_tls) as world:
         world.hand_over()
@@ -76,12 +76,12 @@ def measure(args: argparse.Namespace) -> list[Result]:
         Result("points, on either side", len(PLACES), ""),
         compared("the other side lived", tally.survived, "", tally.runs, 1.0),
         compared("ended right or with a typed error in time", tally.ended, "", tally.runs, 1.0),
-        Result("runs with a slot in limbo", tally.in_limbo, ""),
-        compared("of these, kept until the peer was back", tally.kept, "", tally.in_limbo, 1.0)
-        if tally.in_limbo
+        Result("runs with a buffer orphaned", tally.orphaned, ""),
+        compared("of these, kept until the peer was back", tally.kept, "", tally.orphaned, 1.0)
+        if tally.orphaned
         else Result("of these, kept until the peer was back", 0, ""),
         compared("rings full again", tally.full_again, "", tally.runs, 1.0),
-        at_most("bytes changed outside slots in use", tally.changed, "", 0),
+        at_most("bytes changed outside buffers in use", tally.changed, "", 0),
         Result("guards next to the ring, at least", tally.adjacent, ""),
         compared("the next hand-over brought every byte", tally.served, "", tally.runs, 1.0),
     ]
@@ -94,7 +94,7 @@ def _rule(how: str, point: str, draw: random.Random) -> str:
 
 def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> None:
     victim = world.peers[side]
-    other = world.collector if side == "giver" else world.giver
+    other = world.receiver if side == "sender" else world.sender
     for peer in (victim, other):
         peer.ask("reset")
         # A point that was not reached last time is not to be met now.
@@ -103,7 +103,7 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
     victim.ask("arm", faults=rule)
     world.offer(handover_id, DEADLINE_S)
     began = time.monotonic()
-    given = world.giver.begin("outcome", id=handover_id)
+    given = world.sender.begin("outcome", id=handover_id)
     taken = world.collect(handover_id, DEADLINE_S, full=full)
     until(
         lambda: victim.frozen or not victim.alive or (given.done() and taken.done()),
@@ -114,13 +114,13 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
         world.settle()
         return
     tally.runs += 1
-    theirs, ours = (given, taken) if side == "giver" else (taken, given)
+    theirs, ours = (given, taken) if side == "sender" else (taken, given)
     ending = _outcome(ours, other.role)
     seconds = time.monotonic() - began
     in_time = seconds <= DEADLINE_S + GRACE_S
-    limbo = other.ask("state")["limbo"]
+    orphaned = other.ask("state")["orphaned"]
     if rule.startswith("freeze"):
-        _thaw(victim, other, limbo, tally)
+        _thaw(victim, other, orphaned, tally)
         ending_there = _outcome(theirs, victim.role)
     else:
         world.start(side)
@@ -133,7 +133,7 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
     world.settle()
     tally.full_again += 1
     for peer in (other, world.peers[side]):
-        # A new process has not had its slots filled; its guards count all the same.
+        # A new process has not had its buffers filled; its guards count all the same.
         if peer is other or rule.startswith("freeze"):
             state = peer.ask("state", look=True)
             tally.changed += state["changed"]
@@ -143,11 +143,11 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
     tally.served += right(world.hand_over(), world.settings.positions)
 
 
-def _thaw(victim: Peer, other: Peer, limbo: int, tally: Tally) -> None:
-    if limbo:
-        tally.in_limbo += 1
+def _thaw(victim: Peer, other: Peer, orphaned: int, tally: Tally) -> None:
+    if orphaned:
+        tally.orphaned += 1
         time.sleep(0.3)
-        tally.kept += other.ask("state")["limbo"] == limbo
+        tally.kept += other.ask("state")["orphaned"] == orphaned
     victim.thaw()
 
 
@@ -157,7 +157,7 @@ def _outcome(answer: Future[Said], role: str) -> str:
         said = answer.result(DEADLINE_S + 2 * GRACE_S)
     except (PeerGone, TimeoutError):
         return "wrong"
-    if role == "collector":
+    if role == "receiver":
         clean = said["wrong"] == said["changed"] == 0
         fine = said["outcome"] in TYPED or said["outcome"] == "completed"
         return str(said["outcome"]) if clean and fine else "wrong"

@@ -6,25 +6,25 @@ import ctypes
 import mmap
 
 from baton.cli.chaos.pattern import CANARY, differing
-from baton.kv.slots import Slot, SlotRing
+from baton.transfer.buffers import StagingBuffer, StagingPool
 
 TRIES = 32
 
 
-class WatchedRing(SlotRing):
-    """Remembers which slots anybody has had."""
+class WatchedRing(StagingPool):
+    """Remembers which buffers anybody has had."""
 
     taken: set[int]
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
         self.taken = set()
-        super().__init__(num_slots, slot_bytes)
+        super().__init__(num_buffers, buffer_bytes)
 
-    def take(self, peer: str) -> Slot | None:
-        slot = super().take(peer)
-        if slot is not None:
-            self.taken.add(slot.index)
-        return slot
+    def take(self, peer: str) -> StagingBuffer | None:
+        buffer = super().take(peer)
+        if buffer is not None:
+            self.taken.add(buffer.index)
+        return buffer
 
 
 class Guarded:
@@ -34,15 +34,15 @@ class Guarded:
     the other unless a gap ends between them; so gaps are filled up until it does.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        size = num_slots * slot_bytes
+    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
+        size = num_buffers * buffer_bytes
         self._canary = bytes([CANARY]) * size
-        self._slot_canary = bytes([CANARY]) * slot_bytes
+        self._buffer_canary = bytes([CANARY]) * buffer_bytes
         self._before: dict[int, bytes] = {}
         fillers = []
         for _ in range(TRIES):
             self._above = mmap.mmap(-1, size)
-            self.ring = WatchedRing(num_slots, slot_bytes)
+            self.ring = WatchedRing(num_buffers, buffer_bytes)
             self._below = mmap.mmap(-1, size)
             self.adjacent = sum(
                 _address(guard) - self.ring.base_address == distance
@@ -61,24 +61,24 @@ class Guarded:
         return self._above, self._below
 
     def clear(self) -> None:
-        """Fills all slots. Only when every one is free."""
-        for index in range(self.ring.num_slots):
-            self.ring.view(index)[:] = self._slot_canary
+        """Fills all buffers. Only when every one is free."""
+        for index in range(self.ring.num_buffers):
+            self.ring.view(index)[:] = self._buffer_canary
         self.ring.taken.clear()
 
     def num_changed(self) -> int:
-        """Bytes that changed in the guards and in slots that nobody has had since `clear`."""
+        """Bytes that changed in the guards and in buffers that nobody has had since `clear`."""
         changed = sum(differing(guard[:], self._canary) for guard in self._guards)
-        for index in set(range(self.ring.num_slots)) - self.ring.taken:
-            changed += differing(self.ring.view(index), self._slot_canary)
+        for index in set(range(self.ring.num_buffers)) - self.ring.taken:
+            changed += differing(self.ring.view(index), self._buffer_canary)
         return changed
 
     def snapshot(self) -> None:
-        """Remembers what lies in every slot now."""
-        self._before = {i: bytes(self.ring.view(i)) for i in range(self.ring.num_slots)}
+        """Remembers what lies in every buffer now."""
+        self._before = {i: bytes(self.ring.view(i)) for i in range(self.ring.num_buffers)}
 
     def num_late(self) -> int:
-        """Bytes that changed in slots since `snapshot`."""
+        """Bytes that changed in buffers since `snapshot`."""
         return sum(differing(self.ring.view(i), old) for i, old in self._before.items())
 
 

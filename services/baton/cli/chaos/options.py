@@ -14,16 +14,16 @@ TCP = "tcp,self"
 def add(kinds: Any) -> None:
     """Adds a parser for every experiment."""
     kinds.add_parser("points", help="list where things can be made to go wrong, and what can")
-    corruptions = _kind(kinds, "corruptions", "damaged parcels against those found", count=10_000)
+    corruptions = _kind(kinds, "corruptions", "damaged KV chunks against those found", count=10_000)
     corruptions.add_argument(
         "--requests", type=int, default=500, metavar="N", help="whole requests besides; 0: none"
     )
-    _kind(kinds, "clean", "parcels that are taken for damaged and are not", count=100_000)
+    _kind(kinds, "clean", "KV chunks that are taken for damaged and are not", count=100_000)
     _kind(kinds, "freeze-kill", "either side frozen and killed at every point", count=208, tls=TCP)
     late = _kind(
         kinds, "late-write", "bytes that arrive when nobody waits any more", count=20, tls=TCP
     )
-    late.add_argument("--slot-mib", type=int, default=4, metavar="MIB", help="size of a slot")
+    late.add_argument("--slot-mib", type=int, default=4, metavar="MIB", help="size of a buffer")
     storm = _kind(kinds, "cancel-storm", "what cancelled requests leave behind", count=10_000)
     storm.add_argument(
         "--samples", type=int, default=300, metavar="N", help="cancels that are timed, one by one"

@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from baton.core.model import KvLayout
+from baton.core.request.model import KvLayout
 
 CANARY = 0xEE
 HEADS, HEAD_SIZE = 2, 8

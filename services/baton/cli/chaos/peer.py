@@ -1,7 +1,7 @@
 """One side of hand-overs as a process of its own, told what to do by lines of JSON on stdin.
 
-Every line has a number `n`, and what is answered to it carries the same one. Arguments: ROLE (giver
-or collector) and SETTINGS as JSON.
+Every line has a number `n`, and what is answered to it carries the same one. Arguments: ROLE
+(sender or receiver) and SETTINGS as JSON.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import os
 import sys
 
-from baton.cli.chaos.collector_side import CollectingSide
-from baton.cli.chaos.giver_side import GivingSide
+from baton.cli.chaos.receiver_side import CollectingSide
+from baton.cli.chaos.sender_side import GivingSide
 from baton.cli.chaos.settings import Settings
 from baton.cli.chaos.side import Said, Side
 from baton.rpc.lifecycle import die_with_parent
@@ -20,10 +20,10 @@ from baton.rpc.lifecycle import die_with_parent
 
 async def serve(role: str, settings: Settings) -> None:
     """Answers until standard input ends."""
-    made = GivingSide if role == "giver" else CollectingSide
+    made = GivingSide if role == "sender" else CollectingSide
     side: Side = made(role, settings)
     await side.open()
-    say(n=0, incarnation=side.me.incarnation, address=side.me.address)
+    say(n=0, instance_id=side.me.instance_id, address=side.me.address)
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin

@@ -56,7 +56,7 @@ class Peer:
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
         told = hello.result(PATIENCE_S)
-        self.incarnation, self.address = told["incarnation"], told["address"]
+        self.instance_id, self.address = told["instance_id"], told["address"]
 
     def begin(self, do: str, **values: object) -> Future[Said]:
         """Its answer to come, or PeerGone."""

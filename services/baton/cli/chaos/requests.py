@@ -14,14 +14,15 @@ from baton.cli.scrape import total
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 8
 
 RULES = (
-    "corrupt@giver.sealed:part=payload",
-    "corrupt@giver.sealed:part=header",
-    "stale@giver.sealed",
-    "replay@giver.sealed:part=payload",
-    "length@giver.sealed",
-    "layout@giver.sealed",
+    "corrupt@sender.sealed:part=payload",
+    "corrupt@sender.sealed:part=header",
+    "stale@sender.sealed",
+    "replay@sender.sealed:part=payload",
+    "length@sender.sealed",
+    "layout@sender.sealed",
 )
-"""One parcel a request, so none are swapped. Every second parcel that is sealed takes a turn."""
+"""One KV chunk a request, so none are swapped. Every second KV chunk that is sealed takes a turn.
+"""
 
 
 def with_settings(rule: str, **settings: int) -> str:
@@ -45,7 +46,7 @@ def corrupted(args: argparse.Namespace) -> list[Result]:
     return [
         compared("whole requests with their own tokens", equal, "", args.requests, 1.0),
         # What was damaged is computed again by the decode worker itself or handed over once more.
-        compared("parcels of these found damaged", refused, "", args.requests, 0.3),
+        compared("KV chunks of these found damaged", refused, "", args.requests, 0.3),
     ]
 
 

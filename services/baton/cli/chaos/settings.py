@@ -8,12 +8,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Settings:
     """layers: 128 bytes per position each. positions: of the longest input. chunk: positions that
-    are computed at a time. heartbeat_s and missed: see `baton.kv.line.Liveness`.
+    are computed at a time. heartbeat_s and missed: see `baton.transfer.line.Liveness`.
     """
 
     transport: str = "nixl"
-    num_slots: int = 8
-    slot_bytes: int = 4096
+    num_buffers: int = 8
+    buffer_bytes: int = 4096
     layers: int = 2
     positions: int = 90
     chunk: int = 30

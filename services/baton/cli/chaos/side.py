@@ -12,18 +12,18 @@ from typing import Any
 from baton.cli.chaos.guards import Guarded
 from baton.cli.chaos.pattern import layout
 from baton.cli.chaos.settings import Settings
-from baton.core.model import WorkerIdentity
-from baton.kv.fault_spec import parse
-from baton.kv.injector import Injector
-from baton.kv.line import Liveness
-from baton.kv.loopback import LoopbackTransport
-from baton.kv.nixl import NixlTransport
-from baton.kv.reader import Reader
-from baton.kv.staging import Staging
-from baton.kv.stats import HandoverStats
-from baton.kv.transport import KvTransport
-from baton.kv.ucx import KvNetwork, Ucx, choose, inherited
-from baton.rpc.lifecycle import new_incarnation
+from baton.core.request.model import WorkerIdentity
+from baton.rpc.lifecycle import new_instance_id
+from baton.transfer.fault_spec import parse
+from baton.transfer.injector import Injector
+from baton.transfer.line import Liveness
+from baton.transfer.loopback import LoopbackTransport
+from baton.transfer.nixl import NixlTransport
+from baton.transfer.reader import Reader
+from baton.transfer.staging import Staging
+from baton.transfer.stats import HandoverStats
+from baton.transfer.transport import KvTransport
+from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 
 Said = dict[str, Any]
 Do = Callable[[Said], Awaitable[Said]]
@@ -35,11 +35,11 @@ class Side(ABC):
     def __init__(self, role: str, settings: Settings) -> None:
         self.settings, self.layout = settings, layout(settings.layers)
         self.faults = Injector(parse(settings.faults))
-        self.guarded = Guarded(settings.num_slots, settings.slot_bytes)
+        self.guarded = Guarded(settings.num_buffers, settings.buffer_bytes)
         self.ring = self.guarded.ring
         self.stats = HandoverStats()
         self.liveness = Liveness(settings.heartbeat_s, settings.missed)
-        self.me = WorkerIdentity(role, new_incarnation(), "")
+        self.me = WorkerIdentity(role, new_instance_id(), "")
 
     async def open(self) -> None:
         # Both processes are ours, whatever they use to reach each other.
@@ -90,8 +90,8 @@ class Side(ABC):
         return {
             "idle": self.is_idle(),
             "free": self.ring.num_free,
-            "slots": self.ring.num_slots,
-            "limbo": self.ring.num_limbo,
+            "buffers": self.ring.num_buffers,
+            "orphaned": self.ring.num_orphaned,
             "injected": self.faults.injected.total(),
             "mismatches": dict(self.stats.mismatches),
             "changed": self.guarded.num_changed() if command.get("look") else 0,
@@ -101,4 +101,4 @@ class Side(ABC):
     def _transport(self, ucx: Ucx) -> KvTransport:
         if self.settings.transport == "loopback":
             return LoopbackTransport(self.ring)
-        return NixlTransport(self.ring, self.me.incarnation, ucx)
+        return NixlTransport(self.ring, self.me.instance_id, ucx)

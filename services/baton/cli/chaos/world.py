@@ -1,4 +1,4 @@
-"""A giver's and a collector's process together, and what is done with both."""
+"""A sender's and a receiver's process together, and what is done with both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class World:
     def __init__(self, settings: Settings, draw: random.Random, ucx_tls: str = "") -> None:
         self.settings, self.draw, self.ucx_tls = settings, draw, ucx_tls
         self.peers: dict[str, Peer] = {}
-        for role in ("giver", "collector"):
+        for role in ("sender", "receiver"):
             self.start(role)
 
     def __enter__(self) -> World:
@@ -33,12 +33,12 @@ class World:
             peer.end()
 
     @property
-    def giver(self) -> Peer:
-        return self.peers["giver"]
+    def sender(self) -> Peer:
+        return self.peers["sender"]
 
     @property
-    def collector(self) -> Peer:
-        return self.peers["collector"]
+    def receiver(self) -> Peer:
+        return self.peers["receiver"]
 
     def start(self, role: str) -> None:
         """A new process in place of the one there was."""
@@ -50,10 +50,10 @@ class World:
         return self.draw.randbytes(16).hex()
 
     def offer(self, handover_id: str, deadline_s: float = PATIENCE_S, **more: Any) -> Said:
-        return self.giver.ask(
+        return self.sender.ask(
             "offer",
             id=handover_id,
-            collector=self.collector.incarnation,
+            receiver=self.receiver.instance_id,
             positions=self.settings.positions,
             deadline_s=deadline_s,
             **more,
@@ -62,29 +62,29 @@ class World:
     def collect(
         self, handover_id: str, deadline_s: float = PATIENCE_S, **more: Any
     ) -> Future[Said]:
-        return self.collector.begin(
+        return self.receiver.begin(
             "collect",
             id=handover_id,
-            incarnation=self.giver.incarnation,
-            address=self.giver.address,
+            instance_id=self.sender.instance_id,
+            address=self.sender.address,
             positions=self.settings.positions,
             deadline_s=deadline_s,
             **more,
         )
 
-    def hand_over(self, *, giver: Said | None = None, collector: Said | None = None) -> Said:
-        """One hand-over from offer to end, and what the collector says of it."""
+    def hand_over(self, *, sender: Said | None = None, receiver: Said | None = None) -> Said:
+        """One hand-over from offer to end, and what the receiver says of it."""
         handover_id = self.new_id()
-        offered = self.offer(handover_id, **(giver or {}))
-        said = result(self.collect(handover_id, **(collector or {})), "a hand-over to end")
+        offered = self.offer(handover_id, **(sender or {}))
+        said = result(self.collect(handover_id, **(receiver or {})), "a hand-over to end")
         return {**said, "given": offered["injected"]}
 
     def settle(self) -> None:
-        """Returns when both are idle with all slots free. Raises Broken when that does not come."""
+        """Returns when both are idle with all buffers free. Raises Broken if that never comes."""
 
         def settled() -> bool:
             states = [peer.ask("state") for peer in self.peers.values()]
-            return all(state["idle"] and state["free"] == state["slots"] for state in states)
+            return all(state["idle"] and state["free"] == state["buffers"] for state in states)
 
         until(settled, "both sides to be idle with full rings")
 

@@ -12,8 +12,8 @@ import grpc
 
 from baton.cli.findings import Finding, ok, warn
 from baton.core.errors import BatonError
-from baton.core.fit import difference
-from baton.core.load import WorkerDescription
+from baton.core.handover.fit import difference
+from baton.core.routing.load import WorkerDescription
 from baton.rpc.channels import Channels
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto

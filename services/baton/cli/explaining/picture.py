@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from baton.router.http.answer_schema import ServedBy
-from baton.router.http.explain_schema import (
+from baton.router.api.http.answer_schema import ServedBy
+from baton.router.api.http.explain_schema import (
     Explained,
     ExplainedAttempt,
     ExplainedCandidate,
@@ -93,11 +93,15 @@ def _attempt(out: Console, told: Explained, attempt: ExplainedAttempt, full: str
         if line:
             _say(out, f"    {line}")
     for candidate in attempt.candidates:
-        _say(out, f"      {_candidate(candidate)}", "" if candidate.fate == "picked" else "dim")
+        _say(
+            out,
+            f"      {_candidate(candidate)}",
+            "" if candidate.filter_reason == "picked" else "dim",
+        )
     if attempt.others:
         _say(out, f"      and {attempt.others} more", "dim")
     for loss in attempt.losses:
-        _say(out, f"    lost {loss.leg} at {_s(loss.at_s)}: {loss.code}: {loss.message}", "red")
+        _say(out, f"    lost {loss.phase} at {_s(loss.at_s)}: {loss.code}: {loss.message}", "red")
 
 
 def _prefill(attempt: ExplainedAttempt) -> str:
@@ -131,7 +135,7 @@ def _decode(attempt: ExplainedAttempt) -> str:
 
 
 def _candidate(candidate: ExplainedCandidate) -> str:
-    said = f"{candidate.worker.role:<8}{candidate.worker.incarnation}  {candidate.fate}"
+    said = f"{candidate.worker.role:<8}{candidate.worker.instance_id}  {candidate.filter_reason}"
     if candidate.detail:
         said += f" ({candidate.detail})"
     cost = candidate.cost
@@ -146,7 +150,7 @@ def _candidate(candidate: ExplainedCandidate) -> str:
 
 
 def _worker(worker: ServedBy) -> str:
-    return f"{worker.incarnation} {worker.address}".rstrip()
+    return f"{worker.instance_id} {worker.address}".rstrip()
 
 
 def _bar(began: float, seconds: float, total: float, full: str) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from baton.client import Client, Options
 from baton.core.errors import InvalidArgument
-from baton.core.replay import digest
-from baton.router.http.replay_schema import ReplayFile
+from baton.core.observe.replay import digest
+from baton.router.api.http.replay_schema import ReplayFile
 
 
 @dataclass(frozen=True, slots=True)

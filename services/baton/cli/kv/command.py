@@ -37,7 +37,7 @@ TRANSPORTS = ("auto", "nixl", "loopback")
 def add_parser(subparsers: Any) -> None:
     """Options that a worker has too are read from its BATON_ variables, as in its own container."""
     parser = subparsers.add_parser(
-        "kv", help="move parcels between two machines and say how it went"
+        "kv", help="move KV chunks between two machines and say how it went"
     )
     ends = parser.add_mutually_exclusive_group(required=True)
     ends.add_argument(
@@ -72,8 +72,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 when a check failed, else 0. Raises InvalidArgument naming the option at fault."""
-    from baton.kv.ucx import Ucx, choose, inherited
     from baton.rpc.tls_options import TlsOptions
+    from baton.transfer.ucx import Ucx, choose, inherited
     from baton.worker.network import network_of
 
     for field, allowed in (("kv_network", NETWORKS), ("transport", TRANSPORTS)):

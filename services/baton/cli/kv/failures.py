@@ -1,7 +1,7 @@
 """Why a probe of a peer failed, in words, and what to do; asks nobody.
 
 Facts, as `baton.cli.kv.probe` tells them, stage by stage: peer, meeting, ours, transport,
-memcpy_bytes_per_s, parcels, round_trip_s, reads, and done or error at the end.
+memcpy_bytes_per_s, KV chunks, round_trip_s, reads, and done or error at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.cli.findings import Finding, fail
 from baton.core.errors import Reason
-from baton.kv.ucx import disjoint
+from baton.transfer.ucx import disjoint
 
 Facts = Mapping[str, Any]
 

@@ -6,19 +6,19 @@ import json
 import sys
 from contextlib import AsyncExitStack
 
-from baton.core.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.model import KvLayout, WorkerIdentity
-from baton.kv.giver import Giver
-from baton.kv.staging import Staging
-from baton.kv.ucx import Ucx
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.rpc.handover import HandoverServicer
-from baton.rpc.lifecycle import new_incarnation, run_until_stopped
+from baton.rpc.lifecycle import new_instance_id, run_until_stopped
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import worker_service
+from baton.transfer.sender import KvSender
+from baton.transfer.staging import Staging
+from baton.transfer.ucx import Ucx
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
-NUM_SLOTS, SLOT_BYTES = 4, 4 << 20
+NUM_BUFFERS, BUFFER_BYTES = 4, 4 << 20
 LAYOUT = KvLayout("00" * 32, "float32", num_layers=1, num_kv_heads=1, key_size=32, value_size=32)
 
 
@@ -31,19 +31,19 @@ async def listen(
     token: str = "",
 ) -> int:
     """Serves until it is told to stop. Returns the exit code; raises as a worker's start does."""
-    me = WorkerIdentity("doctor", new_incarnation(), address)
+    me = WorkerIdentity("doctor", new_instance_id(), address)
     async with AsyncExitStack() as ends:
         staging = await Staging.open(
-            me.incarnation,
+            me.instance_id,
             transport=transport,
-            num_slots=NUM_SLOTS,
-            slot_bytes=SLOT_BYTES,
+            num_buffers=NUM_BUFFERS,
+            buffer_bytes=BUFFER_BYTES,
             ucx=ucx,
         )
         ends.push_async_callback(staging.close)
-        giver = Giver(me, LAYOUT, staging)
-        ends.push_async_callback(giver.close)
-        servicer = HandoverServicer(giver)
+        sender = KvSender(me, LAYOUT, staging)
+        ends.push_async_callback(sender.close)
+        servicer = HandoverServicer(sender)
         description = WorkerDescription(me, layout=LAYOUT, transports=staging.names)
         load = WorkerLoad(WorkerState.SERVING)
         server = ProcessServer(

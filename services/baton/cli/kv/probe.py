@@ -20,26 +20,26 @@ import grpc
 
 from baton.cli.kv.samples import AT_ONCE, Sampler, Watched, memcpy_rate
 from baton.core.errors import BatonError, Internal, Unavailable
-from baton.core.handover_messages import Introduction, Meeting
-from baton.core.load import WorkerDescription
-from baton.core.model import WorkerIdentity
-from baton.kv.collector import Collector
-from baton.kv.parcel import positions_per_parcel
-from baton.kv.staging import Staging
-from baton.kv.ucx import KvNetwork, choose, inherited
+from baton.core.handover.messages import Handshake, HandshakeRequest
+from baton.core.request.model import WorkerIdentity
+from baton.core.routing.load import WorkerDescription
 from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.lifecycle import die_with_parent, new_incarnation
+from baton.rpc.lifecycle import die_with_parent, new_instance_id
 from baton.rpc.peer_token import VARIABLE
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
+from baton.transfer.kv_chunk import positions_per_kv_chunk
+from baton.transfer.receiver import KvReceiver
+from baton.transfer.staging import Staging
+from baton.transfer.ucx import KvNetwork, choose, inherited
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub
 
 ASK_S = 10.0
 MEETINGS = 5
-PARCELS = 8
-LARGEST_SLOT = 16 << 20
+KV_CHUNKS = 8
+LARGEST_BUFFER = 16 << 20
 
 Tell = Callable[..., None]
 
@@ -76,48 +76,48 @@ async def probe(task: Task, tell: Tell) -> None:
         tell(peer={**asdict(peer.identity), "has_kv": peer.layout is not None})
         if peer.layout is None:
             return
-        giver = replace(peer.identity, address=task.peer)
-        me = WorkerIdentity("doctor", new_incarnation(), "")
+        sender = replace(peer.identity, address=task.peer)
+        me = WorkerIdentity("doctor", new_instance_id(), "")
         connection = Watched(channel)
         names = ("nixl", "loopback") if task.transport == "auto" else (task.transport,)
         network, ways = ucx.network.value, ucx.transports
-        introduction = Introduction(me, peer.layout, names, giver.incarnation, network, ways)
+        introduction = HandshakeRequest(me, peer.layout, names, sender.instance_id, network, ways)
         meeting, seconds = await _meet(connection, introduction)
         tell(
             meeting={
                 "seconds": seconds,
                 "digest": meeting.digest,
-                "slot_bytes": meeting.ring.slot_bytes,
+                "buffer_bytes": meeting.ring.buffer_bytes,
                 "kv_network": meeting.kv_network,
                 "ucx_transports": meeting.ucx_transports,
             },
             ours={"kv_network": network, "ucx_transports": ways, "ucx_devices": ucx.devices},
         )
         staging = await Staging.open(
-            me.incarnation,
+            me.instance_id,
             transport=task.transport,
-            num_slots=2 * AT_ONCE,
-            slot_bytes=min(meeting.ring.slot_bytes, LARGEST_SLOT),
+            num_buffers=2 * AT_ONCE,
+            buffer_bytes=min(meeting.ring.buffer_bytes, LARGEST_BUFFER),
             ucx=ucx,
         )
         ends.push_async_callback(staging.close)
-        collector = Collector(me, peer.layout, staging, lambda _: connection)
-        ends.push_async_callback(collector.close)
-        await collector.meet(giver)
+        receiver = KvReceiver(me, peer.layout, staging, lambda _: connection)
+        ends.push_async_callback(receiver.close)
+        await receiver.meet(sender)
         tell(transport=connection.transport)
         tell(memcpy_bytes_per_s=await asyncio.to_thread(memcpy_rate, staging.ring))
-        slot_bytes = min(meeting.ring.slot_bytes, staging.ring.slot_bytes)
-        positions = positions_per_parcel(slot_bytes, peer.layout)
-        sampler = Sampler(giver, positions, staging, connection, collector)
-        times = [await sampler.parcel() for _ in range(PARCELS)]
+        buffer_bytes = min(meeting.ring.buffer_bytes, staging.ring.buffer_bytes)
+        positions = positions_per_kv_chunk(buffer_bytes, peer.layout)
+        sampler = Sampler(sender, positions, staging, connection, receiver)
+        times = [await sampler.kv_chunk() for _ in range(KV_CHUNKS)]
         tell(
-            parcels={
-                "count": PARCELS,
-                "bytes": sampler.parcel_bytes,
+            kv_chunks={
+                "count": KV_CHUNKS,
+                "bytes": sampler.kv_chunk_bytes,
                 "seconds": statistics.median(times),
             }
         )
-        await sampler.parcel(measure=True)
+        await sampler.kv_chunk(measure=True)
         tell(round_trip_s=sampler.round_trip_s, reads=sampler.reads)
 
 
@@ -138,8 +138,8 @@ async def _who(channel: grpc.aio.Channel) -> WorkerDescription:
     return description_from_proto(first.description)
 
 
-async def _meet(connection: Watched, introduction: Introduction) -> tuple[Meeting, float]:
-    """The giver's answer and the median time of several. The first one connects."""
+async def _meet(connection: Watched, introduction: HandshakeRequest) -> tuple[Handshake, float]:
+    """The sender's answer and the median time of several. The first one connects."""
     times: list[float] = []
     clock = asyncio.get_running_loop().time
     try:

@@ -18,7 +18,7 @@ SLOW_LINK, SLOW_COPY = 0.4, 0.2
 """Below these shares of a link's speed, and of memcpy for shared memory, something is wrong."""
 
 _SHARED = frozenset(["posix", "sysv", "xpmem", "knem", "cma", "mm"])
-_STAGES = ("peer", "meeting", "transport", "parcels", "done")
+_STAGES = ("peer", "meeting", "transport", "kv_chunks", "done")
 
 
 def judge(
@@ -32,7 +32,7 @@ def judge(
         "peer": lambda: _peer(address, facts),
         "meeting": lambda: _meeting(facts),
         "transport": lambda: _transport(facts, way, fabric),
-        "parcels": lambda: _parcels(facts),
+        "kv_chunks": lambda: _kv_chunks(facts),
     }
     for stage in reached:
         if stage in judges:
@@ -48,7 +48,7 @@ def judge(
 
 def _peer(address: str, facts: Facts) -> Finding:
     peer = facts["peer"]
-    detail = f"{peer['role']} at {address}, incarnation {peer['incarnation'][:8]}"
+    detail = f"{peer['role']} at {address}, instance id {peer['instance_id'][:8]}"
     if not peer["has_kv"]:
         return fail(f"{detail}, which has no KV", A_WORKER)
     told = str(peer["address"])
@@ -64,7 +64,7 @@ def _meeting(facts: Facts) -> Finding:
     meeting, ours = facts["meeting"], facts["ours"]
     theirs = meeting["kv_network"] or "unknown"
     detail = (
-        f"slots of {size(meeting['slot_bytes'])} sealed with {meeting['digest']}, "
+        f"buffers of {size(meeting['buffer_bytes'])} sealed with {meeting['digest']}, "
         f"kv_network {theirs}, answers in {duration(meeting['seconds'])}"
     )
     if theirs not in ("unknown", ours["kv_network"]):
@@ -99,11 +99,11 @@ def _transport(facts: Facts, way: Way | None, fabric: Fabric) -> Finding:
     return ok(detail)
 
 
-def _parcels(facts: Facts) -> Finding:
-    parcels = facts["parcels"]
+def _kv_chunks(facts: Facts) -> Finding:
+    kv_chunks = facts["kv_chunks"]
     return ok(
-        f"{parcels['count']} of {size(parcels['bytes'])} verified, "
-        f"{duration(parcels['seconds'])} for a hand-over of one"
+        f"{kv_chunks['count']} of {size(kv_chunks['bytes'])} verified, "
+        f"{duration(kv_chunks['seconds'])} for a hand-over of one"
     )
 
 

@@ -7,16 +7,16 @@ import asyncio
 from collections.abc import Sequence
 
 from baton.cli.access import peer_token
-from baton.cli.planning.measured import Told, ask, speed_of
+from baton.cli.planning.measured import MeasuredSpeed, ask, speed_of
 from baton.cli.simulating.calibration import Calibration
 from baton.core.errors import InvalidArgument
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.speed import WorkerSpeed
 from baton.rpc.address import split
 from baton.rpc.tls_options import TlsOptions
 from baton.sim.settings import WorkerFacts
 
 
-def asked(args: argparse.Namespace) -> Sequence[Told]:
+def asked(args: argparse.Namespace) -> Sequence[MeasuredSpeed]:
     """Raises BatonError, which names the address."""
     for address in args.calibrate:
         split(address, "calibrate")
@@ -26,7 +26,7 @@ def asked(args: argparse.Namespace) -> Sequence[Told]:
     return asyncio.run(ask(args.calibrate, tls.certificates(), peer_token(args.calibrate)))
 
 
-def calibration_of(told: Sequence[Told]) -> Calibration:
+def calibration_of(told: Sequence[MeasuredSpeed]) -> Calibration:
     """What workers said of themselves; of a role, all are taken to be like the first one, with the
     mean of their speeds. Curves that decode workers did not measure, because they never prefilled,
     are prefill workers'; without a prefill worker those would be as decode workers are. Raises
@@ -49,7 +49,7 @@ def calibration_of(told: Sequence[Told]) -> Calibration:
     )
 
 
-def _facts(told: Told, speed: WorkerSpeed) -> WorkerFacts:
+def _facts(told: MeasuredSpeed, speed: WorkerSpeed) -> WorkerFacts:
     has = told.description
     said: dict[str, int] = {}
     if speed.prefill_step_tokens:

@@ -21,15 +21,15 @@ from baton.cli.planning.curves import (
     PrefillCurve,
     PrefillRoofline,
 )
-from baton.cli.planning.decode_pool import Room
+from baton.cli.planning.decode_pool import KvRoom
 from baton.cli.planning.facts import ModelFacts
 from baton.cli.planning.figures import figures, show
 from baton.cli.planning.fleet import plan_fleet
 from baton.cli.planning.gpus import Gpu
-from baton.cli.planning.measured import Told, speed_of
+from baton.cli.planning.measured import MeasuredSpeed, speed_of
 from baton.core.errors import ContextLengthExceeded, InvalidArgument
-from baton.core.model import KvLayout
-from baton.core.speed import WorkerSpeed
+from baton.core.request.model import KvLayout
+from baton.core.routing.speed import WorkerSpeed
 from baton.engine.config import EngineConfig
 from baton.engine.threads import configure
 
@@ -44,7 +44,7 @@ class Basis:
     facts: ModelFacts
     prefill: PrefillCurve
     decode: DecodeCurve
-    room: Room
+    room: KvRoom
     link: float
     wire_position: int
     text: str
@@ -94,7 +94,7 @@ def _basis(args: argparse.Namespace) -> Basis:
         prefill = MeasuredPrefill(prefill_speed)
     else:
         prefill = PrefillRoofline(facts, _roofed(gpu, facts), efficiency, args.step_tokens)
-    room = Room(positions, args.sequences)
+    room = KvRoom(positions, args.sequences)
     if decode_speed is not None:
         decode, room = MeasuredDecode(decode_speed), _room(told, args.sequences)
     else:
@@ -112,7 +112,7 @@ def _basis(args: argparse.Namespace) -> Basis:
 
 
 def _model(
-    args: argparse.Namespace, gpu: Gpu | None, told: Sequence[Told]
+    args: argparse.Namespace, gpu: Gpu | None, told: Sequence[MeasuredSpeed]
 ) -> tuple[ModelFacts, KvLayout, int]:
     """And the positions whose KV a worker on this GPU holds. Without one, numbers are of the type
     that workers say theirs are, as far as it is one of weights."""
@@ -149,7 +149,7 @@ def _roofed(gpu: Gpu | None, facts: ModelFacts) -> Gpu:
     return gpu
 
 
-def _check_same(layout: KvLayout, told: Sequence[Told]) -> None:
+def _check_same(layout: KvLayout, told: Sequence[MeasuredSpeed]) -> None:
     """Raises InvalidArgument where a worker has another model, as far as the shape of KV tells."""
     for one in told:
         theirs = one.description.layout
@@ -162,14 +162,14 @@ def _check_same(layout: KvLayout, told: Sequence[Told]) -> None:
                 )
 
 
-def _room(told: Sequence[Told], sequences: int) -> Room:
+def _room(told: Sequence[MeasuredSpeed], sequences: int) -> KvRoom:
     """Of the smallest decode worker, which the others are planned to be like."""
     rooms = []
     for one in told:
         if one.role == "decode":
             has = one.description
             most = min(sequences, has.max_sequences or sequences)
-            rooms.append(Room(has.num_blocks * has.block_size, most))
+            rooms.append(KvRoom(has.num_blocks * has.block_size, most))
     return min(rooms, key=lambda room: room.positions)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from baton.cli.planning.facts import ModelFacts
 from baton.cli.planning.gpus import GB, Gpu
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.speed import WorkerSpeed
 
 
 class PrefillCurve(Protocol):

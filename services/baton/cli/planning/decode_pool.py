@@ -18,7 +18,7 @@ _SEARCHED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class KvRoom:
     """Of one worker. positions: whose KV fits. sequences: it runs at most."""
 
     positions: int
@@ -52,7 +52,7 @@ def plan_decode(
     targets: Targets,
     margins: Margins,
     curve: DecodeCurve,
-    room: Room,
+    room: KvRoom,
     moved_bytes: float,
 ) -> DecodePool:
     """moved_bytes: KV of a mean request. Raises InvalidArgument for a target that no batch meets,

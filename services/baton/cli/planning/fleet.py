@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.cli.planning.asked import Margins, Targets, Traffic
 from baton.cli.planning.curves import DecodeCurve, PrefillCurve
-from baton.cli.planning.decode_pool import DecodePool, Room, plan_decode
+from baton.cli.planning.decode_pool import DecodePool, KvRoom, plan_decode
 from baton.cli.planning.prefill_pool import PrefillPool, handover_s, plan_prefill
 
 HOUR_S = 3600.0
@@ -41,7 +41,7 @@ def plan_fleet(
     targets: Targets,
     margins: Margins,
     curves: tuple[PrefillCurve, DecodeCurve],
-    room: Room,
+    room: KvRoom,
     wire_position: int,
 ) -> Fleet:
     """room: of a decode worker. wire_position: bytes of a token's KV as it travels. Raises

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Unavailable
-from baton.core.load import WorkerDescription, WorkerLoad
-from baton.core.speed import WorkerSpeed
+from baton.core.routing.load import WorkerDescription, WorkerLoad
+from baton.core.routing.speed import WorkerSpeed
 from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.tls import Certificates
@@ -29,7 +29,7 @@ ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MeasuredSpeed:
     address: str
     description: WorkerDescription
     load: WorkerLoad
@@ -41,7 +41,7 @@ class Told:
 
 async def ask(
     addresses: Iterable[str], certificates: Certificates | None, token: str = ""
-) -> list[Told]:
+) -> list[MeasuredSpeed]:
     """All at once, each within 5 s. Raises BatonError, which names the address."""
     channels = Channels(certificates, token=token)
     roles = ("",) if certificates is None else ROLES
@@ -52,7 +52,7 @@ async def ask(
         await channels.close()
 
 
-def speed_of(told: Sequence[Told], role: str) -> WorkerSpeed | None:
+def speed_of(told: Sequence[MeasuredSpeed], role: str) -> WorkerSpeed | None:
     """The mean of what the workers of a role measured: None with none of that role. Raises
     Unavailable where one has measured nothing yet."""
     speeds = []
@@ -84,7 +84,7 @@ def _measured(name: str, speed: WorkerSpeed) -> bool:
     return speed.prefills if name.startswith("prefill") else speed.decodes
 
 
-async def _ask(channels: Channels, address: str, roles: Sequence[str]) -> Told:
+async def _ask(channels: Channels, address: str, roles: Sequence[str]) -> MeasuredSpeed:
     """roles: that the certificate there may be for, tried in turn."""
     for role in roles[:-1]:
         with suppress(BatonError):
@@ -92,7 +92,7 @@ async def _ask(channels: Channels, address: str, roles: Sequence[str]) -> Told:
     return _fitting(await _watch(channels, address, roles[-1]))
 
 
-def _fitting(told: Told) -> Told:
+def _fitting(told: MeasuredSpeed) -> MeasuredSpeed:
     if told.role not in ROLES:
         raise InvalidArgument(
             f"{told.address} is a {told.role}, not a prefill or decode worker", field="calibrate"
@@ -100,7 +100,7 @@ def _fitting(told: Told) -> Told:
     return told
 
 
-async def _watch(channels: Channels, address: str, role: str) -> Told:
+async def _watch(channels: Channels, address: str, role: str) -> MeasuredSpeed:
     watch: Any = WorkerStub(channels.get(address, role)).Watch(worker_pb2.WatchRequest())
     description: WorkerDescription | None = None
     try:
@@ -109,7 +109,7 @@ async def _watch(channels: Channels, address: str, role: str) -> Told:
                 if message.HasField("description"):
                     description = description_from_proto(message.description)
                 elif message.HasField("load") and description is not None:
-                    return Told(address, description, load_from_proto(message.load))
+                    return MeasuredSpeed(address, description, load_from_proto(message.load))
     except grpc.aio.AioRpcError as error:
         code = from_rpc_error(error)
         raise Unavailable(f"{address} cannot be asked: {code.message}", field="calibrate") from None

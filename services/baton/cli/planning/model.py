@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from baton.cli.planning.facts import ModelFacts
-from baton.core.model import KvLayout
+from baton.core.request.model import KvLayout
 from baton.engine.config import EngineConfig
 from baton.engine.memory import MemoryPlan
 from baton.engine.sizing import Outlook, foresee

@@ -13,8 +13,8 @@ from baton.cli.planning.asked import Margins, Targets, Traffic
 from baton.cli.planning.curves import Efficiency
 from baton.cli.planning.gpus import GB, KNOWN, Gpu, known
 from baton.cli.planning.lengths import Lengths
-from baton.core.decode_policy import DecodePolicy
 from baton.core.errors import InvalidArgument
+from baton.core.scheduler.decode_policy import DecodePolicy
 from baton.engine.config import MIB, EngineConfig
 
 GIB = 1024 * MIB

@@ -18,7 +18,7 @@ from baton.cli.planning.asked import Targets
 from baton.cli.planning.curves import MeasuredDecode, MeasuredPrefill, duration
 from baton.cli.simulating.calibration import Calibration
 from baton.core.errors import InvalidArgument
-from baton.core.routing import RoutingPolicy
+from baton.core.routing.routing import RoutingPolicy
 from baton.sim.requests import Request
 from baton.sim.settings import FleetFacts, RouterFacts, WorkerFacts
 from baton.sim.simulation import simulate

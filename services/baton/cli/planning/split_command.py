@@ -20,8 +20,8 @@ from baton.cli.results import Result, compared
 from baton.cli.simulating import calibration, drawn, traffic
 from baton.cli.simulating.calibration import Calibration
 from baton.core.errors import InvalidArgument
-from baton.core.routing import RoutingPolicy
-from baton.core.speed import UNMEASURED
+from baton.core.routing.routing import RoutingPolicy
+from baton.core.routing.speed import UNMEASURED
 from baton.sim.requests import Request
 from baton.sim.summary import Summary
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from baton.cli.simulating import calibration
     from baton.cli.simulating.figures import figures
     from baton.cli.simulating.traffic import Scale, requests
-    from baton.core.routing import RoutingPolicy
+    from baton.core.routing.routing import RoutingPolicy
     from baton.sim.settings import FleetFacts, RouterFacts
     from baton.sim.simulation import Simulation
     from baton.sim.summary import Target, goodput, summary

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from baton.cli.loadtest.token_ids import Piece
 from baton.cli.loadtest.workload import Workload
 from baton.core.errors import InvalidArgument
-from baton.core.prefix import UNIT_TOKENS
+from baton.core.kvcache.prefix import UNIT_TOKENS
 from baton.sim.requests import Request
 
 Part = tuple[str, int, int]

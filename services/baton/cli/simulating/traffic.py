@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.cli.traces import BLOCK, Recorded
 from baton.core.errors import InvalidArgument
-from baton.core.prefix import UNIT_TOKENS
+from baton.core.kvcache.prefix import UNIT_TOKENS
 from baton.sim.requests import Request
 
 

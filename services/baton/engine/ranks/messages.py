@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.core.model import KvLayout, ModelDescription
-from baton.core.plan import Extents, StepPlan, StepResult
+from baton.core.request.model import KvLayout, ModelDescription
+from baton.core.scheduler.plan import Extents, StepPlan, StepResult
 from baton.engine.config import EngineConfig
-from baton.engine.ranks.shared import Place
+from baton.engine.ranks.shared import SharedPlace
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -29,7 +29,7 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     extents: Extents
     first_position: int
     count: int
-    place: Place
+    place: SharedPlace
 
 
 class Unpack(msgspec.Struct, frozen=True, tag=True):
@@ -38,7 +38,7 @@ class Unpack(msgspec.Struct, frozen=True, tag=True):
     extents: Extents
     first_position: int
     count: int
-    place: Place
+    place: SharedPlace
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

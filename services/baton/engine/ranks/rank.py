@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from baton.core.errors import BatonError, InvalidArgument
-from baton.core.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.kv_cache import KvCache
 from baton.engine.loader import choose_device, load

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from baton.core.errors import Internal, InvalidArgument
-from baton.core.model import KvLayout, ModelDescription
-from baton.core.plan import Extents, StepPlan, StepResult
+from baton.core.request.model import KvLayout, ModelDescription
+from baton.core.scheduler.plan import Extents, StepPlan, StepResult
 from baton.engine.check import check_extents, check_plan
 from baton.engine.config import EngineConfig
 from baton.engine.ranks.messages import (
@@ -32,7 +32,7 @@ from baton.engine.ranks.messages import (
     to_answer,
 )
 from baton.engine.ranks.port import Ranks
-from baton.engine.ranks.shared import Place, Region, Scratch
+from baton.engine.ranks.shared import Region, Scratch, SharedPlace
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class RankedRunner:
         self._ranks.close()
         self._scratch.close()
 
-    def _find(self, payload: memoryview) -> Place | None:
+    def _find(self, payload: memoryview) -> SharedPlace | None:
         return None if self._shared is None else self._shared.find(payload)
 
     def _check(

@@ -45,7 +45,7 @@ class MemoryFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SharedPlace:
     """`size` bytes of a file from `offset` on."""
 
     file: MemoryFile
@@ -60,14 +60,14 @@ class Region:
     file: MemoryFile
     address: int
 
-    def find(self, part: memoryview) -> Place | None:
+    def find(self, part: memoryview) -> SharedPlace | None:
         """Where a part of it is; None for other memory, and for a view that may not be written."""
         if part.readonly or not part.contiguous or not part.nbytes:
             return None
         offset = ctypes.addressof(ctypes.c_char.from_buffer(part)) - self.address
         if not 0 <= offset <= self.file.size - part.nbytes:
             return None
-        return Place(self.file, offset, part.nbytes)
+        return SharedPlace(self.file, offset, part.nbytes)
 
 
 class Scratch:
@@ -77,14 +77,14 @@ class Scratch:
         self._fd = -1
         self._memory: mmap.mmap | None = None
 
-    def room(self, size: int) -> tuple[Place, memoryview]:
+    def room(self, size: int) -> tuple[SharedPlace, memoryview]:
         """A place of `size` bytes and its memory. Good until the next call."""
         if self._memory is None or len(self._memory) < size:
             self.close()
             self._fd = os.memfd_create("baton-scratch", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, size)
             self._memory = mmap.mmap(self._fd, size)
-        return Place(MemoryFile.of(self._fd), 0, size), memoryview(self._memory)[:size]
+        return SharedPlace(MemoryFile.of(self._fd), 0, size), memoryview(self._memory)[:size]
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,0 +1,396 @@
+"""Admission, whether a request is let in: budgets, queue, KV room and time; knows no worker.
+
+First room for its bytes, before they are read: a Holding, which lasts until its prompt is encoded.
+Then, while nothing but its tenant is known, whether any request could be let in at all: what is
+refused anyway must cost next to nothing. Then a request is asked about twice. Before its prompt is
+encoded only what is certain counts against it: one request, its longest output, and the least
+tokens that the prompt can have. After that its numbers are exact. Either way it gets a Grant,
+which somebody must release.
+
+What all tenants have together, bytes of input, requests, tokens and room for prompts in KV memory,
+is shared by `FairBound`: nobody is refused because of what another tenant holds, as long as it
+holds little itself (see there). What a request's own fault has cost is paid for, in requests and
+in tokens; what Baton refuses or fails to do is not.
+
+Whoever could only wait in vain is refused at once: the queue's drain is measured, so the wait of a
+new entry can be foretold, behind all that is let in already. When its prompt is encoded it is
+refused only if the wait has become too long for certain: a refusal should come at once or not at
+all. A refusal says when to come back: later the longer the queue is, and for
+each one at another time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_bound import FairBound
+from baton.core.admission.fair_queue import FairQueue
+from baton.core.admission.pending_encodes import PendingEncodes
+from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.shares import NO_USE, Use
+from baton.core.admission.tenant_budgets import TenantBudgets
+from baton.core.admission.tenants import Tenant
+from baton.core.errors import InvalidArgument
+
+MAX_INPUT_BYTES = 32 << 20
+"""Of all requests that are being received or wait to be encoded. In memory they take about three
+times as much: as they came, as text, and as what a tokenizer is sent."""
+
+INPUT_FACTOR = 1.0
+"""Of the FairBound of bytes: one caller alone may hold half of them. As one request may be a
+thirty-second part of the bound, the rest has to bear several callers of that kind."""
+
+HELD_FACTOR = 3.0
+"""Of the FairBounds of requests, tokens and KV: one tenant alone may hold three quarters."""
+
+SHORTEST_RETRY_S = 0.5
+LONGEST_RETRY_S = 60.0
+TOKEN_BYTES = 4
+"""Of a prompt, about: what one that is not encoded yet will come to."""
+
+FIRST_GUESS = 256.0
+"""Output tokens of a choice, before any was seen to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """max_requests: at a time. max_tokens: of all of them, prompts and longest outputs; 0: no
+    limit. max_queue_s: longest foretold wait that a request is let in for. max_input_bytes: see
+    MAX_INPUT_BYTES.
+    """
+
+    max_requests: int
+    max_tokens: int
+    max_queue_s: float
+    max_input_bytes: int = MAX_INPUT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The fleet at one moment. kv_tokens: positions that decode workers have free blocks for, None
+    when not known. first_token_s: from a place to the first token, usually. others: what the
+    tenant uses through other routers, of which there are replicas - 1.
+    """
+
+    kv_tokens: int | None = None
+    first_token_s: float = 0.0
+    replicas: int = 1
+    others: Use = NO_USE
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is known of a request before its prompt is encoded. choices: 0 for one that only has a
+    text encoded or decoded, and gets no worker. least_tokens and most_tokens: bounds of its prompt.
+    longest_output: of all its choices, at least so much is asked for.
+    """
+
+    tenant: Tenant
+    priority: int
+    choices: int
+    least_tokens: int
+    most_tokens: int
+    longest_output: int
+
+    @property
+    def least_charge(self) -> int:
+        return self.least_tokens + self.longest_output if self.choices else 0
+
+    @property
+    def likely_tokens(self) -> int:
+        """Of the prompt."""
+        return max(self.least_tokens, self.most_tokens // TOKEN_BYTES)
+
+
+def check_priority(tenant: Tenant, priority: int) -> None:
+    """Raises InvalidArgument when a tenant asks for more urgency than it may."""
+    if tenant.most_urgent is not None and priority < tenant.most_urgent:
+        raise InvalidArgument(
+            f"priority must be at least {tenant.most_urgent} with this key (smaller is more "
+            "urgent).",
+            field="priority",
+        )
+
+
+class Admission:
+    """jitter: a random number from 0 to 1, each time another one. All times are readings of one
+    clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        queue: FairQueue[Any],
+        drain: DrainRate,
+        jitter: Callable[[], float],
+    ) -> None:
+        self.budgets = TenantBudgets()
+        self.input_bytes = FairBound(INPUT_FACTOR)
+        self.requests = FairBound(HELD_FACTOR)
+        self.tokens = FairBound(HELD_FACTOR)
+        """Charged: prompts and longest outputs."""
+        self.unplaced = FairBound(HELD_FACTOR)
+        """Prompt tokens of those who are let in and have no place yet."""
+        self.approach = PendingEncodes()
+        self._limits = limits
+        self._queue = queue
+        self._drain = drain
+        self._jitter = jitter
+        self._output = FIRST_GUESS
+
+    def receive(self, tenant: Tenant, size: int, outlook: Outlook, now: float) -> Holding:
+        """Room for so many bytes of a request, before they are read. Raises Refusal, also when the
+        tenant may make no request at all now."""
+        self._check_requests(tenant)
+        self._check_budgets(tenant, 1, 0, outlook, now)
+        holding = Holding(self, tenant)
+        holding.grow(size)
+        return holding
+
+    def precheck(self, tenant: Tenant, priority: int, outlook: Outlook, now: float) -> None:
+        """Raises Refusal when not even the least request of a tenant would be let in. priority:
+        as urgent as it may be."""
+        self._check(Ask(tenant, priority, 1, 1, 1, 1), outlook, math.inf, now)
+
+    def open(
+        self, ask: Ask, holding: Holding, outlook: Outlook, remaining_s: float, now: float
+    ) -> AdmissionCharge:
+        """holding: of its bytes; it is the Grant's from now on. Raises Refusal, or InvalidArgument
+        for a priority the tenant may not have."""
+        check_priority(ask.tenant, ask.priority)
+        self._check(ask, outlook, remaining_s, now)
+        return AdmissionCharge(self, ask, holding, now)
+
+    def fault(self, tenant: Tenant, outlook: Outlook, now: float) -> None:
+        """A request was the client's own fault and never let in: it counts as one all the same."""
+        self.budgets.count_request(tenant, outlook.others, outlook.replicas, now)
+
+    def cost(self, prompt: int, longest_output: int, choices: int) -> int:
+        """What a request is expected to come to, in tokens: outputs rarely are the longest."""
+        return prompt + min(longest_output, round(choices * self._output))
+
+    def retry_after_s(self, base_s: float) -> float:
+        """No two clients come back at once, and none before the time it was told."""
+        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, base_s) * (1 + self._jitter()))
+
+    def ended(self, output: int, choices: int) -> None:
+        """So much was generated by a request that ran to its end."""
+        self._output += (output / choices - self._output) / 16
+
+    def _check(self, ask: Ask, outlook: Outlook, remaining_s: float, now: float) -> None:
+        """What is true before a prompt is encoded."""
+        self._check_requests(ask.tenant)
+        self._check_tokens(ask.tenant, 1, ask.least_charge, outlook, now)
+        if not ask.choices:
+            return
+        cost = self.cost(ask.least_tokens, ask.longest_output, ask.choices)
+        coming = self.approach.ahead(ask.tenant.name, ask.priority)
+        self._check_wait(
+            ask, ask.least_tokens, cost, outlook, remaining_s, self._drain.wait_s, coming
+        )
+
+    def _check_requests(self, tenant: Tenant) -> None:
+        if not self.requests.has_room(tenant.name, tenant.weight, 1, self._limits.max_requests):
+            raise self.refused(Limit.REQUESTS, "Too many requests are running.")
+
+    def _check_tokens(
+        self, tenant: Tenant, requests: int, tokens: int, outlook: Outlook, now: float
+    ) -> None:
+        most = self._limits.max_tokens or math.inf
+        if tokens and not self.tokens.has_room(tenant.name, tenant.weight, tokens, most):
+            raise self.refused(Limit.TOKENS, "The running requests take all tokens there are.")
+        self._check_budgets(tenant, requests, tokens, outlook, now)
+
+    def _check_budgets(
+        self, tenant: Tenant, requests: int, tokens: int, outlook: Outlook, now: float
+    ) -> None:
+        try:
+            self.budgets.check(tenant, requests, tokens, outlook.others, outlook.replicas, now)
+        except Refusal as refusal:
+            assert refusal.retry_after_s is not None
+            refusal.retry_after_s = self.retry_after_s(refusal.retry_after_s)
+            raise
+
+    def _check_wait(
+        self,
+        ask: Ask,
+        prompt: int,
+        cost: int,
+        outlook: Outlook,
+        remaining_s: float,
+        foretold_s: Callable[[float], float],
+        coming: int,
+    ) -> None:
+        """Whether it would get a place in time. With an empty queue it is about to be seen.
+        foretold_s: how long so many tokens take. coming: tokens that are to be queued before it."""
+        if not len(self._queue):
+            return
+        if not self._queue.has_room(ask.tenant.name, cost):
+            raise self.refused(Limit.QUEUE, "The queue is full.")
+        ahead = self._queue.ahead(ask.tenant.name, ask.tenant.weight, ask.priority)
+        wait_s = foretold_s(ahead + coming)
+        most_s = self._limits.max_queue_s
+        if wait_s + outlook.first_token_s > remaining_s:
+            raise self.refused(Limit.DEADLINE, "It could not begin before its deadline.")
+        if wait_s > most_s:
+            raise self.refused(Limit.WAIT, "It would have to wait for too long.")
+        if outlook.kv_tokens is not None:
+            moving = (self._drain.tokens_per_s or 0.0) * most_s
+            room = outlook.kv_tokens / outlook.replicas + moving
+            if not self.unplaced.has_room(ask.tenant.name, ask.tenant.weight, prompt, room):
+                raise self.refused(Limit.KV, "There is no memory for more prompts.")
+
+    def refused(self, limit: Limit, message: str) -> Refusal:
+        """With when to come back."""
+        wait_s = self._drain.wait_s(self._queue.tokens)
+        return Refusal(message, retry_after_s=self.retry_after_s(wait_s), limit=limit)
+
+
+class Holding:
+    """Room for the bytes of a request's input, held until it is released, once or more."""
+
+    __slots__ = ("_admission", "_size", "_tenant")
+
+    def __init__(self, admission: Admission, tenant: Tenant) -> None:
+        self._admission = admission
+        self._tenant = tenant
+        self._size = 0
+
+    def grow(self, size: int) -> None:
+        """By so many bytes. Raises Refusal; what is held already stays held."""
+        admission, tenant = self._admission, self._tenant
+        most = admission._limits.max_input_bytes
+        if not admission.input_bytes.has_room(tenant.sharer, tenant.weight, size, most):
+            raise admission.refused(Limit.INPUT, "Too much is being received and encoded.")
+        admission.input_bytes.take(tenant.sharer, tenant.weight, size)
+        self._size += size
+
+    def divided(self, parts: int) -> list[Holding]:
+        """So many that hold together what this one held."""
+        found = [Holding(self._admission, self._tenant) for _ in range(parts)]
+        for number, part in enumerate(found):
+            part._size = self._size // parts + (number < self._size % parts)
+        self._size = 0
+        return found
+
+    def none(self) -> Holding:
+        """Of the same tenant, and of nothing: for what this one goes on holding the bytes of."""
+        return Holding(self._admission, self._tenant)
+
+    def release(self) -> None:
+        size, self._size = self._size, 0
+        self._admission.input_bytes.give_back(self._tenant.sharer, size)
+
+
+class AdmissionCharge:
+    """Leave to run one request, and all that is held for it. `release` it, once or more."""
+
+    def __init__(self, admission: Admission, ask: Ask, holding: Holding, now: float) -> None:
+        self.cost = 0
+        """In the queue's tokens; known once settled."""
+        self._admission = admission
+        self._ask = ask
+        self._holding = holding
+        self._charged = 0
+        self._prompt = 0
+        self._encoded = 0
+        """Tokens that a tokenizer has worked on for it, about."""
+        self._approach = 0
+        if ask.choices:
+            self._approach = admission.cost(ask.likely_tokens, ask.longest_output, ask.choices)
+            admission.approach.add(ask.tenant.name, ask.priority, self._approach)
+        self._unplaced = 0
+        self._was_placed = False
+        self._released = False
+        admission.requests.take(ask.tenant.name, ask.tenant.weight, 1)
+        admission.budgets.take(ask.tenant.name, 1, 0, now)
+        self._charge(ask.least_charge, now)
+
+    def encoding(self) -> None:
+        """A tokenizer begins to work on it."""
+        self._encoded = self._encoded or self._ask.likely_tokens
+
+    def encoded(self, tokens: int) -> None:
+        """Its prompt has so many tokens, and its bytes are not needed any more."""
+        self._encoded = tokens
+        self._holding.release()
+
+    def settle(
+        self, prompt: int, longest_output: int, outlook: Outlook, remaining_s: float, now: float
+    ) -> None:
+        """The prompt is encoded, and how long its output can be is known. Raises Refusal; then it
+        is still to be released."""
+        admission, ask = self._admission, self._ask
+        self._holding.release()
+        self._approached()
+        self._prompt = prompt
+        # What is charged already must not stand in its own way.
+        charged = self._charged
+        self._charge(-charged, now)
+        try:
+            admission._check_tokens(ask.tenant, 0, prompt + longest_output, outlook, now)
+            self.cost = admission.cost(prompt, longest_output, ask.choices)
+            least_wait_s = admission._drain.least_wait_s
+            admission._check_wait(ask, prompt, self.cost, outlook, remaining_s, least_wait_s, 0)
+            charged = prompt + longest_output
+        finally:
+            self._charge(charged, now)
+        self._unplaced = prompt
+        admission.unplaced.take(ask.tenant.name, ask.tenant.weight, prompt)
+
+    def placed(self) -> None:
+        """Its first attempt has workers."""
+        self._was_placed = True
+        self._leave_unplaced()
+
+    def release(
+        self, output: int, now: float, *, finished: bool = False, at_fault: bool = False
+    ) -> None:
+        """It is over, with so many output tokens; finished: of its own accord; at_fault: because
+        of what its client sent, or because that left: then it pays for what was encoded. Who had
+        no place and neither finished nor is at fault gets back all that it was charged."""
+        if self._released:
+            return
+        self._released = True
+        self._leave_unplaced()
+        self._holding.release()
+        self._approached()
+        admission, ask = self._admission, self._ask
+        if self._was_placed:
+            used = self._prompt + output
+            unused = max(0, self._charged - used)
+        else:
+            used = self._encoded if at_fault or (finished and ask.choices) else 0
+            unused = self._charged - used
+        admission.requests.give_back(ask.tenant.name, 1)
+        admission.tokens.give_back(ask.tenant.name, self._charged)
+        admission.budgets.release(ask.tenant.name, 1, self._charged, unused, now)
+        if self._was_placed:
+            admission._queue.settle(ask.tenant.name, ask.priority, self.cost - used)
+            if finished:
+                admission.ended(output, ask.choices)
+        elif not (finished or at_fault):
+            admission.budgets.refund_request(ask.tenant.name, now)
+
+    def _charge(self, tokens: int, now: float) -> None:
+        """Negative: what was charged is given back."""
+        self._charged += tokens
+        tenant = self._ask.tenant
+        if tokens < 0:
+            self._admission.tokens.give_back(tenant.name, -tokens)
+        else:
+            self._admission.tokens.take(tenant.name, tenant.weight, tokens)
+        self._admission.budgets.take(tenant.name, 0, tokens, now)
+
+    def _leave_unplaced(self) -> None:
+        unplaced, self._unplaced = self._unplaced, 0
+        self._admission.unplaced.give_back(self._ask.tenant.name, unplaced)
+
+    def _approached(self) -> None:
+        approach, self._approach = self._approach, 0
+        if approach:
+            self._admission.approach.remove(self._ask.tenant.name, self._ask.priority, approach)

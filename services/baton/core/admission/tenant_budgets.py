@@ -1,0 +1,140 @@
+"""TenantBudgets, what each tenant may still use here; knows no queue, no workers and no clock.
+
+Rates are token buckets that hold ten seconds' worth of this router's equal part of the rate, and
+are full at first: what they fill with may be lent by the other routers, what they hold may not,
+for each of them holds its own part. Tokens are charged up front, prompt and longest output; what
+was not used is given back at the end. A limit of None is no limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.shares import Use, share
+from baton.core.admission.tenants import Tenant
+from baton.core.admission.token_bucket import TokenBucket
+
+BURST_S = 10.0
+"""What a bucket holds, in seconds of its rate."""
+
+MAX_IDLE = 4096
+"""Tenants that are remembered though nothing of theirs is here."""
+
+HELD_RETRY_S = 1.0
+"""When to ask again for what comes free as requests end."""
+
+
+@dataclass(slots=True)
+class Account:
+    """One tenant's use of this router. requests, tokens: held now."""
+
+    requests: int = 0
+    tokens: int = 0
+    buckets: dict[Limit, TokenBucket] = field(default_factory=dict)
+
+
+class TenantBudgets:
+    """All calls name the time, as a reading of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+
+    def held(self, tenant: str) -> tuple[int, int]:
+        """Requests and tokens."""
+        account = self._accounts.get(tenant)
+        return (0, 0) if account is None else (account.requests, account.tokens)
+
+    def check(
+        self, tenant: Tenant, requests: int, tokens: int, others: Use, replicas: int, now: float
+    ) -> None:
+        """Raises Refusal when the tenant may not have so many more now."""
+        account = self._account(tenant.name, now)
+        self._shape(account, tenant, others, replicas, now)
+        for limit, amount in ((Limit.REQUEST_RATE, requests), (Limit.TOKEN_RATE, tokens)):
+            bucket = account.buckets.get(limit)
+            wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now)
+            if wait_s > 0:
+                rate = getattr(tenant, limit.value)
+                what = limit.value.replace("_", " ")
+                text = f"More than {rate} {what} were asked for."
+                raise Refusal(text, retry_after_s=wait_s, limit=limit)
+        held = (
+            (Limit.TENANT_REQUESTS, tenant.max_requests, account.requests, requests,
+             others.requests, "requests"),
+            (Limit.TENANT_TOKENS, tenant.max_tokens, account.tokens, tokens,
+             others.tokens, "tokens"),
+        )  # fmt: skip
+        for limit, most, here, more, elsewhere, what in held:
+            # One alone is let in whatever its size, or it could never be.
+            if most is None or not more or not (here or elsewhere):
+                continue
+            if here + more > share(most, replicas, elsewhere):
+                text = f"There may be {most} {what} at a time."
+                raise Refusal(text, retry_after_s=HELD_RETRY_S, limit=limit)
+
+    def take(self, tenant: str, requests: int, tokens: int, now: float) -> None:
+        """Charges what `check` has let pass; less than nothing: takes it back."""
+        account = self._account(tenant, now)
+        account.requests += requests
+        account.tokens += tokens
+        for limit, amount in ((Limit.REQUEST_RATE, requests), (Limit.TOKEN_RATE, tokens)):
+            if limit in account.buckets:
+                account.buckets[limit].take(amount, now)
+
+    def release(self, tenant: str, requests: int, tokens: int, unused: int, now: float) -> None:
+        """They are held no more; of the tokens, so many were not used. Negative: so many more were
+        used."""
+        account = self._accounts[tenant]
+        account.requests -= requests
+        account.tokens -= tokens
+        if Limit.TOKEN_RATE in account.buckets:
+            account.buckets[Limit.TOKEN_RATE].give_back(unused, now)
+
+    def count_request(self, tenant: Tenant, others: Use, replicas: int, now: float) -> None:
+        """A request that was never let in counts against the rate all the same."""
+        account = self._account(tenant.name, now)
+        self._shape(account, tenant, others, replicas, now)
+        bucket = account.buckets.get(Limit.REQUEST_RATE)
+        if bucket is not None:
+            bucket.take(1, now)
+
+    def refund_request(self, tenant: str, now: float) -> None:
+        """A request that was charged and then refused does not count against the rate."""
+        bucket = self._accounts[tenant].buckets.get(Limit.REQUEST_RATE)
+        if bucket is not None:
+            bucket.give_back(1, now)
+
+    def _account(self, tenant: str, now: float) -> Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= MAX_IDLE:
+                self._forget(now)
+            account = self._accounts[tenant] = Account()
+        return account
+
+    def _forget(self, now: float) -> None:
+        """Whoever holds nothing and has saved up all there is to save."""
+        for name, account in list(self._accounts.items()):
+            full = all(bucket.is_full(now) for bucket in account.buckets.values())
+            if full and not account.requests and not account.tokens:
+                del self._accounts[name]
+
+    def _shape(
+        self, account: Account, tenant: Tenant, others: Use, replicas: int, now: float
+    ) -> None:
+        """Buckets of the sizes that the tenant's limits have now; limits are reloaded."""
+        rates = (
+            (Limit.REQUEST_RATE, tenant.requests_per_minute, others.requests_per_s),
+            (Limit.TOKEN_RATE, tenant.tokens_per_minute, others.tokens_per_s),
+        )
+        for limit, per_minute, elsewhere in rates:
+            if per_minute is None:
+                account.buckets.pop(limit, None)
+                continue
+            rate = share(per_minute / 60, replicas, elsewhere)
+            burst = max(1.0, per_minute / 60 / replicas * BURST_S)
+            bucket = account.buckets.get(limit)
+            if bucket is None:
+                account.buckets[limit] = bucket = TokenBucket(rate, burst, now)
+            bucket.resize(rate, burst, now)

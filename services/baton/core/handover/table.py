@@ -1,0 +1,384 @@
+"""The hand-over as one table and two counters-keeping sides; knows no clock, stream or memory.
+
+A hand-over moves the KV of one input from a sender to a receiver. Both sides walk the same road,
+each in its own states, told by messages on one FIFO stream whose end is the end of the hand-over:
+
+    sender       OFFERED ── OPENED ── ANNOUNCED ── GIVING ── GIVEN ── COMPLETED
+                              │          │  └──── REFUSED (the receiver is full)
+    receiver              OPENING ── RESERVING ── TAKING ── COMPLETED
+                                         └──── FULL
+
+From every state that is not an end, CANCEL (our own side gives up), PEER_FAILED (the other side
+said so), PEER_LOST (the stream broke or fell silent) and DEADLINE lead to FAILED, so whatever
+happens, both sides end. `LIMITS` says for each state whom it waits for and for how long; PROGRESS
+is the one event that stays in its state and starts that state's time again. On top of these, the
+whole hand-over has a deadline of its own, which the worker that runs it sets.
+
+Three rules carry the safety, and the tests explore every interleaving for them:
+- A KV chunk is made only from positions that are finished, not cached by the receiver, and against
+  a credit; a credit is given only against finished positions and a landing buffer that is held.
+- KV chunks follow each other without gap or overlap, so the counters below say it all.
+- After its end a side makes no KV chunk and gives no credit.
+
+A Collect stream may overtake the offer it asks for. It then waits at the door for `DOOR_S`, before
+there is a hand-over at all; ids that ended are remembered and refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from baton.core.errors import HandoverFailed
+
+DOOR_S = 2.0
+
+
+class SenderState(Enum):
+    OFFERED = "offered"
+    OPENED = "opened"
+    ANNOUNCED = "announced"
+    GIVING = "giving"
+    GIVEN = "given"
+    COMPLETED = "completed"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class ReceiverState(Enum):
+    OPENING = "opening"
+    RESERVING = "reserving"
+    TAKING = "taking"
+    COMPLETED = "completed"
+    FULL = "full"
+    FAILED = "failed"
+
+
+State = SenderState | ReceiverState
+
+
+class HandoverEvent(Enum):
+    OPEN = "open"
+    ANNOUNCE = "announce"
+    GRANT = "grant"
+    FULL = "full"
+    PROGRESS = "progress"
+    ALL_GIVEN = "all given"
+    COMPLETE = "complete"
+    CANCEL = "cancel"
+    PEER_FAILED = "peer failed"
+    PEER_LOST = "peer lost"
+    DEADLINE = "deadline"
+
+
+_G, _C, _E = SenderState, ReceiverState, HandoverEvent
+
+TRANSITIONS: Mapping[tuple[State, HandoverEvent], State] = {
+    (_G.OFFERED, _E.OPEN): _G.OPENED,
+    (_G.OFFERED, _E.CANCEL): _G.FAILED,
+    (_G.OFFERED, _E.PEER_FAILED): _G.FAILED,
+    (_G.OFFERED, _E.PEER_LOST): _G.FAILED,
+    (_G.OFFERED, _E.DEADLINE): _G.FAILED,
+    (_G.OPENED, _E.ANNOUNCE): _G.ANNOUNCED,
+    (_G.OPENED, _E.CANCEL): _G.FAILED,
+    (_G.OPENED, _E.PEER_FAILED): _G.FAILED,
+    (_G.OPENED, _E.PEER_LOST): _G.FAILED,
+    (_G.OPENED, _E.DEADLINE): _G.FAILED,
+    (_G.ANNOUNCED, _E.GRANT): _G.GIVING,
+    (_G.ANNOUNCED, _E.FULL): _G.REFUSED,
+    (_G.ANNOUNCED, _E.CANCEL): _G.FAILED,
+    (_G.ANNOUNCED, _E.PEER_FAILED): _G.FAILED,
+    (_G.ANNOUNCED, _E.PEER_LOST): _G.FAILED,
+    (_G.ANNOUNCED, _E.DEADLINE): _G.FAILED,
+    (_G.GIVING, _E.PROGRESS): _G.GIVING,
+    (_G.GIVING, _E.ALL_GIVEN): _G.GIVEN,
+    (_G.GIVING, _E.CANCEL): _G.FAILED,
+    (_G.GIVING, _E.PEER_FAILED): _G.FAILED,
+    (_G.GIVING, _E.PEER_LOST): _G.FAILED,
+    (_G.GIVING, _E.DEADLINE): _G.FAILED,
+    (_G.GIVEN, _E.COMPLETE): _G.COMPLETED,
+    (_G.GIVEN, _E.CANCEL): _G.FAILED,
+    (_G.GIVEN, _E.PEER_FAILED): _G.FAILED,
+    (_G.GIVEN, _E.PEER_LOST): _G.FAILED,
+    (_G.GIVEN, _E.DEADLINE): _G.FAILED,
+    (_C.OPENING, _E.ANNOUNCE): _C.RESERVING,
+    (_C.OPENING, _E.CANCEL): _C.FAILED,
+    (_C.OPENING, _E.PEER_FAILED): _C.FAILED,
+    (_C.OPENING, _E.PEER_LOST): _C.FAILED,
+    (_C.OPENING, _E.DEADLINE): _C.FAILED,
+    (_C.RESERVING, _E.GRANT): _C.TAKING,
+    (_C.RESERVING, _E.FULL): _C.FULL,
+    (_C.RESERVING, _E.CANCEL): _C.FAILED,
+    (_C.RESERVING, _E.PEER_FAILED): _C.FAILED,
+    (_C.RESERVING, _E.PEER_LOST): _C.FAILED,
+    (_C.RESERVING, _E.DEADLINE): _C.FAILED,
+    (_C.TAKING, _E.PROGRESS): _C.TAKING,
+    (_C.TAKING, _E.COMPLETE): _C.COMPLETED,
+    (_C.TAKING, _E.CANCEL): _C.FAILED,
+    (_C.TAKING, _E.PEER_FAILED): _C.FAILED,
+    (_C.TAKING, _E.PEER_LOST): _C.FAILED,
+    (_C.TAKING, _E.DEADLINE): _C.FAILED,
+}
+
+ENDS: frozenset[State] = frozenset(
+    {_G.COMPLETED, _G.REFUSED, _G.FAILED, _C.COMPLETED, _C.FULL, _C.FAILED}
+)
+
+
+class Limit(NamedTuple):
+    """Whom a state waits for, and for how many seconds at most."""
+
+    owner: str
+    seconds: float
+
+
+LIMITS: Mapping[State, Limit] = {
+    _G.OFFERED: Limit("the receiver, to open its stream", 10.0),
+    _G.OPENED: Limit("our scheduler, to plan the first chunk", 600.0),
+    _G.ANNOUNCED: Limit("the receiver, to reserve blocks", 10.0),
+    _G.GIVING: Limit("our engine to compute, or the receiver to take", 60.0),
+    _G.GIVEN: Limit("the receiver, to confirm", 5.0),
+    _C.OPENING: Limit("the sender, to announce", 600.0),
+    _C.RESERVING: Limit("our scheduler, to reserve blocks", 10.0),
+    _C.TAKING: Limit("the sender to compute, or our engine to unpack", 60.0),
+}
+
+
+def follow(state: State, event: HandoverEvent) -> State:
+    """The state after an event. Raises HandoverFailed when the event is out of place."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise HandoverFailed(f"'{event.value}' is out of place in '{state.value}'") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The positions that one KV chunk carries, and the KV chunk's number."""
+
+    index: int
+    first_position: int
+    num_positions: int
+
+
+@dataclass(slots=True)
+class SenderSide:
+    """What the sender knows of one hand-over. Methods are named after what was heard or done.
+
+    finished: positions told as computed. next_position: first one that no KV chunk carries yet.
+    outstanding: KV chunks that were sent and not confirmed. Peer faults raise
+    HandoverFailed and leave the state as it was; the driver then calls `end`.
+    """
+
+    num_positions: int
+    state: State = SenderState.OFFERED
+    positions_per_kv_chunk: int = 0
+    finished: int = 0
+    next_position: int = 0
+    next_index: int = 0
+    credits: int = 0
+    outstanding: set[int] = field(default_factory=set)
+    num_sent: int = 0
+    told_tokens: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDS
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Every KV chunk was sent: token 0 may be told, which is the sender's last word."""
+        return (
+            self.state is SenderState.GIVING
+            and self.next_position == self.num_positions
+            and self.num_sent == self.next_index
+            and not self.told_tokens
+        )
+
+    def opened(self, positions_per_kv_chunk: int) -> None:
+        if positions_per_kv_chunk < 1:
+            raise HandoverFailed("the receiver's buffers are smaller than one position")
+        self.state = follow(self.state, HandoverEvent.OPEN)
+        self.positions_per_kv_chunk = positions_per_kv_chunk
+
+    def announced(self) -> None:
+        self.state = follow(self.state, HandoverEvent.ANNOUNCE)
+
+    def granted(self, from_position: int) -> None:
+        state = follow(self.state, HandoverEvent.GRANT)
+        if not 0 <= from_position <= self.num_positions:
+            raise HandoverFailed("granted from a position that the input does not have")
+        self.state = state
+        self.next_position = self.finished = from_position
+
+    def refused(self) -> None:
+        self.state = follow(self.state, HandoverEvent.FULL)
+
+    def advanced(self, finished: int) -> bool:
+        """Our engine computed up to `finished`. True when the receiver has to be told."""
+        if self.state is not SenderState.GIVING or finished <= self.finished:
+            return False
+        self.state = follow(self.state, HandoverEvent.PROGRESS)
+        self.finished = min(finished, self.num_positions)
+        return True
+
+    def credited(self, num_kv_chunks: int) -> None:
+        """Raises HandoverFailed when more was credited than what is finished can use."""
+        self.state = follow(self.state, HandoverEvent.PROGRESS)
+        self.credits += num_kv_chunks
+        useful = -(-(self.finished - self.next_position) // self.positions_per_kv_chunk)
+        if num_kv_chunks < 1 or self.credits > useful:
+            raise HandoverFailed("credited KV chunks that do not exist")
+
+    def next_run(self) -> Run | None:
+        """The next KV chunk that may be made now; it counts as made, and `sent` follows.
+
+        What is finished is cut into as few KV chunks as can be, of equal size: a small last one
+        would cost what a large one does, and the first one keeps the receiver waiting for its
+        packing.
+        """
+        left = self.finished - self.next_position
+        if self.state is not SenderState.GIVING or self.credits == 0 or left == 0:
+            return None
+        num_kv_chunks = -(-left // self.positions_per_kv_chunk)
+        count = -(-left // num_kv_chunks)
+        run = Run(self.next_index, self.next_position, count)
+        self.credits -= 1
+        self.next_index += 1
+        self.next_position += count
+        return run
+
+    def sent(self, index: int) -> None:
+        """The KV chunk is sealed in its buffer and is being told."""
+        self.state = follow(self.state, HandoverEvent.PROGRESS)
+        self.num_sent += 1
+        self.outstanding.add(index)
+
+    def collected(self, index: int) -> None:
+        state = follow(self.state, HandoverEvent.PROGRESS)
+        if index not in self.outstanding:
+            raise HandoverFailed("collected a KV chunk that was not sent")
+        self.state = state
+        self.outstanding.discard(index)
+        self._check_given()
+
+    def tokens(self) -> None:
+        """Token 0 is being told. Raises HandoverFailed unless `wants_tokens`."""
+        if not self.wants_tokens:
+            raise HandoverFailed("token 0 was told before the last KV chunk, or twice")
+        self.told_tokens = True
+        self._check_given()
+
+    def completed(self) -> None:
+        self.state = follow(self.state, HandoverEvent.COMPLETE)
+
+    def end(self, event: HandoverEvent) -> None:
+        """Ends the hand-over for a reason. Without effect when it has ended already."""
+        if not self.ended:
+            self.state = follow(self.state, event)
+
+    def _check_given(self) -> None:
+        if self.told_tokens and not self.outstanding:
+            self.state = follow(self.state, HandoverEvent.ALL_GIVEN)
+
+
+@dataclass(slots=True)
+class ReceiverSide:
+    """What the receiver knows of one hand-over.
+
+    finished: positions told as computed. next_position: first one that no KV chunk carried yet.
+    credits: given and not used. landing: KV chunks on their way into our blocks.
+    """
+
+    num_positions: int
+    positions_per_kv_chunk: int
+    state: State = ReceiverState.OPENING
+    finished: int = 0
+    next_position: int = 0
+    next_index: int = 0
+    credits: int = 0
+    landing: set[int] = field(default_factory=set)
+    has_tokens: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDS
+
+    @property
+    def wants_credit(self) -> bool:
+        """Whether a landing buffer is of use now: finished positions wait without a credit."""
+        covered = self.next_position + self.credits * self.positions_per_kv_chunk
+        return self.state is ReceiverState.TAKING and covered < self.finished
+
+    @property
+    def all_in(self) -> bool:
+        return (
+            self.state is ReceiverState.TAKING
+            and self.has_tokens
+            and self.next_position == self.num_positions
+            and not self.landing
+        )
+
+    def announced(self, num_positions: int) -> None:
+        state = follow(self.state, HandoverEvent.ANNOUNCE)
+        if num_positions != self.num_positions:
+            raise HandoverFailed("the sender announced another input")
+        self.state = state
+
+    def granted(self, from_position: int) -> None:
+        self.state = follow(self.state, HandoverEvent.GRANT)
+        self.next_position = self.finished = from_position
+
+    def full(self) -> None:
+        self.state = follow(self.state, HandoverEvent.FULL)
+
+    def advanced(self, finished: int) -> None:
+        state = follow(self.state, HandoverEvent.PROGRESS)
+        if not self.finished < finished <= self.num_positions:
+            raise HandoverFailed("the sender finished positions out of order")
+        self.state, self.finished = state, finished
+
+    def credited(self) -> None:
+        """One landing buffer is held for a KV chunk to come."""
+        self.state = follow(self.state, HandoverEvent.PROGRESS)
+        self.credits += 1
+
+    def arriving(self, run: Run) -> None:
+        """A KV chunk is ready at the sender; it uses one credit."""
+        state = follow(self.state, HandoverEvent.PROGRESS)
+        if self.credits == 0:
+            raise HandoverFailed("a KV chunk came without a credit")
+        if (run.index, run.first_position) != (self.next_index, self.next_position):
+            raise HandoverFailed("a KV chunk came out of order")
+        if (
+            not 0
+            < run.num_positions
+            <= min(self.positions_per_kv_chunk, self.finished - self.next_position)
+        ):
+            raise HandoverFailed("a KV chunk carries positions that are not finished")
+        self.state = state
+        self.credits -= 1
+        self.next_index += 1
+        self.next_position += run.num_positions
+        self.landing.add(run.index)
+
+    def landed(self, index: int) -> None:
+        """The KV chunk was verified and its KV lies in our blocks."""
+        self.state = follow(self.state, HandoverEvent.PROGRESS)
+        self.landing.remove(index)
+
+    def tokens(self) -> None:
+        state = follow(self.state, HandoverEvent.PROGRESS)
+        if self.has_tokens or self.next_position != self.num_positions:
+            raise HandoverFailed("token 0 came before the last KV chunk, or twice")
+        self.state, self.has_tokens = state, True
+
+    def completed(self) -> None:
+        self.state = follow(self.state, HandoverEvent.COMPLETE)
+
+    def end(self, event: HandoverEvent) -> None:
+        """Ends the hand-over for a reason. Without effect when it has ended already."""
+        if not self.ended:
+            self.state = follow(self.state, event)

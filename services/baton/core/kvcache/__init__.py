@@ -1,0 +1,5 @@
+"""Who owns each block of KV memory, and which prefixes it holds.
+
+In: token ids, block numbers.
+Out: block tables, hashes of prefixes, cache events.
+"""

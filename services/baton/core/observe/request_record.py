@@ -1,0 +1,137 @@
+"""What is remembered of one request while it runs and for a while afterwards.
+
+Counts, times, decisions and names only. Its prompt's token ids are here when replays are kept
+(`replay`), its text never. Knows no clock and no wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from baton.core.errors import BatonError, Reason
+from baton.core.observe.attempt_record import MAX_TEXT, AttemptRecord
+from baton.core.observe.replay import Replay
+from baton.core.observe.stages import StageClock, StageTimes
+from baton.core.request.model import ModelDescription
+from baton.core.request.request import FinishReason, StopParams
+from baton.core.request.token_log import TokenLog
+from baton.core.routing.routing import RoutingPolicy
+
+MAX_ATTEMPTS = 16
+"""That are remembered: the first half of them and the newest ones."""
+
+BASE_BYTES = 3000
+ATTEMPT_BYTES = 6000
+"""What a record and each of its attempts take at most, by and large: texts are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """How one choice ended. finish_reason: None for one that had not when the request did."""
+
+    output_tokens: int
+    finish_reason: FinishReason | None
+    stop_string: bool = False
+    """Whether a stop string ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed. message: as its client was told."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """arrived_at: seconds since 1970. asked: chat, text or tokens. policy: by which its workers
+    are chosen. split: a prefill pool is configured. output_tokens and choices: once it is over.
+
+    times: once it is over; before, `so_far`.
+    """
+
+    request_id: str
+    tenant: str
+    arrived_at: float
+    asked: str
+    priority: int
+    policy: RoutingPolicy
+    split: bool
+    clock: StageClock | None
+    model: str = ""
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    cached_tokens: int = 0
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    num_attempts: int = 0
+    choices: tuple[ChoiceEnd, ...] = ()
+    failure: Failure | None = None
+    times: StageTimes | None = None
+    replay: Replay | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.times is not None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self.choices)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes, by and large; more than that it does not."""
+        replay = self.replay.size if self.replay is not None else 0
+        return BASE_BYTES + ATTEMPT_BYTES * len(self.attempts) + 64 * len(self.choices) + replay
+
+    def attempt(self, number: int) -> AttemptRecord | None:
+        """The attempt of that number, or None when it is not remembered."""
+        return next((each for each in reversed(self.attempts) if each.number == number), None)
+
+    def add(self, attempt: AttemptRecord) -> None:
+        self.num_attempts += 1
+        self.attempts.append(attempt)
+        if len(self.attempts) > MAX_ATTEMPTS:
+            del self.attempts[MAX_ATTEMPTS // 2]
+
+    def accepted(self, model: str, prompt_tokens: int, stop: StopParams) -> None:
+        """It is known what is to run."""
+        self.model, self.prompt_tokens = model, prompt_tokens
+        self.max_tokens = stop.max_tokens
+
+    def runs_on(self, model: ModelDescription) -> None:
+        """While nothing of it has run, another model of the same name may take its place."""
+        self.model = model.name
+        if self.replay is not None:
+            self.replay = replace(self.replay, model=model)
+
+    def served(self, *, exact: bool) -> None:
+        """Workers take it on; exact: all of them run in exact mode."""
+        if self.replay is not None and not exact:
+            self.replay = replace(self.replay, exact=False)
+
+    def so_far(self, now: float) -> StageTimes:
+        """now: a reading of the clock by which its stages are timed."""
+        if self.times is not None:
+            return self.times
+        return self.clock.times(now) if self.clock is not None else StageTimes()
+
+    def ended(
+        self, error: BaseException | None, logs: Sequence[TokenLog], cached_tokens: int
+    ) -> None:
+        """It is over, its stages are too. error: None for one that ended well; whatever is no
+        BatonError is its client's leaving. Nothing of the logs is kept but numbers and digests."""
+        if self.over or self.clock is None:
+            return
+        self.times, self.clock = self.clock.times(), None
+        self.cached_tokens = cached_tokens
+        self.choices = tuple(
+            ChoiceEnd(len(log), log.finish_reason, log.stop_string is not None) for log in logs
+        )
+        if isinstance(error, BatonError):
+            self.failure = Failure(error.reason, error.message[:MAX_TEXT])
+        elif error is not None:
+            self.failure = Failure(Reason.CANCELLED, "The client left.")
+        if self.replay is not None:
+            self.replay = self.replay.ended([log.token_ids() for log in logs])

@@ -1,0 +1,273 @@
+"""What a client asked for, frozen; knows nothing of workers, progress or the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from baton.core.admission.tenants import ANYONE, Tenant
+from baton.core.observe.stages import StageTimes
+from baton.core.observe.trace_context import UNTRACED, TraceContext
+from baton.core.request.grammar import Grammar
+
+
+class FinishReason(Enum):
+    """Why a choice ended."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    TOOL_CALLS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one choice's next token is drawn. All values are resolved: nothing is absent."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    top_logprobs: int | None = None
+    """How many alternatives to report with each token's log-probability; None reports nothing."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; none named: all may."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a choice ends. Counts are output tokens of the choice over all attempts."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant made. arguments: JSON text, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation.
+
+    tool_calls and reasoning: of an assistant. tool_call_id: the call that a tool's message answers.
+    name: who speaks, where several have one role, or which tool.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. parameters: a JSON schema as text; empty: none."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+
+
+class ToolUse(Enum):
+    """Whether an answer calls tools."""
+
+    NONE = 1
+    AUTO = 2
+    REQUIRED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """name: the one tool to call, with REQUIRED only; empty: any."""
+
+    use: ToolUse = ToolUse.AUTO
+    name: str = ""
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """template_kwargs: more variables of the chat template, a JSON object as text, or empty.
+    template: a template instead of the model's own, where the operator allows it, or empty."""
+
+    messages: tuple[Message, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_kwargs: str = ""
+    template: str = ""
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request, as every public entry hands it to the router's pipeline.
+
+    max_tokens: None means up to the model's context; 0 that only what is asked of the prompt is
+    told. echo: tell the prompt's text. prompt_logprobs: how many alternatives to tell with the
+    log-probability of each of the prompt's tokens; None tells none. truncate_prompt_tokens: keep at
+    most so many of the prompt's tokens, those at its end unless truncation_side is "right"; -1: as
+    many as leave room for the output. seed: None means the router
+    draws one (then `sampling.seed` is not looked at). deadline_s: seconds from arrival, or None.
+    trace: the caller's own.
+    """
+
+    prompt: Prompt
+    model: str = ""
+    n: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: Tenant = ANYONE
+    cache_salt: bytes = b""
+    grammar: Grammar | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
+    trace: TraceContext = UNTRACED
+
+    def of(self, tenant: Tenant, trace: TraceContext = UNTRACED) -> Request:
+        """The same request, of whoever was found to have sent it, as a part of the caller's trace.
+        Asked once, at the edge."""
+        return replace(self, tenant=tenant, cache_salt=tenant.salted(self.cache_salt), trace=trace)
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """One token with its own bytes (not always whole characters) and natural log-probability."""
+
+    token_id: int
+    text: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A sampled token's log-probability and the most likely tokens at its position, best first."""
+
+    token: TextLogprob
+    top: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First event of every request."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    seed: int
+    prompt_token_ids: tuple[int, ...] = ()
+    """Only when token ids were asked for."""
+    prompt_text: str = ""
+    """Only when it was asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One of each of the prompt's tokens, when asked for. The first one's number says nothing, as
+    nothing comes before it."""
+    trace_id: str = ""
+    """Of its trace, where it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of one call. id and name come once, with the first delta of an index; arguments are JSON
+    text that follows what was sent before."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More of one choice. `text` is whole characters that follow what was sent before.
+
+    Of a chat, what the model thinks aloud is in `reasoning` and its calls are in `tool_calls`
+    instead of in `text`.
+
+    token_ids are filled always; entries drop them when the client did not ask. Text may lag behind
+    tokens (held back for a stop string or an unfinished character). finish_reason is set on the
+    choice's last delta, with what stopped it.
+    """
+
+    choice: int
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Last event of every request that did not fail."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    stages: StageTimes | None = None
+    """Unless the operator wants it not told."""
+    reasoning_tokens: int = 0
+    """How many of the completion's were reasoning."""
+
+
+Event = Accepted | Delta | Finished

@@ -1,0 +1,339 @@
+"""One request's life: its choices, the attempts that run them, and what a failure means.
+
+Pure: told what happened, it says what to run next. It knows neither which workers run an attempt
+nor how; the router's relay carries its decisions out.
+
+An attempt runs choices that share all accepted tokens; its input is prompt + those tokens, so an
+accepted position is never sampled again. `baton.core.request.attempt_states` is where it may stand.
+
+A choice that decodes may be given away by its worker, with its KV. It leaves its attempt, which
+has not failed, and goes on in another one of its own, MOVING until its KV is complete. The input
+ends before the newest accepted token there, which the sender tells again; losing such an attempt is
+no fault of the request. Events about an attempt that is over are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from baton.core.admission.tenants import ANYONE, Tenant
+from baton.core.errors import BatonError, Internal, Quarantined, WorkerLost
+from baton.core.request.attempt import Attempt, ChoiceTokens
+from baton.core.request.attempt_states import (
+    HOLDERS,
+    LOST,
+    OVER,
+    TRANSITIONS,
+    AttemptEvent,
+    AttemptState,
+    Phase,
+)
+from baton.core.request.grammar import Grammar
+from baton.core.request.losses import VERDICTS, FailureAction
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.request.token_log import PositionGap, TokenLog
+from baton.core.routing.quarantine import Suspicion
+
+
+@dataclass(slots=True)
+class AttemptRun:
+    """The progress of one attempt. `running`: its choices that have neither ended nor left it.
+
+    moved: it goes on with KV that another decode worker gives. suspect: it is to be alone with
+    others of its kind (`baton.core.routing.quarantine`). retry: nothing of the request was
+    accepted, and a worker lost it. phases: once placed.
+    """
+
+    attempt: Attempt
+    running: set[int]
+    moved: bool = False
+    suspect: bool = False
+    retry: bool = False
+    phases: frozenset[Phase] = frozenset()
+    state: AttemptState = AttemptState.PLACING
+    to_cancel: frozenset[Phase] = frozenset()
+    """Once over: the phases that may still hold something for it."""
+    freed_by_decode: set[int] = field(default_factory=set)
+    """Choices that decode itself has ended, failed or given away: it frees what it holds for them
+    without being told."""
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+
+class RequestState:
+    """All choices of one request and the attempts that run them.
+
+    max_fruitless_attempts: how many attempts in a row a choice may lose without having gained a
+    second token in one of them (the first may be prefill's doing; only the second shows that decode
+    lives). suspicion: of being what its workers died of.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        stop: StopParams,
+        max_fruitless_attempts: int,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        tenant: Tenant = ANYONE,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.stop = stop
+        self.logs = tuple(TokenLog(choice) for choice in range(n))
+        self.failure: BatonError | None = None
+        self.num_attempts = 0
+        self._max_fruitless_attempts = max_fruitless_attempts
+        self._priority = priority
+        self._cache_salt = cache_salt
+        self._tenant = tenant
+        self._prompt_logprobs = prompt_logprobs
+        self._grammar = grammar
+        self._runs: dict[int, AttemptRun] = {}
+        self._fruitless_attempts = [0] * n
+        self._migrated_out: set[int] = set()
+        self._lost: set[int] = set()
+        """Choices that a worker lost and no attempt runs again yet."""
+        self.suspicion = Suspicion()
+
+    @property
+    def started(self) -> bool:
+        """Whether the client may have seen a token."""
+        return any(len(log) for log in self.logs)
+
+    @property
+    def done(self) -> bool:
+        """No attempt runs and none is wanted any more."""
+        return self.failure is not None or all(log.ended for log in self.logs)
+
+    def next_attempts(self) -> list[AttemptRun]:
+        """Attempts for all choices that wait: one for each that is given away, one per group of the
+        others with the same accepted tokens."""
+        if self.failure is not None:
+            return []
+        runs = []
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for log in self.logs:
+            if log.attempt is not None or log.ended:
+                continue
+            if log.choice in self._migrated_out:
+                runs.append(self._open(log.token_ids(0, -1), [log.choice], moved=True))
+            else:
+                groups.setdefault(log.token_ids(), []).append(log.choice)
+        self._migrated_out.clear()
+        return runs + [self._open(output, choices) for output, choices in groups.items()]
+
+    def _open(
+        self, output: tuple[int, ...], choices: list[int], *, moved: bool = False
+    ) -> AttemptRun:
+        number = self.num_attempts
+        self.num_attempts += 1
+        attempt = Attempt(
+            request_id=self.request_id,
+            attempt=number,
+            choices=tuple(choices),
+            token_ids=self.prompt + output,
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.sampling,
+            stop=self.stop,
+            priority=self._priority,
+            cache_salt=self._cache_salt,
+            tenant=self._tenant.name,
+            weight=self._tenant.weight,
+            prompt_logprobs=self._prompt_logprobs,
+            grammar=self._grammar,
+        )
+        run = self._runs[number] = AttemptRun(
+            attempt,
+            set(choices),
+            moved,
+            suspect=self.suspicion.suspect and not moved,
+            retry=not self.started and not self._lost.isdisjoint(choices),
+        )
+        self._lost.difference_update(choices)
+        for choice in choices:
+            self.logs[choice].attempt = number
+        return run
+
+    def needs_decode(self, attempt: Attempt) -> bool:
+        """Whether any choice may go on after this attempt's first token."""
+        return attempt.position + 1 < self.stop.max_tokens
+
+    def placed(self, number: int, phases: Collection[Phase]) -> None:
+        """The attempt's workers are chosen and are about to be told."""
+        run = self._runs.get(number)
+        if run is not None:
+            run.phases = frozenset(phases)
+        if run is not None and run.moved:
+            event = AttemptEvent.PLACED_TO_MOVE
+        elif Phase.DECODE not in phases:
+            event = AttemptEvent.PLACED_ON_PREFILL
+        elif Phase.PREFILL in phases:
+            event = AttemptEvent.PLACED_ON_BOTH
+        else:
+            event = AttemptEvent.PLACED_ON_DECODE
+        self._apply(number, event)
+
+    def tokens(self, phase: Phase, tokens: ChoiceTokens) -> bool:
+        """Tokens of one choice came from a phase; returns whether its log has grown or ended."""
+        _, choice, number = tokens.key
+        run = self._runs.get(number)
+        if run is None or choice not in run.running:
+            return False
+        log = self.logs[choice]
+        try:
+            accepted = log.accept(tokens)
+        except PositionGap:
+            self.attempt_failed(number, Internal("Tokens were lost between workers."))
+            return False
+        if phase is Phase.DECODE and tokens.finish_reason is not None:
+            run.freed_by_decode.add(choice)
+        if accepted and self.suspicion.suspect and self.gained(run, Phase.DECODE):
+            self.suspicion.cleared()
+        ended = log.finish_reason is not None
+        if ended:
+            self._left(run, choice)
+        return accepted > 0 or ended
+
+    def gained(self, run: AttemptRun, phase: Phase) -> bool:
+        """Whether a phase's worker is seen to have computed for the attempt. Where decode gets KV,
+        the first token is the sender's doing."""
+        given = phase is Phase.DECODE and (run.moved or Phase.PREFILL in run.phases)
+        least = run.attempt.position + (2 if given else 1)
+        return any(len(self.logs[choice]) >= least for choice in run.attempt.choices)
+
+    def prefill_answered(self, number: int) -> None:
+        """Prefill's answer is in, its tokens were given to `tokens` before."""
+        run = self._apply(number, AttemptEvent.PREFILL_ANSWERED)
+        if run is not None and run.over:
+            self._judge(run, run.running, Internal("Prefill left a choice unfinished."))
+
+    def kv_complete(self, number: int) -> None:
+        """Decode has all KV of the attempt."""
+        self._apply(number, AttemptEvent.KV_COMPLETE)
+
+    def migrated_out(self, number: int, choice: int, position: int) -> bool:
+        """Decode has told all tokens of a choice below a position and keeps their KV, but for the
+        newest one's, for another worker. Returns whether anyone is still to collect it."""
+        run = self._runs.get(number)
+        if run is None or choice not in run.running:
+            return False
+        if not 0 < position == len(self.logs[choice]):
+            self.attempt_failed(number, Internal("Tokens were lost between workers."))
+            return False
+        run.freed_by_decode.add(choice)
+        self.logs[choice].attempt = None
+        self._migrated_out.add(choice)
+        self._left(run, choice)
+        return True
+
+    def phase_failed(
+        self, number: int, phase: Phase, error: BatonError, choices: Collection[int] = ()
+    ) -> None:
+        """A phase failed, for these choices only when some are named."""
+        run = self._runs.get(number)
+        if run is None:
+            return
+        if isinstance(error, WorkerLost):
+            self._suspect(run, phase)
+        if phase is Phase.DECODE:
+            run.freed_by_decode.update(choices or run.attempt.choices)
+        if choices and run.running - set(choices):
+            lost = run.running & set(choices)
+            run.running -= lost
+            self._judge(run, lost, error)
+            return
+        self._apply(number, LOST[phase])
+        if run.over:
+            # One that was lost may live, and hold what it was asked for.
+            if not isinstance(error, WorkerLost):
+                run.to_cancel -= {phase}
+            self._judge(run, run.running, error)
+
+    def attempt_failed(self, number: int, error: BatonError) -> None:
+        """The attempt cannot go on whatever its phases say; all of them are to be cancelled."""
+        run = self._runs.get(number)
+        if run is not None:
+            self._end(run, AttemptState.FAILED)
+            self._judge(run, run.running, error)
+
+    def stopped(self, choice: int, position: int, stop_string: str) -> int | None:
+        """A stop string was completed. Returns the attempt in which the choice has to be cancelled,
+        if one goes on without it. Raises PositionGap for a position that was never accepted.
+        """
+        log = self.logs[choice]
+        log.truncate(position, stop_string)
+        run = None if log.attempt is None else self._runs.get(log.attempt)
+        if run is None or choice not in run.running:
+            return None
+        self._left(run, choice)
+        return None if run.over else run.attempt.attempt
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the request: deadline, cancellation, or a failure outside of any attempt."""
+        if self.failure is None:
+            self.failure = error
+        for run in list(self._runs.values()):
+            self._end(run, AttemptState.FAILED)
+
+    def _apply(self, number: int, event: AttemptEvent) -> AttemptRun | None:
+        """The attempt after the event, or None when it was over before."""
+        run = self._runs.get(number)
+        if run is not None:
+            state = TRANSITIONS[run.state, event]
+            if state in OVER:
+                self._end(run, state)
+            run.state = state
+        return run
+
+    def _end(self, run: AttemptRun, state: AttemptState) -> None:
+        run.to_cancel = HOLDERS[run.state]
+        if run.freed_by_decode >= set(run.attempt.choices):
+            run.to_cancel -= {Phase.DECODE}
+        run.state = state
+        del self._runs[run.attempt.attempt]
+
+    def _left(self, run: AttemptRun, choice: int) -> None:
+        run.running.discard(choice)
+        if not run.running:
+            self._apply(run.attempt.attempt, AttemptEvent.NOTHING_LEFT)
+
+    def _suspect(self, run: AttemptRun, phase: Phase) -> None:
+        """A worker died with the attempt on it."""
+        harmless = phase is Phase.PREFILL and run.state is AttemptState.DECODING
+        if harmless or run.moved or self.gained(run, phase):
+            return
+        self.suspicion.died(alone=run.suspect)
+        if self.suspicion.guilty:
+            self.fail(
+                Quarantined(
+                    "The workers that ran this request died of it, one after the other; "
+                    "it is not tried again."
+                )
+            )
+
+    def _judge(self, run: AttemptRun, choices: Collection[int], error: BatonError) -> None:
+        """These choices lost their attempt: let them wait for another one, or end the request."""
+        verdict = VERDICTS[error.reason]
+        for choice in choices:
+            log = self.logs[choice]
+            log.attempt = None
+            if verdict is FailureAction.ELSEWHERE:
+                self._lost.add(choice)
+            if len(log) - run.attempt.position > 1:
+                self._fruitless_attempts[choice] = 0
+            elif verdict is FailureAction.ELSEWHERE and not run.moved:
+                self._fruitless_attempts[choice] += 1
+        fatal = verdict is FailureAction.FATAL and not run.moved
+        if fatal or any(b >= self._max_fruitless_attempts for b in self._fruitless_attempts):
+            self.fail(error)

@@ -1,0 +1,153 @@
+"""ScalingRule, how many workers of each pool what is foreseen takes; starts none, and has no clock.
+
+It goes by what leads, not by what follows: prompt tokens that wait are work that nobody does yet,
+and KV that grows says what decode will hold when a worker that is asked for now is there. How busy
+workers are says neither: decode is busy with one sequence as with a hundred.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, inf, isfinite
+
+from baton.core.errors import InvalidArgument
+from baton.core.routing.speed import WorkerSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Workers of a pool, both included."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        if not 0 <= self.least <= self.most:
+            raise InvalidArgument("must be from 0 to the most", field="least")
+
+    def within(self, workers: float) -> int:
+        if workers >= self.most:
+            return self.most
+        return max(self.least, ceil(workers - 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPolicy:
+    """first_token_s, between_tokens_s: targets. busy: share of a worker's time and of its KV that
+    is planned with. lead_s: from asking for a worker until it takes work. trend_s: over which
+    growth is told. hold_s: a pool keeps what it needed at any moment of this long, so that it does
+    not shrink between two bursts.
+
+    Raises InvalidArgument.
+    """
+
+    first_token_s: float
+    between_tokens_s: float
+    busy: float = 0.7
+    lead_s: float = 30.0
+    trend_s: float = 20.0
+    hold_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("first_token_s", "between_tokens_s", "trend_s"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) > 0.0):
+                raise InvalidArgument("must be more than 0", field=name)
+        for name in ("lead_s", "hold_s"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
+                raise InvalidArgument("must not be below 0", field=name)
+        if not 0.0 < self.busy <= 1.0:
+            raise InvalidArgument("must be above 0, at most 1", field="busy")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSignals:
+    """In seconds of one worker's time. arrived_s: all prefill work that ever came. queued_s: what
+    waits, in routers and on workers."""
+
+    arrived_s: float
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSignals:
+    """rows: sequences that run or wait to, on all workers. positions: of KV that they hold. speed,
+    room, places: of one worker: its curve, positions that it holds, and rows at most; 0: any."""
+
+    rows: float
+    positions: float
+    speed: WorkerSpeed
+    room: int
+    places: int = 0
+
+
+class ScalingRule:
+    """One for a fleet. `prefill` and `decode` are each asked now and then, at times that grow."""
+
+    def __init__(self, policy: ScalingPolicy, prefill: Bounds, decode: Bounds) -> None:
+        self._policy = policy
+        self._arrived, self._positions, self._rows = (Trend(policy.trend_s) for _ in range(3))
+        self._prefill = _Held(prefill, policy.hold_s)
+        self._decode = _Held(decode, policy.hold_s)
+
+    def prefill(self, now: float, signals: PrefillSignals) -> int:
+        """For the work that comes, and to be through with what waits within the target."""
+        policy = self._policy
+        coming = max(0.0, self._arrived.per_second(now, signals.arrived_s))
+        need = coming / policy.busy + signals.queued_s / policy.first_token_s
+        return self._prefill.target(now, need)
+
+    def decode(self, now: float, signals: DecodeSignals) -> int:
+        """For what a worker holds and how long its step is, once one that is asked for now is
+        there."""
+        policy, speed = self._policy, signals.speed
+        positions = self._foreseen(self._positions, now, signals.positions)
+        rows = self._foreseen(self._rows, now, signals.rows)
+        needs = [positions / (policy.busy * signals.room) if signals.room else 0.0]
+        if signals.places:
+            needs.append(rows / (policy.busy * signals.places))
+        # Rows and positions are spread over workers, the step's own time is each one's.
+        work_s = rows * speed.row_s + positions * speed.context_s
+        if work_s:
+            left_s = policy.between_tokens_s - speed.step_s
+            needs.append(work_s / left_s if left_s > 0.0 else inf)
+        return self._decode.target(now, max(needs))
+
+    def _foreseen(self, trend: Trend, now: float, value: float) -> float:
+        return value + self._policy.lead_s * max(0.0, trend.per_second(now, value))
+
+
+class Trend:
+    """How fast a value grows, over the last so many seconds."""
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._known: deque[tuple[float, float]] = deque()
+
+    def per_second(self, now: float, value: float) -> float:
+        """0 at first. now: never before the time of the last call."""
+        known = self._known
+        known.append((now, value))
+        while len(known) > 2 and known[1][0] <= now - self._over_s:
+            known.popleft()
+        then, before = known[0]
+        return (value - before) / (now - then) if now > then else 0.0
+
+
+class _Held:
+    """Grows at once; shrinks to the most that was needed in a while."""
+
+    def __init__(self, bounds: Bounds, hold_s: float) -> None:
+        self._bounds, self._hold_s = bounds, hold_s
+        self._falling: deque[tuple[float, int]] = deque()
+        """Of past targets those that no later one reached."""
+
+    def target(self, now: float, need: float) -> int:
+        falling, wanted = self._falling, self._bounds.within(need)
+        while falling and falling[-1][1] <= wanted:
+            falling.pop()
+        falling.append((now, wanted))
+        while falling[0][0] < now - self._hold_s:
+            falling.popleft()
+        return falling[0][1]

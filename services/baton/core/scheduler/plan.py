@@ -1,0 +1,170 @@
+"""The values between scheduler and runner: what to compute, and what came out.
+
+Plain data: knows neither requests nor tensors. A runner sees nothing else. Nobody changes a value
+once it is made; those that a step has hundreds of are still no frozen dataclasses, which take 1 µs
+each to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.core.request.attempt import Logprobs
+from baton.core.request.prompt_logprobs import PromptLogprobs
+from baton.core.request.request import SamplingParams
+
+Extents = tuple[tuple[int, int], ...]
+"""A BlockTable as runs of consecutive ids: (first block, number of blocks), in position order."""
+
+PENDING = -1
+"""As a chunk's only token id: the token that the newest earlier step samples for this sequence.
+
+It lets a step be planned while the one before it still runs. The runner fills it in; if that step
+sampled nothing for the sequence, whatever this one samples for it is worthless and is dropped.
+"""
+
+
+class SampleRow(NamedTuple):
+    """One token to draw from the logits of a chunk's last position.
+
+    choice and position (output position of the drawn token) key the random number together with
+    params.seed. banned: tokens that must not be drawn (end tokens before min_tokens). history:
+    prompt and output so far, given only when params.needs_history; its first num_prompt_tokens are
+    the prompt. allowed: a bit for each token id that may be drawn, least significant first (ids
+    behind its end may not), or empty: all may. What is not allowed is banned.
+    """
+
+    sequence_id: int
+    choice: int
+    position: int
+    params: SamplingParams
+    banned: tuple[int, ...] = ()
+    history: Sequence[int] = ()
+    num_prompt_tokens: int = 0
+    allowed: bytes = b""
+
+
+class Scored(NamedTuple):
+    """Tokens of a prompt whose log-probabilities are wanted: tokens[i] comes behind a chunk's i-th
+    position. num_top: how many alternatives to tell with each."""
+
+    tokens: Sequence[int]
+    num_top: int
+
+
+class Chunk(NamedTuple):
+    """Consecutive positions of one sequence that this step computes.
+
+    token_ids are the inputs at positions first_position, first_position + 1, …; extents cover all
+    positions up to the last one. samples is empty unless the last position's logits are needed; a
+    prompt with n choices has n samples. scored: set when tokens of the prompt are; none of them
+    lies behind the last position of a chunk with samples. sequence_id is local to the worker.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    first_position: int
+    extents: Extents
+    samples: tuple[SampleRow, ...] = ()
+    scored: Scored | None = None
+
+    @property
+    def end_position(self) -> int:
+        return self.first_position + len(self.token_ids)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Positions, counted from the chunk's first one, whose logits are needed, in order."""
+        rows = [] if self.scored is None else list(range(len(self.scored.tokens)))
+        return [*rows, len(self.token_ids) - 1] if self.samples else rows
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first num_positions of a block into another one (copy on write)."""
+
+    source: int
+    target: int
+    num_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSwap:
+    """Whole blocks of the pool, and for each of them the block of swap memory it is moved to or
+    from. Ids of swap memory count from 0: first those in host memory, then those on disk.
+    """
+
+    blocks: tuple[int, ...]
+    stored: tuple[int, ...]
+
+
+class StepWork(NamedTuple):
+    """What a step has to compute, counted. rows: chunks of one running sequence's next position.
+    context: positions that those rows read. prefill: positions of the other chunks.
+    """
+
+    rows: int = 0
+    context: int = 0
+    prefill: int = 0
+
+
+NO_WORK = StepWork()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. First blocks are swapped out, then in, then copied; then it computes.
+
+    So a block may be swapped out and get its next owner within one step. work: by which a step's
+    time is predicted; runners need not look at it.
+    """
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    swap_out: tuple[BlockSwap, ...] = ()
+    swap_in: tuple[BlockSwap, ...] = ()
+    work: StepWork = NO_WORK
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def scores(self) -> bool:
+        """Whether tokens of a prompt are scored."""
+        return any(chunk.scored is not None for chunk in self.chunks)
+
+
+class SampledToken(NamedTuple):
+    """One drawn token, in the order of the plan's chunks and their samples."""
+
+    sequence_id: int
+    choice: int
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+class ScoredTokens(NamedTuple):
+    """The entries that one chunk asked for, from the token behind its first position on."""
+
+    sequence_id: int
+    first_position: int
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step made. failed: sequences whose own inputs made sampling fail, with a reason.
+
+    swap_s: seconds that moving blocks to and from swap memory took. scored: one of each chunk that
+    asked for it.
+    """
+
+    step: int
+    tokens: tuple[SampledToken, ...]
+    failed: tuple[tuple[int, str], ...] = ()
+    swap_s: float = 0.0
+    scored: tuple[ScoredTokens, ...] = ()

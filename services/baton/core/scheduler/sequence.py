@@ -1,0 +1,344 @@
+"""Sequence, the progress of one choice on one worker; knows no scheduler.
+
+A sequence's KV comes to be in one of two ways: computed here, or collected from another worker.
+Then it either runs here, or is held for the worker that will run it, also after it ran here:
+
+              ┌── START ──► PREFILLING ──┬─ READY ──► RUNNING ── SWAP ──► SWAPPED
+    QUEUED ───┤                 │        │             ▲ │ ▲                │ │
+      ▲       └─ RESERVE ─► ARRIVING ────┘ READY ──────┘ │ └─── RESTORE ────┘ │
+      └─── PREEMPT ─────────────┴────────────────────────┴────────────────────┘
+                     PREFILLING, RUNNING ── HOLD ──► HELD
+
+READY is when the step that completes its KV is launched, or its last KV has been collected. A
+sequence without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
+when swap memory keeps it. What steps launched before still sample for it counts all the same.
+FINISH, CANCEL and FAIL end a sequence, from where the table says so; what is not in the table is a
+fault of Baton and raises Internal. Until they have KV, sequences with the same input move together
+(`SequenceGroup`).
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import sys
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from baton.core.errors import BatonError, Internal, InvalidArgument
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.blocks import BlockTable
+from baton.core.kvcache.prefix import PrefixChain
+from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
+from baton.core.request.stops import StopRule
+from baton.core.scheduler.plan import PENDING, Chunk, Extents, SampleRow
+from baton.core.scheduler.ports import Matcher
+
+
+class SequenceState(Enum):
+    QUEUED = auto()
+    PREFILLING = auto()
+    ARRIVING = auto()
+    RUNNING = auto()
+    SWAPPED = auto()
+    HELD = auto()
+    FINISHED = auto()
+    CANCELLED = auto()
+    FAILED = auto()
+
+
+class SequenceEvent(Enum):
+    START = auto()
+    RESERVE = auto()
+    READY = auto()
+    HOLD = auto()
+    PREEMPT = auto()
+    SWAP = auto()
+    RESTORE = auto()
+    FINISH = auto()
+    CANCEL = auto()
+    FAIL = auto()
+
+
+_S, _E = SequenceState, SequenceEvent
+
+TRANSITIONS: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
+    (_S.QUEUED, _E.START): _S.PREFILLING,
+    (_S.QUEUED, _E.RESERVE): _S.ARRIVING,
+    (_S.QUEUED, _E.FINISH): _S.FINISHED,
+    (_S.QUEUED, _E.CANCEL): _S.CANCELLED,
+    (_S.QUEUED, _E.FAIL): _S.FAILED,
+    (_S.PREFILLING, _E.READY): _S.RUNNING,
+    (_S.PREFILLING, _E.HOLD): _S.HELD,
+    (_S.PREFILLING, _E.PREEMPT): _S.QUEUED,
+    (_S.PREFILLING, _E.FINISH): _S.FINISHED,
+    (_S.PREFILLING, _E.CANCEL): _S.CANCELLED,
+    (_S.PREFILLING, _E.FAIL): _S.FAILED,
+    (_S.ARRIVING, _E.READY): _S.RUNNING,
+    (_S.ARRIVING, _E.CANCEL): _S.CANCELLED,
+    (_S.RUNNING, _E.PREEMPT): _S.QUEUED,
+    (_S.RUNNING, _E.SWAP): _S.SWAPPED,
+    (_S.RUNNING, _E.HOLD): _S.HELD,
+    (_S.RUNNING, _E.FINISH): _S.FINISHED,
+    (_S.RUNNING, _E.CANCEL): _S.CANCELLED,
+    (_S.RUNNING, _E.FAIL): _S.FAILED,
+    (_S.SWAPPED, _E.RESTORE): _S.RUNNING,
+    (_S.SWAPPED, _E.PREEMPT): _S.QUEUED,
+    (_S.SWAPPED, _E.FINISH): _S.FINISHED,
+    (_S.SWAPPED, _E.CANCEL): _S.CANCELLED,
+    (_S.SWAPPED, _E.FAIL): _S.FAILED,
+    (_S.HELD, _E.FINISH): _S.FINISHED,
+    (_S.HELD, _E.CANCEL): _S.CANCELLED,
+    (_S.HELD, _E.FAIL): _S.FAILED,
+}
+
+TERMINAL = frozenset({_S.FINISHED, _S.CANCELLED, _S.FAILED})
+
+_PENDING_ID = (PENDING,)
+
+_made = tuple.__new__
+"""A NamedTuple from its fields, half as costly as by its own constructor."""
+
+
+class Sequence:
+    """One choice's tokens and how far its KV has come.
+
+    id: local to the worker, names the sequence to the runner; later sequences have higher ones.
+    in_flight: launched steps that sample for it. lost: what those steps sample is worth nothing.
+    confirmed: first output position not confirmed yet; at most max_unconfirmed positions are
+    sampled from there on (0: no limit). serial: a row of it needs all tokens before. matcher: the
+    way through its grammar, or None.
+
+    While it runs: reach is how many positions have KV once all launched steps are done, so it is
+    the next position to compute; it must stay below ceiling, and needs a block from room on. limit
+    is the lesser of the two.
+    """
+
+    __slots__ = (
+        "_extents",
+        "_last",
+        "_matcher",
+        "_num_prompt",
+        "_own",
+        "_plain_from",
+        "_sampling",
+        "attempt",
+        "ceiling",
+        "chain",
+        "confirmed",
+        "id",
+        "in_flight",
+        "key",
+        "limit",
+        "logprobs",
+        "lost",
+        "max_unconfirmed",
+        "reach",
+        "room",
+        "rule",
+        "serial",
+        "state",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        attempt: Attempt,
+        choice: int,
+        rule: StopRule,
+        max_unconfirmed: int = 0,
+        matcher: Matcher | None = None,
+    ):
+        self.id = sequence_id
+        self.attempt = attempt
+        self.key = SequenceKey(attempt.request_id, choice, attempt.attempt)
+        self.rule = rule
+        self.max_unconfirmed = max_unconfirmed
+        self.confirmed = attempt.position
+        self.serial = attempt.sampling.needs_history or matcher is not None
+        self.state = SequenceState.QUEUED
+        self.tokens: collections.abc.Sequence[int] = attempt.token_ids
+        self.logprobs: list[Logprobs] = []
+        self.table: BlockTable | None = None
+        self.chain: PrefixChain | None = None
+        self.in_flight = 0
+        self.lost = False
+        self.reach = 0
+        self.room = 0
+        self.limit = 0
+        self._matcher = matcher
+        self._sampling = attempt.sampling
+        self._num_prompt = attempt.num_prompt_tokens
+        self._own: list[int] = []
+        # From this position on a row says nothing that depends on earlier tokens.
+        self._plain_from = sys.maxsize if self.serial else self._num_prompt + rule.min_tokens
+        self._last: tuple[int, ...] = ()
+        self._extents: Extents = ()
+        self._limit()
+
+    @property
+    def priority(self) -> int:
+        return self.attempt.priority
+
+    @property
+    def position(self) -> int:
+        """Output position of the next token."""
+        return len(self.tokens) - self._num_prompt
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether it is as far ahead of confirmed positions as it may be."""
+        return 0 < self.max_unconfirmed <= self.position + self.in_flight - self.confirmed
+
+    @property
+    def ended(self) -> bool:
+        return self.state in TERMINAL
+
+    @property
+    def can_be_held(self) -> bool:
+        """Whether its blocks hold, once launched steps are done, all that another worker needs."""
+        if self.state is not SequenceState.RUNNING or self.table is None:
+            return False
+        # A fork that has not run here yet does not have its own last block's content.
+        return self.table.copy is None
+
+    def move(self, event: SequenceEvent) -> None:
+        """Takes one step through TRANSITIONS. Raises Internal for one that is not there."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise Internal(f"a sequence that is {self.state.name} cannot {event.name}")
+        self.state = target
+
+    def confirm(self, position: int) -> None:
+        """Output positions below this one hold no stop string."""
+        self.confirmed = max(self.confirmed, min(position, self.position))
+        self._limit()
+
+    def begin(self, block_size: int, reach: int, *, awaited: bool = False) -> None:
+        """It has blocks and runs. awaited: a launched step samples its next token."""
+        self.reach = reach
+        self.in_flight = int(awaited)
+        self.lost = False
+        self.settle(block_size)
+
+    def settle(self, block_size: int) -> None:
+        """Takes note of its table: it has changed."""
+        assert self.table is not None
+        self.room = len(self.table.blocks) * block_size
+        self.limit = min(self.room, self.ceiling)
+        self._extents = self.table.extents
+
+    def sample_row(self) -> SampleRow:
+        """Asks for the token behind the launched ones. The row's history is only valid until the
+        step is applied."""
+        position = self.position + self.in_flight
+        banned = self.rule.banned(position)
+        allowed = b""
+        if self._matcher is not None:
+            allowed = self._matcher.allowed(self.tokens, self._num_prompt)
+            # An answer that is complete has to end, however early.
+            if banned and not _leaves_some(allowed, banned):
+                banned = ()
+        return SampleRow(
+            self.id,
+            self.key.choice,
+            position,
+            self._sampling,
+            banned,
+            self.tokens if self._sampling.needs_history else (),
+            self._num_prompt,
+            allowed,
+        )
+
+    def without_token(self) -> BatonError:
+        """What went wrong when nothing could be drawn for it."""
+        if self._matcher is not None and self._matcher.stuck:
+            return InvalidArgument(self._matcher.stuck, field="grammar")
+        return Internal("The model gave no token for this sequence.")
+
+    def accept(self, token_id: int, logprobs: Logprobs | None) -> ChoiceTokens:
+        """Appends the token of the next position and decides whether it ends the choice."""
+        own = self._own
+        if not own:
+            own = self.tokens = self._own = list(self.tokens)
+        own.append(token_id)
+        size = len(own)
+        position = size - self._num_prompt - 1
+        self._last = last = (token_id,)
+        if logprobs is None:
+            told: tuple[Logprobs, ...] = ()
+        else:
+            told = (logprobs,)
+            self.logprobs.append(logprobs)
+        rule = self.rule
+        if token_id in rule.end_ids or size >= rule.max_positions:
+            end = rule.ends(position, token_id)
+            return ChoiceTokens(self.key, position, last, told, *end)
+        return _made(ChoiceTokens, (self.key, position, last, told, None, None))
+
+    def publish(self, pool: BlockPool, end: int) -> None:
+        """Lets others find its full blocks up to a position; they have KV now."""
+        if self.table is not None and self.chain is not None:
+            num_blocks = end // pool.block_size
+            self.chain.extend(self.tokens, num_blocks)
+            pool.publish(self.table, self.chain, num_blocks)
+
+    def give_up_table(self, pool: BlockPool) -> None:
+        """Releases its blocks, if it owns any."""
+        table, self.table = self.table, None
+        if table is not None:
+            pool.release(table)
+
+    def tokens_from(self, position: int) -> ChoiceTokens | None:
+        """What was sampled here from an output position on; None if that is out of range."""
+        first = self.attempt.position
+        if not first <= position <= self.position:
+            return None
+        return ChoiceTokens(
+            self.key,
+            position,
+            tuple(self.tokens[self._num_prompt + position :]),
+            tuple(self.logprobs[position - first :]),
+        )
+
+    def _limit(self) -> None:
+        # The last token of a choice gets no KV.
+        self.ceiling = self.rule.max_positions - 1
+        if self.max_unconfirmed:
+            ahead = self._num_prompt + self.confirmed + self.max_unconfirmed - 1
+            self.ceiling = min(self.ceiling, ahead)
+        self.limit = min(self.room, self.ceiling)
+
+
+def _leaves_some(allowed: bytes, banned: Iterable[int]) -> bool:
+    """Whether bits are left without those of some ids."""
+    bits = bytearray(allowed)
+    for token_id in banned:
+        if token_id >> 3 < len(bits):
+            bits[token_id >> 3] &= ~(1 << (token_id & 7))
+    return bits.count(0) < len(bits)
+
+
+def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
+    """The next position of each, for the step that is planned now and launched next; and how many
+    positions they look back on together.
+
+    One loop for all, because a call for each would cost as much as what it does.
+    """
+    chunks = []
+    context = 0
+    for one in sequences:
+        position, in_flight, num_prompt = one.reach, one.in_flight, one._num_prompt
+        context += position
+        end = position + 1
+        if end >= one._plain_from:
+            fields = (one.id, one.key[1], end - num_prompt, one._sampling, (), (), num_prompt, b"")
+            row = _made(SampleRow, fields)
+        else:
+            row = one.sample_row()
+        one.reach = end
+        one.in_flight = in_flight + 1
+        token_ids = _PENDING_ID if in_flight else one._last
+        chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,), None)))
+    return chunks, context

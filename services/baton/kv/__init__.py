@@ -1,1 +1,0 @@
-"""Moving KV: parcels, slot rings and transports; knows no gRPC and no scheduler."""

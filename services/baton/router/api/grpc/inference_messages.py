@@ -1,0 +1,225 @@
+"""Requests and events of `baton.v1.Inference` to core values and back; knows no RPC.
+
+An absent field takes core's default, which differs from zero.
+"""
+
+from __future__ import annotations
+
+from baton.core.errors import BatonError, InvalidArgument, from_reason
+from baton.core.observe.stages import StageTimes
+from baton.core.request.grammar import Grammar
+from baton.core.request.model import ModelDescription
+from baton.core.request.request import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    Prompt,
+    Request,
+    TextLogprob,
+    TextPrompt,
+    TokenPrompt,
+    ToolChoice,
+    ToolUse,
+)
+from baton.router.api.structured import any_object, choice, gbnf, json_schema, lark, regex
+from baton.rpc.chat_messages import messages_from_proto, tools_from_proto
+from baton.rpc.convert import finish_reason_to_proto, model_to_proto, sampling_from_proto
+from baton.rpc.errors import with_hint
+from baton.v1 import inference_pb2 as pb
+
+_FIELDS = {
+    "n": "options.n",
+    "max_tokens": "options.stop.max_tokens",
+    "min_tokens": "options.stop.min_tokens",
+    "stop_token_ids": "options.stop.stop_token_ids",
+    "stop_strings": "options.stop.stop_strings",
+    "priority": "options.priority",
+    "seed": "options.sampling.seed",
+    "temperature": "options.sampling.temperature",
+    "top_p": "options.sampling.top_p",
+    "top_k": "options.sampling.top_k",
+    "min_p": "options.sampling.min_p",
+    "repetition_penalty": "options.sampling.repetition_penalty",
+    "presence_penalty": "options.sampling.presence_penalty",
+    "frequency_penalty": "options.sampling.frequency_penalty",
+    "logit_bias": "options.sampling.logit_bias",
+    "top_logprobs": "options.sampling.top_logprobs",
+    "allowed_token_ids": "options.sampling.allowed_token_ids",
+    "grammar": "options.structured_output",
+}
+"""Names of core's request fields to those of these messages, where they differ."""
+
+_TOOL_USES = {
+    pb.ToolChoice.USE_UNSPECIFIED: ToolUse.AUTO,
+    pb.ToolChoice.USE_NONE: ToolUse.NONE,
+    pb.ToolChoice.USE_AUTO: ToolUse.AUTO,
+    pb.ToolChoice.USE_REQUIRED: ToolUse.REQUIRED,
+}
+
+
+def in_client_words(error: BatonError) -> BatonError:
+    """The same failure, with the field named as these messages name it, and a hint when to try
+    again where that may help."""
+    hinted = with_hint(error)
+    worded = from_reason(
+        hinted.reason,
+        hinted.message,
+        field=_FIELDS.get(hinted.field, hinted.field),
+        retry_after_s=hinted.retry_after_s,
+    )
+    worded.request_id = error.request_id
+    return worded
+
+
+def generate_from_proto(message: pb.GenerateRequest, deadline_s: float | None) -> Request:
+    """Raises InvalidArgument without a prompt."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt: Prompt = TextPrompt(message.text)
+        case "token_ids":
+            prompt = TokenPrompt(tuple(message.token_ids.ids))
+        case _:
+            raise InvalidArgument("prompt must be set: text or token_ids", field="prompt")
+    return _request(message.model, prompt, message.options, deadline_s)
+
+
+def chat_from_proto(message: pb.ChatRequest, deadline_s: float | None) -> Request:
+    """Raises InvalidArgument for a use of tools that this version does not know."""
+    prompt = ChatPrompt(
+        messages_from_proto(message.messages),
+        tools=tools_from_proto(message.tools),
+        tool_choice=_tool_choice(message.tool_choice),
+    )
+    return _request(message.model, prompt, message.options, deadline_s)
+
+
+def _tool_choice(message: pb.ToolChoice) -> ToolChoice:
+    if message.use not in _TOOL_USES:
+        raise InvalidArgument("tool_choice.use is not known", field="tool_choice")
+    return ToolChoice(_TOOL_USES[message.use], message.name, parallel=not message.single)
+
+
+def _request(
+    model: str, prompt: Prompt, options: pb.GenerationOptions, deadline_s: float | None
+) -> Request:
+    sampling, stop = options.sampling, options.stop
+    return Request(
+        prompt=prompt,
+        model=model,
+        n=options.n if options.HasField("n") else 1,
+        sampling=sampling_from_proto(sampling, "options.sampling"),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=tuple(stop.stop_token_ids),
+        stop_strings=tuple(stop.stop_strings),
+        include_stop_string=stop.include_stop_string,
+        ignore_eos=stop.ignore_eos,
+        return_token_ids=options.return_token_ids,
+        skip_special_tokens=not options.keep_special_tokens,
+        priority=options.priority,
+        cache_salt=options.cache_salt.encode(),
+        deadline_s=deadline_s,
+        grammar=_grammar(options.structured_output),
+    )
+
+
+def _grammar(form: pb.StructuredOutput) -> Grammar | None:
+    """Raises InvalidArgument naming the field."""
+    name = form.WhichOneof("form")
+    field = f"{_FIELDS['grammar']}.{name}"
+    match name:
+        case "json_object":
+            return any_object(field).grammar if form.json_object else None
+        case "json_schema":
+            return json_schema(form.json_schema, field).grammar
+        case "regex":
+            return regex(form.regex, field).grammar
+        case "choice":
+            return choice(form.choice.texts, field).grammar
+        case "lark":
+            return lark(form.lark, field).grammar
+        case "gbnf":
+            return gbnf(form.gbnf, field).grammar
+        case _:
+            return None
+
+
+def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bool) -> None:
+    """Fills an empty message, in its place: there is one for every token."""
+    match event:
+        case Delta():
+            _put_delta(event, message.delta, return_token_ids)
+        case Accepted():
+            message.accepted.CopyFrom(
+                pb.RequestAccepted(
+                    request_id=event.request_id,
+                    model=event.model,
+                    prompt_tokens=event.prompt_tokens,
+                    seed=event.seed,
+                    prompt_token_ids=event.prompt_token_ids,
+                )
+            )
+        case Finished():
+            message.finished.CopyFrom(
+                pb.RequestFinished(
+                    prompt_tokens=event.prompt_tokens,
+                    completion_tokens=event.completion_tokens,
+                    cached_tokens=event.cached_tokens,
+                    stages=_stages_to_proto(event.stages) if event.stages else None,
+                    reasoning_tokens=event.reasoning_tokens,
+                )
+            )
+
+
+def _put_delta(delta: Delta, message: pb.ChoiceDelta, return_token_ids: bool) -> None:
+    message.SetInParent()
+    message.choice = delta.choice
+    message.text = delta.text
+    if return_token_ids:
+        message.token_ids.extend(delta.token_ids)
+    for entry in delta.logprobs:
+        message.logprobs.add(
+            token=_logprob_to_proto(entry.token),
+            top=[_logprob_to_proto(other) for other in entry.top],
+        )
+    if delta.reasoning:
+        message.reasoning = delta.reasoning
+    for call in delta.tool_calls:
+        message.tool_calls.add(
+            index=call.index, id=call.id, name=call.name, arguments=call.arguments
+        )
+    if delta.finish_reason is not None:
+        message.finish_reason = finish_reason_to_proto(delta.finish_reason)
+    if delta.stop_string is not None:
+        message.stop_string = delta.stop_string
+    if delta.stop_token_id is not None:
+        message.stop_token_id = delta.stop_token_id
+
+
+def _stages_to_proto(times: StageTimes) -> pb.StageTimes:
+    spent = {f"{stage}_us": round(seconds * 1e6) for stage, seconds in times.spent().items()}
+    return pb.StageTimes(
+        **spent,
+        first_token_us=round(times.first_token_s * 1e6),
+        total_us=round(times.total_s * 1e6),
+        prefill_cached_tokens=times.prefill_cached_tokens,
+        decode_cached_tokens=times.decode_cached_tokens,
+        kv_bytes=times.kv_bytes,
+        attempts=times.attempts,
+        moves=times.moves,
+        workers=[
+            pb.ServingWorker(role=worker.role, instance_id=worker.short, address=worker.address)
+            for worker in times.workers
+        ],
+    )
+
+
+def _logprob_to_proto(entry: TextLogprob) -> pb.TextLogprob:
+    return pb.TextLogprob(token_id=entry.token_id, text=entry.text, logprob=entry.logprob)
+
+
+def models_to_proto(models: list[ModelDescription]) -> pb.ListModelsResponse:
+    return pb.ListModelsResponse(models=[model_to_proto(model) for model in models])

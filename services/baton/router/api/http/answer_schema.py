@@ -1,0 +1,253 @@
+"""The JSON answers of the OpenAI API as types, for the OpenAPI document; nothing is made of them.
+
+Answers are put together as plain values, because there is one for every token. The tests hold them
+against these types, strictly.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReasonWord = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class CachedTokens(msgspec.Struct, forbid_unknown_fields=True):
+    cached_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct, forbid_unknown_fields=True):
+    reasoning_tokens: int
+
+
+class UsageAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """The details: when the request has finished."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens_details: ReasoningTokens | msgspec.UnsetType = msgspec.UNSET
+
+
+class RankedLogprob(msgspec.Struct, forbid_unknown_fields=True):
+    """rank: 1 for the most likely token; null for one that is not among those looked at."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobsAnswer = list[dict[str, RankedLogprob] | None]
+"""One a prompt token, by token id; null for the first."""
+
+
+class ChatLogprob(msgspec.Struct, forbid_unknown_fields=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprobs(ChatLogprob, forbid_unknown_fields=True):
+    top_logprobs: list[ChatLogprob]
+
+
+class ChatLogprobsAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class FunctionAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """arguments: JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"]
+    function: FunctionAnswer
+
+
+class AssistantMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """content: null when there are only calls. reasoning: under both names that it goes by."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallAnswer] | msgspec.UnsetType = msgspec.UNSET
+
+
+class FinishReasonName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """stop_reason: the stop string or the named stop token that ended it."""
+
+    index: int
+    finish_reason: FinishReasonWord | None
+    stop_reason: str | int | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(FinishReasonName, kw_only=True, forbid_unknown_fields=True):
+    message: AssistantMessage
+    logprobs: ChatLogprobsAnswer | None
+
+
+class CachedBy(msgspec.Struct, forbid_unknown_fields=True):
+    """Input tokens whose KV a role's workers had."""
+
+    prefill: int
+    decode: int
+
+
+class ServedBy(msgspec.Struct, forbid_unknown_fields=True):
+    """address: empty unless the caller shows an operator's key, or the router asks for none and is
+    reached by its own machine only."""
+
+    role: str
+    instance_id: str
+    address: str
+
+
+class Timings(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a request's time went, in seconds, and who served it; with `x-baton-timings: true`."""
+
+    stages: dict[str, float]
+    first_token_s: float
+    total_s: float
+    cached_tokens: CachedBy
+    kv_bytes: int
+    attempts: int
+    moves: int
+    workers: list[ServedBy]
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    baton: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobsAnswer | msgspec.UnsetType = msgspec.UNSET
+
+
+class MoreOfFunction(msgspec.Struct, forbid_unknown_fields=True):
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class MoreOfToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """id, type and name come once, with the first part of an index."""
+
+    index: int
+    function: MoreOfFunction
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatDelta(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MoreOfToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobsAnswer | None
+    finish_reason: FinishReasonWord | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """usage: null but in the last chunk, which has no choices; absent unless asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageAnswer | msgspec.UnsetType | None = msgspec.UNSET
+    baton: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextLogprobs(msgspec.Struct, forbid_unknown_fields=True):
+    """The first entries are null when the prompt is echoed. text_offset: in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(FinishReasonName, kw_only=True, forbid_unknown_fields=True):
+    text: str
+    logprobs: TextLogprobs | None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobsAnswer | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextCompletion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Streamed, each chunk is one of these; usage as in chunks of chats."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageAnswer | msgspec.UnsetType | None = msgspec.UNSET
+    baton: list[Timings] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ModelAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, forbid_unknown_fields=True):
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class Tokenized(msgspec.Struct, forbid_unknown_fields=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str
+
+
+class Version(msgspec.Struct, forbid_unknown_fields=True):
+    version: str
+
+
+class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
+    """param: the field at fault, if one is. retryable: whether the same request may do better."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    retryable: bool
+
+
+class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    error: ErrorDetail

@@ -1,0 +1,459 @@
+"""The HTTP server's connections, as the kernel sees them, and the end of those that overstay.
+
+The server (granian) bounds heads, trailers, frames and the number of connections, and shows an
+application its requests. It shows nothing of a connection that never sends a request, stays idle
+for ever over HTTP/2, or takes nothing of its answer. The process's own sockets show those. `look`
+lists them (`/proc/self/fd`), joins each with the requests that `begin` and `end` report, and shuts
+down what the limits do not allow. It only ever shuts a socket down; the server, which owns it, sees
+the end of the connection and closes it. Linux only: elsewhere nothing is listed, and the server's
+own limits are all there are.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.router.api.http.limits import SEND_BUFFER_BYTES, HttpLimits
+
+_FDS = "/proc/self/fd"
+_TCP_INFO = getattr(socket, "TCP_INFO", None)
+_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
+# From linux/tcp.h, struct tcp_info: state, unacked segments, bytes_acked, bytes_received,
+# notsent_bytes.
+_INFO = struct.Struct("=B23xI92xQQ8xI")
+_GONE = (7, 8)
+"""TCP_CLOSE and TCP_CLOSE_WAIT: the peer has reset or ended the connection."""
+
+CROWDED = 7 / 8
+"""Of max_connections. Above it idle connections end, first those of the address with the most."""
+
+LOOK_SHARE = 0.1
+"""Of its time a loop spends on looks that requests ask for, at most."""
+
+QUIET_S = 1.0
+"""A connection that has had its last answer ends after so long without a request. Over HTTP/2 no
+answer says that it is the last, and a client that sends one request after the other must not meet
+the end between two."""
+
+BUSY_TURNS = 4
+"""A connection with a request is looked at in one of so many turns."""
+
+Peer = tuple[bytes, int]
+"""A client's address, packed, and its port."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request on one connection."""
+
+    abandon: Callable[[], None]
+    """Ends the answer: nobody is there to read it."""
+    sending_since: float | None = None
+    """When the part of the answer began to be sent that the client has no room for yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One client's connection. Times are readings of the loop's clock, in seconds."""
+
+    peer: Peer
+    opened_at: float
+    """When it was first seen."""
+    old_at: float
+    """From then on its next answer is its last."""
+    idle_since: float
+    """When its last request ended; before the first, when it was opened."""
+    exchanges: set[Exchange] = field(default_factory=set)
+    asked: bool = False
+    """Whether a request ever came."""
+    http2: bool = False
+    last: bool = False
+    """Whether an answer said that it is the connection's last."""
+    fd: int = -1
+    inode: int = 0
+    """Of its socket; 0 until it was seen among the process's own."""
+    received: int | None = None
+    """Bytes from the peer when it became idle; None: not read yet."""
+    head_since: float | None = None
+    """When more came than that: a request has begun, or something that will never be one."""
+    acked: int = -1
+    """Bytes that the peer's kernel has acknowledged, when there were last some that it had not."""
+    acked_at: float = 0.0
+    """When that was seen to change."""
+
+    def abandon(self) -> None:
+        for exchange in self.exchanges:
+            exchange.abandon()
+
+
+class TcpInfo(NamedTuple):
+    """What the kernel knows of one connection."""
+
+    state: int
+    unacked: int
+    """Segments."""
+    acked: int
+    """Bytes."""
+    received: int
+    """Bytes."""
+    unsent: int
+    """Bytes that lie in the kernel for the peer."""
+
+
+class Connections:
+    """One per server. address and port: where it listens. now: the loop's clock.
+
+    leaving: every answer that begins is its connection's last. ending: idle connections end.
+    """
+
+    def __init__(self, host: str, port: int, limits: HttpLimits, now: Callable[[], float]) -> None:
+        self.leaving = False
+        self.ending = False
+        self._host, self._port = _packed(host), port
+        self._limits = limits
+        self._now = now
+        self._by_peer: dict[Peer, Connection] = {}
+        self._by_inode: dict[int, Connection] = {}
+        self._others: set[int] = set()
+        """Inodes of sockets that are none of these."""
+        self._per_address: Counter[bytes] = Counter()
+        self._turn = 0
+        self._found_at = float("-inf")
+        self._find_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._by_inode)
+
+    def begin(
+        self, host: str, port: int, abandon: Callable[[], None], *, http2: bool
+    ) -> tuple[Connection, Exchange]:
+        """A request has come. `end` is owed, whatever becomes of it."""
+        peer = (_packed(host), port)
+        connection = self._by_peer.get(peer)
+        if connection is None:
+            connection = self._add(peer)
+        connection.asked = True
+        connection.http2 = http2
+        connection.received = connection.head_since = None
+        exchange = Exchange(abandon)
+        connection.exchanges.add(exchange)
+        return connection, exchange
+
+    def end(self, connection: Connection, exchange: Exchange) -> None:
+        connection.exchanges.discard(exchange)
+        connection.idle_since = self._now()
+
+    def is_last(self, connection: Connection) -> bool:
+        """Whether the answer that begins now is to be its connection's last."""
+        return self.leaving or self._now() >= connection.old_at
+
+    def too_many(self, connection: Connection) -> bool:
+        """Whether its address has more connections than it may have, after a look at the sockets:
+        one that has closed unseen must not count."""
+        limit = self._limits.max_per_address
+        address = connection.peer[0]
+        if not limit or self._per_address[address] <= limit:
+            return False
+        if self._now() - self._found_at >= self._find_s / LOOK_SHARE:
+            self._find()
+        return self._per_address[address] > limit
+
+    def interval_s(self) -> float:
+        """Between two looks: each limit is exact to a quarter of it, or to a second."""
+        limits = self._limits
+        shortest = min(limits.head_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
+        return max(0.02, min(1.0, shortest / 4))
+
+    def look(self) -> None:
+        """Finds the connections that there are, and ends those that overstay."""
+        self._find()
+        self._turn += 1
+        now = self._now()
+        for connection in list(self._by_inode.values()):
+            if connection.exchanges:
+                self._look_at_busy(connection, now)
+            elif self._stalls(connection, self._info(connection), now):
+                self._shut_down(connection, reset=True)
+            elif self._overstays(connection, now):
+                self._shut_down(connection)
+        self._make_room()
+
+    def end_idle(self) -> None:
+        """From now on a connection ends as soon as it is idle."""
+        self.ending = True
+        self.look()
+
+    def end_all(self) -> None:
+        self._find()
+        for connection in list(self._by_inode.values()):
+            self._shut_down(connection, reset=True)
+
+    def _look_at_busy(self, connection: Connection, now: float) -> None:
+        blocked = [e.sending_since for e in connection.exchanges if e.sending_since is not None]
+        # The kernel sees no stall of one HTTP/2 stream, since the connection's bytes are taken.
+        if connection.http2 and blocked and now - min(blocked) >= self._limits.stall_timeout_s:
+            self._shut_down(connection, reset=True)
+        elif blocked:
+            if self._stalls(connection, self._info(connection), now):
+                self._shut_down(connection, reset=True)
+        elif not connection.http2 and (connection.inode + self._turn) % BUSY_TURNS == 0:
+            # A client that has gone and had sent its next request before: the server does not read
+            # that yet, and so does not see the end behind it.
+            info = self._info(connection)
+            if info is not None and info.state in _GONE:
+                connection.abandon()
+                self._shut_down(connection, reset=True)
+
+    def _stalls(self, connection: Connection, info: TcpInfo | None, now: float) -> bool:
+        """Whether the peer has taken nothing of what waits for it, for too long."""
+        if info is None or not (info.unacked or info.unsent):
+            connection.acked = -1
+        elif info.acked != connection.acked:
+            connection.acked, connection.acked_at = info.acked, now
+        else:
+            return now - connection.acked_at >= self._limits.stall_timeout_s
+        return False
+
+    def _overstays(self, connection: Connection, now: float) -> bool:
+        """Of one without a request."""
+        limits = self._limits
+        idle_s = now - connection.idle_since
+        if not connection.asked:
+            return self.ending or idle_s >= limits.head_timeout_s
+        if connection.http2:
+            last = self.ending or now >= connection.old_at
+            return idle_s >= (min(QUIET_S, limits.keep_alive_s) if last else limits.keep_alive_s)
+        if self.ending or idle_s >= limits.keep_alive_s:
+            return True
+        if connection.last and idle_s >= QUIET_S:
+            # The server may wait for the rest of a body that nobody wants.
+            return True
+        info = self._info(connection)
+        # Between two requests: whatever comes begins a head, be it only an empty line.
+        received = None if info is None else info.received
+        if connection.received is None:
+            connection.received = received
+        elif received != connection.received and connection.head_since is None:
+            connection.head_since = now
+        since = connection.head_since
+        return since is not None and now - since >= limits.head_timeout_s
+
+    def _make_room(self) -> None:
+        """Ends idle connections: of addresses with too many, and of the fullest when crowded."""
+        limit, now = self._limits.max_per_address, self._now()
+        quiet_s = min(QUIET_S, self._limits.head_timeout_s)
+        surplus = [(a, n - limit) for a, n in self._per_address.items() if limit and n > limit]
+        over = len(self) - int(self._limits.max_connections * CROWDED)
+        if over > 0 and self._per_address:
+            surplus.append((self._per_address.most_common(1)[0][0], over))
+        for address, count in surplus:
+            idle = [
+                connection
+                for connection in self._by_inode.values()
+                if connection.peer[0] == address
+                and not connection.exchanges
+                # One that has just connected is about to ask.
+                and now - connection.idle_since >= quiet_s
+            ]
+            # Those that never asked for anything go first, then those that have been idle longest.
+            idle.sort(key=lambda connection: (connection.asked, connection.idle_since))
+            for connection in idle[:count]:
+                self._shut_down(connection)
+
+    def _find(self) -> None:
+        """Brings the records in step with the process's sockets."""
+        # Not the loop's clock: that stands still while one callback runs.
+        began = time.perf_counter()
+        gone = dict(self._by_inode)
+        listed = False
+        others: set[int] = set()
+        for fd, inode in _sockets():
+            listed = True
+            known = self._by_inode.get(inode)
+            if known is not None:
+                known.fd = fd
+                gone.pop(inode, None)
+            elif inode in self._others or (peer := self._peer_of(fd, inode)) is None:
+                others.add(inode)
+            else:
+                self._saw(peer, fd, inode)
+        self._others = others
+        for inode, connection in gone.items():
+            if self._by_inode.get(inode) is connection:
+                self._forget(connection)
+        for connection in list(self._by_peer.values()):
+            # Reset or closed before it was ever seen: a socket without a peer.
+            if listed and not connection.inode:
+                connection.abandon()
+                self._forget(connection)
+        self._found_at = self._now()
+        self._find_s = time.perf_counter() - began
+
+    def _saw(self, peer: Peer, fd: int, inode: int) -> None:
+        connection = self._by_peer.get(peer)
+        if connection is not None and connection.inode:
+            # The same port again, on another connection.
+            self._forget(connection)
+            connection = None
+        if connection is None:
+            connection = self._add(peer)
+        connection.fd, connection.inode = fd, inode
+        self._by_inode[inode] = connection
+
+    def _add(self, peer: Peer) -> Connection:
+        now = self._now()
+        connection = Connection(peer, now, now + self._limits.age_s(), now)
+        self._by_peer[peer] = connection
+        self._per_address[peer[0]] += 1
+        return connection
+
+    def _forget(self, connection: Connection) -> None:
+        self._by_inode.pop(connection.inode, None)
+        if self._by_peer.get(connection.peer) is connection:
+            del self._by_peer[connection.peer]
+        address = connection.peer[0]
+        self._per_address[address] -= 1
+        if not self._per_address[address]:
+            del self._per_address[address]
+
+    def _peer_of(self, fd: int, inode: int) -> Peer | None:
+        """Of one of the server's connections; None for any other socket."""
+        with _held(fd, inode) as held, suppress(OSError):
+            if held is None or held.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            host, port = held.getsockname()[:2]
+            if port == self._port and (not any(self._host) or _packed(host) == self._host):
+                peer_host, peer_port = held.getpeername()[:2]
+                return _packed(peer_host), peer_port
+        return None
+
+    @contextmanager
+    def _socket(self, connection: Connection) -> Iterator[socket.socket | None]:
+        with _held(connection.fd, connection.inode) as held, suppress(OSError):
+            yield held
+
+    def _info(self, connection: Connection) -> TcpInfo | None:
+        """None where the kernel does not tell."""
+        with self._socket(connection) as held:
+            if held is not None and _TCP_INFO is not None:
+                info = held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO.size)
+                return TcpInfo(*_INFO.unpack(info)) if len(info) == _INFO.size else None
+        return None
+
+    def _shut_down(self, connection: Connection, *, reset: bool = False) -> None:
+        """reset: the kernel keeps nothing for a peer that reads nothing."""
+        with self._socket(connection) as held:
+            if held is None:
+                return
+            if reset:
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            held.shutdown(socket.SHUT_RDWR)
+
+
+def tune_listeners(host: str, port: int, stall_timeout_s: float) -> bool:
+    """Sets on the sockets that listen there what the connections they accept inherit: how much the
+    kernel keeps for one, and for how long after the server has closed it, where the peer takes
+    nothing. Returns whether there is such a socket."""
+    found = False
+    for held in _bound(host, port):
+        if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            found = True
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            if _USER_TIMEOUT is not None:
+                # Later than `look`, which resets what is still open.
+                timeout_ms = int(2000 * stall_timeout_s)
+                held.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, timeout_ms)
+    return found
+
+
+def close_left_over(host: str, port: int) -> None:
+    """Closes sockets that are bound there and neither listen nor are connected.
+
+    Of each start granian leaves one open, and with it the port taken. Only to be called when no
+    server of this process is at this address any more.
+    """
+    for fd, inode in list(_sockets()):
+        with _held(fd, inode) as held, suppress(OSError):
+            if held is not None and _is_left_over(held, host, port):
+                os.close(fd)
+
+
+def _is_left_over(held: socket.socket, host: str, port: int) -> bool:
+    if not _is_bound(held, host, port):
+        return False
+    if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return False
+    try:
+        held.getpeername()
+    except OSError:
+        return True
+    return False
+
+
+def _bound(host: str, port: int) -> Iterable[socket.socket]:
+    for fd, inode in list(_sockets()):
+        with _held(fd, inode) as held, suppress(OSError):
+            if held is not None and _is_bound(held, host, port):
+                yield held
+
+
+def _is_bound(held: socket.socket, host: str, port: int) -> bool:
+    if held.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    own_host, own_port = held.getsockname()[:2]
+    return own_port == port and _packed(own_host) == _packed(host)
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """File descriptor and inode of each socket of this process."""
+    try:
+        names = os.listdir(_FDS)
+    except OSError:
+        return
+    for name in names:
+        # Another thread may close any of them at any time.
+        with suppress(OSError):
+            found = os.fstat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                yield int(name), found.st_ino
+
+
+@contextmanager
+def _held(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """A second handle of a socket, so that it cannot become another file meanwhile; None when it is
+    gone."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        held = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        yield None
+        return
+    with held:
+        yield held if os.fstat(copy).st_ino == inode else None
+
+
+def _packed(host: str) -> bytes:
+    """One form of each address, however it is written; IPv4 in IPv6 is IPv4."""
+    try:
+        return socket.inet_pton(socket.AF_INET, host)
+    except OSError:
+        pass
+    try:
+        packed = socket.inet_pton(socket.AF_INET6, host)
+    except OSError:
+        return host.encode()
+    return packed[12:] if packed[:12] == b"\0" * 10 + b"\xff\xff" else packed

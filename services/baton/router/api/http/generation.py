@@ -1,0 +1,197 @@
+"""Answers POST of a generating route: parse, open, then one document or a stream of events.
+
+Raw ASGI: nothing stands between an event and the socket. Knows neither API's words; those are the
+`parse` and the `answer` it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from baton.core.admission.admission import Holding
+from baton.core.errors import BatonError, Internal
+from baton.core.observe.trace_context import TraceContext
+from baton.core.request.request import Accepted, Delta, Finished, Request
+from baton.router.api.http import timings
+from baton.router.api.http.answer import Answer
+from baton.router.api.http.body import Bodies
+from baton.router.api.http.collect import WholeAnswer
+from baton.router.api.http.door import caller
+from baton.router.api.http.errors import described
+from baton.router.api.http.frontend import EventStream, Frontend
+from baton.router.api.http.parse import Call, listed, most_urgent
+from baton.router.api.http.plain import PlainChunks
+from baton.router.api.http.respond import Header, Json, send_json
+from baton.router.api.http.sse import EventWriter
+from baton.router.api.http.tasks import in_parallel, while_connected
+from baton.router.api.http.usage import Usage
+from baton.router.request.event_stream import left
+from baton.rpc.logs import named
+from baton.rpc.tracing import context_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An ASGI app. Raises BatonError or HttpError only while nothing has been sent."""
+
+    frontend: Frontend
+    bodies: Bodies
+    parse: Callable[[bytes], Call]
+    answer: Callable[[Call, Sequence[Accepted], int], Answer]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = caller(scope)
+        async with self.bodies.received(scope, receive) as body:
+            self.frontend.turn_away(tenant, most_urgent(body.raw, tenant))
+            with self.frontend.reading(tenant):
+                call = self.parse(body.raw).of(tenant, _trace(scope))
+            body.raw = b""
+            writer = EventWriter(send)
+            try:
+                asked = timings.asked_for(dict(scope["headers"]))
+                responding = self._respond(call, body.holding, asked, send, writer)
+                await while_connected(receive, responding)
+            except asyncio.CancelledError:
+                # The server closes; what the request held has been given back.
+                await writer.break_off(described(left())[1])
+                raise
+            except BatonError as error:
+                raise call.in_client_words(error) from error
+
+    async def _respond(
+        self, call: Call, holding: Holding, wants_timings: bool, send: Send, writer: EventWriter
+    ) -> None:
+        async with _opened(self.frontend, call.requests, holding) as streams:
+            accepted = [first for first, _ in streams]
+            answer = self.answer(call, accepted, int(time.time()))
+            headers = _headers(call, accepted[0])
+            usage = Usage(accepted)
+            events = [stream for _, stream in streams]
+            if call.stream:
+                await writer.start(headers)
+                about = named(accepted[0].request_id, accepted[0].trace_id)
+                await writer.end(
+                    await _stream(call, events, answer, usage, writer, wants_timings, about)
+                )
+            else:
+                whole = [WholeAnswer(call.n) for _ in events]
+                await in_parallel(
+                    *(c.collect(stream, usage) for c, stream in zip(whole, events, strict=True))
+                )
+                document = answer.document([c.choices() for c in whole], usage.total())
+                if wants_timings:
+                    finished = [end for collector in whole for end in collector.finished]
+                    document |= answer.timings(timings.described(finished))
+                    headers += timings.headers_of(finished)
+                await send_json(send, 200, document, headers)
+
+
+async def _stream(
+    call: Call,
+    streams: Sequence[EventStream],
+    answer: Answer,
+    usage: Usage,
+    writer: EventWriter,
+    wants_timings: bool,
+    about: Mapping[str, str],
+) -> Json | None:
+    """Writes all events but the end; returns the error to end with, if there is one. about: its
+    first prompt's request, for log lines."""
+    finished: dict[int, Finished] = {}
+
+    async def pump(prompt: int, stream: EventStream) -> None:
+        await writer.write(with_usage(answer.opening(prompt)))
+        plain = PlainChunks(lambda delta: with_usage(answer.chunks(prompt, delta)))
+        only_text = not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
+        async for event in stream:
+            if isinstance(event, Delta):
+                usage.add(event)
+                known = plain.event(event) if only_text else None
+                if known is not None:
+                    await writer.write_events(known)
+                else:
+                    await writer.write(with_usage(answer.chunks(prompt, event)))
+            elif isinstance(event, Finished):
+                usage.add(event)
+                finished[prompt] = event
+
+    def with_usage(chunks: list[Json]) -> list[Json]:
+        if call.continuous_usage:
+            return [chunk | {"usage": usage.so_far()} for chunk in chunks]
+        if call.include_usage:
+            return [chunk | {"usage": None} for chunk in chunks]
+        return chunks
+
+    try:
+        async with writer.kept_alive():
+            await in_parallel(*(pump(i, stream) for i, stream in enumerate(streams)))
+        last: Json = {"usage": usage.total()} if call.include_usage else {}
+        if wants_timings:
+            last |= answer.timings(timings.described([end for _, end in sorted(finished.items())]))
+        if last:
+            await writer.write([answer.chunk([]) | last])
+    except BatonError as error:
+        return described(call.in_client_words(error))[1]
+    except Exception:
+        log.exception("a stream failed", extra=about)
+        return described(Internal("internal error"))[1]
+    return None
+
+
+@asynccontextmanager
+async def _opened(
+    frontend: Frontend, requests: Sequence[Request], holding: Holding
+) -> AsyncIterator[list[tuple[Accepted, EventStream]]]:
+    """All requests accepted, in order, with what follows; or none of them and the first failure.
+
+    On leaving, whichever way, every stream is closed.
+    """
+    found: dict[int, tuple[Accepted, EventStream]] = {}
+    async with AsyncExitStack() as closing:
+        # Each prompt gives its part back when it is encoded, and what is left goes here.
+        parts = holding.divided(len(requests))
+        for part in parts:
+            closing.callback(part.release)
+
+        async def open_one(position: int, request: Request) -> None:
+            stream = await frontend.open(request, parts[position])
+            closing.push_async_callback(stream.aclose)
+            first = await anext(stream)
+            if not isinstance(first, Accepted):
+                raise Internal("internal error")
+            found[position] = first, stream
+
+        await in_parallel(*(open_one(i, request) for i, request in enumerate(requests)))
+        yield [found[i] for i in range(len(requests))]
+
+
+def _trace(scope: Scope) -> TraceContext:
+    """Where in its caller's trace a request belongs. ASGI has the names in lower case."""
+    return context_of(
+        (name.decode("latin-1"), value)
+        for name, value in scope["headers"]
+        if name.startswith(b"trace")
+    )
+
+
+def _headers(call: Call, accepted: Accepted) -> list[Header]:
+    """x-request-id: the client's own, if it sent one; logs and answers always have ours, which is
+    x-baton-request-id then. x-baton-seed: sending it as `seed` gives the same answer again."""
+    headers = [
+        (b"x-request-id", (call.request_id or accepted.request_id).encode()),
+        (b"x-baton-seed", b"%d" % accepted.seed),
+    ]
+    if call.request_id:
+        headers.append((b"x-baton-request-id", accepted.request_id.encode()))
+    if call.ignored:
+        headers.append((b"x-baton-ignored-params", listed(call.ignored)))
+    return headers

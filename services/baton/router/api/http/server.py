@@ -1,0 +1,247 @@
+"""Listens for HTTP inside the running event loop: granian, and what it leaves to others.
+
+granian (hyper) parses HTTP/1.1 and HTTP/2, speaks TLS and bounds what it reads; `Edge` wraps the
+application, `Connections` ends what overstays. No private name of granian's is used (decision 036).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import Any
+
+from granian.constants import HTTPModes, Interfaces, SSLProtocols
+from granian.http import HTTP1Settings, HTTP2Settings
+from granian.server.embed import Server
+from starlette.types import ASGIApp
+
+from baton.router.api.http.connections import Connections, close_left_over, tune_listeners
+from baton.router.api.http.edge import Edge
+from baton.router.api.http.limits import HttpLimits
+from baton.rpc.address import join, refusal, split
+from baton.rpc.tls import Certificates, Pems
+
+log = logging.getLogger(__name__)
+
+_FIELD = "http_listen"
+_BACKLOG = 1024
+START_S = 10.0
+"""A bound: the server listens a few milliseconds after it is started."""
+FLUSH_S = 1.0
+"""How long what was said last may take to reach the clients."""
+THREADS_S = 1.0
+"""A bound: its threads end within a millisecond or so after it."""
+END_S = 5.0
+"""A bound: the server ends at once when all its connections have."""
+SEND_BUFFER_BYTES = 64 << 10
+"""What the server keeps of one HTTP/2 stream's answer that its client has no room for."""
+WINDOW_BYTES = 256 << 10
+"""What an HTTP/2 client may send ahead of what the application has read."""
+_LOGGING = {
+    # Changes levels and nothing else: anything more would close every handler of the process.
+    "incremental": True,
+    "formatters": {},
+    "handlers": {},
+    "loggers": {"_granian": {"level": "CRITICAL"}, "granian.access": {"level": "CRITICAL"}},
+}
+
+
+class HttpServer:
+    """A listening server. address: host:port as bound, with the real port where 0 was asked for."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        limits: HttpLimits,
+        certificates: Certificates | None,
+    ) -> None:
+        self.address = join(host, port)
+        self._host, self._port = host, port
+        self._limits = limits
+        self._certificates = certificates
+        self._pems: Pems | None = None
+        self._connections = Connections(host, port, limits, asyncio.get_running_loop().time)
+        self._edge = Edge(app, limits, self._connections)
+        self._serving: list[tuple[Server, asyncio.Task[None]]] = []
+        """The last one takes connections; those before it, of older certificates, end theirs."""
+        self._threads: set[str] = set()
+        """What began as a server started: its threads, and maybe others."""
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def num_connections(self) -> int:
+        self._connections.look()
+        return len(self._connections)
+
+    async def start(self) -> None:
+        """Returns when connections are taken."""
+        await self._start_serving()
+        self._looking = asyncio.create_task(self._look())
+
+    def leave(self) -> None:
+        """From now on every answer is its connection's last. Connections are still taken.
+
+        An answer that has begun already does not say so: its connection waits for another request,
+        which may be on its way as the answer ends. HTTP/2 has no such header: its connections end
+        when they are idle.
+        """
+        self._connections.leaving = True
+
+    def end_idle(self) -> None:
+        """Connections without a request end, the others with the answer they are at."""
+        self._connections.leaving = True
+        self._connections.end_idle()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Stops listening, lets running answers end for grace_s, then cancels them.
+
+        Afterwards no connection and no task is left. Idempotent.
+        """
+        self._connections.leaving = True
+        for server, _ in self._serving:
+            server.stop()
+        await self._edge.finish(grace_s)
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
+        await self._end_serving()
+        close_left_over(self._host, self._port)
+
+    async def _start_serving(self) -> None:
+        server, before = self._new_server(), _threads()
+        task = asyncio.create_task(server.serve())
+        self._serving.append((server, task))
+        async with asyncio.timeout(START_S):
+            while not tune_listeners(self._host, self._port, self._limits.stall_timeout_s):
+                await asyncio.wait({task}, timeout=0.001)
+                if task.done():
+                    raise RuntimeError("the HTTP server ended as it started") from task.exception()
+        self._threads |= _threads() - before
+
+    async def _end_serving(self) -> None:
+        """Ends all connections, and with them the servers, which wait for theirs."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + END_S
+        if self._serving:
+            await asyncio.wait({task for _, task in self._serving}, timeout=FLUSH_S)
+        while ending := {task for _, task in self._serving if not task.done()}:
+            self._connections.end_all()
+            await asyncio.wait(ending, timeout=0.05)
+            if loop.time() > until:
+                log.error("the HTTP server did not end within %s s", END_S)
+                break
+        for _, task in self._serving:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in self._serving), return_exceptions=True)
+        self._serving.clear()
+        # The server says that it has ended a moment before its threads let go of Python's objects.
+        # An interpreter that ends in that moment takes the process with it (SIGABRT).
+        until = loop.time() + THREADS_S
+        while self._threads & _threads() and loop.time() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self._threads.clear()
+
+    def _new_server(self) -> Server:
+        limits = self._limits
+        tls: dict[str, Any] = {}
+        if self._certificates is not None:
+            self._pems = self._certificates.current()
+            tls = {
+                "ssl_cert": self._certificates.cert,
+                "ssl_key": self._certificates.key,
+                "ssl_protocol_min": SSLProtocols.tls12,
+            }
+            if self._certificates.ca is not None:
+                tls |= {"ssl_ca": self._certificates.ca, "ssl_client_verify": True}
+        return Server(
+            self._edge,
+            address=self._host,
+            port=self._port,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.auto,
+            websockets=False,
+            backlog=_BACKLOG,
+            backpressure=limits.max_connections,
+            http1_settings=HTTP1Settings(
+                # One clock for a head and for the time between requests; `Connections` is stricter
+                # with a head that has begun.
+                header_read_timeout=max(1, round(limits.keep_alive_s * 1000)),
+                max_buffer_size=limits.max_head_bytes,
+            ),
+            http2_settings=HTTP2Settings(
+                max_headers_size=limits.max_head_bytes,
+                max_concurrent_streams=limits.max_streams,
+                max_send_buffer_size=SEND_BUFFER_BYTES,
+                initial_connection_window_size=WINDOW_BYTES,
+                initial_stream_window_size=WINDOW_BYTES,
+            ),
+            log_enabled=False,
+            log_dictconfig=_LOGGING,
+            **tls,
+        )
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._connections.interval_s())
+            try:
+                self._connections.look()
+                await self._follow_certificates()
+            except Exception:
+                log.exception("looking after HTTP connections failed")
+
+    async def _follow_certificates(self) -> None:
+        """New files serve new connections: another server beside the one that ends its own."""
+        if self._certificates is None or self._certificates.current() is self._pems:
+            return
+        before = list(self._serving)
+        await self._start_serving()
+        for server, _ in before:
+            server.stop()
+        self._serving = [(s, task) for s, task in self._serving if not task.done()]
+
+
+async def serve_http(
+    app: ASGIApp,
+    listen: str,
+    *,
+    limits: HttpLimits | None = None,
+    certificates: Certificates | None = None,
+) -> HttpServer:
+    """Serves app on listen ("host:port"; "[::1]:port"; port 0 takes a free one).
+
+    app: answers an HttpError that it meets in `receive`. certificates: speaks TLS 1.2 or later.
+
+    Raises PortInUse when something else listens there, InvalidArgument when listen is no address
+    of this machine; both name the field http_listen.
+    """
+    host, port = split(listen, _FIELD)
+    try:
+        family, kind, protocol, _, target = (
+            await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        )[0]
+        with socket.socket(family, kind, protocol) as claim:
+            # granian shares its port with whoever asks for that (SO_REUSEPORT). So the port is
+            # claimed alone first, and shared with nobody but granian, which binds beside the claim.
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            claim.bind(target)
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound_host, bound_port = claim.getsockname()[:2]
+            server = HttpServer(app, bound_host, bound_port, limits or HttpLimits(), certificates)
+            await server.start()
+    except OSError as error:
+        raise refusal(error, listen, _FIELD) from None
+    return server
+
+
+def _threads() -> set[str]:
+    """The system's ids of this process's threads, also those that Python does not know."""
+    try:
+        return set(os.listdir("/proc/self/task"))
+    except OSError:
+        return set()

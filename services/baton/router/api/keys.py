@@ -1,0 +1,151 @@
+"""Who calls: turns what a caller shows into a Tenant; knows neither HTTP nor gRPC.
+
+Nothing that a caller shows is logged or told back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.admission.api_keys import KeyBook, KeyIndex
+from baton.core.admission.key_document import parse
+from baton.core.admission.tenants import ANYONE, OWNER, Tenant
+from baton.core.errors import InvalidArgument, Unauthenticated
+from baton.rpc.changes import LOOK_S, signature
+from baton.rpc.metrics import API_KEYS, API_KEYS_STALE, REGISTRY, gauge
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 64 << 20
+_SCHEME = "bearer"
+
+
+class Door(Protocol):
+    """Lets callers in."""
+
+    def admit(self, authorization: Sequence[str]) -> Tenant:
+        """authorization: every value of the call's header of that name.
+
+        Raises Unauthenticated.
+        """
+
+    async def run(self) -> None:
+        """Does what the door needs done until cancelled."""
+
+
+def at_address(tenant: Tenant, host: str) -> Tenant:
+    """A caller without a name, with where it calls from: that is who shares then. Of IPv6 only the
+    network counts, for anyone who has one has all its addresses."""
+    if tenant.name or not host:
+        return tenant
+    if ":" in host:
+        try:
+            known = ipaddress.IPv6Address(host)
+        except ValueError:
+            return tenant
+        # A socket for both kinds shows addresses of IPv4 as these.
+        mapped = known.ipv4_mapped
+        host = str(mapped or ipaddress.IPv6Network((known.packed[:8] + bytes(8), 64)))
+    return replace(tenant, address=host)
+
+
+class OpenDoor:
+    """Asks for no key. beyond: other machines reach it, so callers are not taken for whoever runs
+    this Baton."""
+
+    def __init__(self, *, beyond: bool = False) -> None:
+        self._caller = ANYONE if beyond else OWNER
+
+    def admit(self, authorization: Sequence[str]) -> Tenant:
+        return self._caller
+
+    async def run(self) -> None:
+        return
+
+
+class KeyedDoor:
+    """Asks for a key of a file, and follows the file's changes while `run` runs.
+
+    A file that cannot be used changes nothing: whoever had a key keeps it, and nobody else gets in.
+    """
+
+    def __init__(self, path: str, registry: CollectorRegistry = REGISTRY) -> None:
+        """Raises InvalidArgument naming the option `keys` when the file cannot be used."""
+        self._path = Path(path)
+        self._stale = False
+        self._seen = signature([self._path])
+        try:
+            self._index = KeyIndex(_read(self._path))
+        except InvalidArgument as error:
+            where = f" at {error.field}" if error.field != "keys" else ""
+            raise InvalidArgument(f"{path}{where}: {error.message}", field="keys") from None
+        if not len(self._index):
+            log.warning("%s has no keys: nobody can call", path)
+        self._untell = (
+            gauge(API_KEYS, lambda: {(): len(self._index)}, registry),
+            gauge(API_KEYS_STALE, lambda: {(): float(self._stale)}, registry),
+        )
+
+    def admit(self, authorization: Sequence[str]) -> Tenant:
+        if not authorization:
+            raise Unauthenticated("Show an API key: Authorization: Bearer KEY.")
+        # Two headers may be read differently by whatever is in front.
+        scheme, _, key = authorization[0].partition(" ")
+        if len(authorization) > 1 or scheme.lower() != _SCHEME:
+            raise Unauthenticated("The Authorization header must be one: Bearer KEY.")
+        tenant = self._index.find(key.strip())
+        if tenant is None:
+            raise Unauthenticated("This API key is not known.")
+        return tenant
+
+    async def run(self) -> None:
+        """Looks at the file every second until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await asyncio.to_thread(self.look)
+        finally:
+            for stop in self._untell:
+                stop()
+
+    def look(self) -> None:
+        """Takes over the file when it was replaced. Blocks."""
+        found = signature([self._path])
+        if found == self._seen:
+            self._stale = False
+            return
+        try:
+            index = KeyIndex(_read(self._path))
+        except InvalidArgument as error:
+            if not self._stale:
+                log.error(
+                    "the file of API keys cannot be used, the former keys stay: %s %s",
+                    error.field, error.message,
+                )  # fmt: skip
+            # Looked at again until it can be used: it may be half written.
+            self._stale = True
+            return
+        self._index, self._seen, self._stale = index, found, False
+        log.info("took over %d API keys", len(index))
+
+
+def _read(path: Path) -> KeyBook:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgument(error.strerror or "cannot be read", field="keys") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise InvalidArgument(f"must have at most {MAX_FILE_BYTES} bytes", field="keys")
+    try:
+        return parse(raw.decode())
+    except UnicodeDecodeError:
+        raise InvalidArgument("is not UTF-8", field="keys") from None

@@ -1,0 +1,27 @@
+"""The way in to this package: imports the rest where an operator asked for it, and only then."""
+
+from __future__ import annotations
+
+from baton.core.errors import InvalidArgument
+from baton.router.config import RouterConfig
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.fleet import Fleet
+from baton.rpc.server import Service
+
+
+def engine_service(pipeline: Pipeline, fleet: Fleet, config: RouterConfig) -> Service:
+    """Ready to be given to a ProcessServer. Raises InvalidArgument naming the option at fault."""
+    try:
+        import smg_grpc_proto  # noqa: F401
+    except ImportError:
+        raise InvalidArgument(
+            "needs the protocol's messages: pip install 'baton[vllm]'", field="vllm_engine"
+        ) from None
+    from baton.router.api.vllm.about import About
+    from baton.router.api.vllm.engine import VllmEngine
+    from baton.router.api.vllm.tokenizer_files import TokenizerFiles
+    from baton.router.observe.use import Use
+
+    files = TokenizerFiles.of(config.vllm_tokenizer) if config.vllm_tokenizer else None
+    about = About(pipeline, Use(pipeline, fleet), files)
+    return VllmEngine(pipeline, about, files, stall_timeout_s=config.stall_timeout_s).service()

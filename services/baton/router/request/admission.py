@@ -1,0 +1,280 @@
+"""Gate, where every request of every public route is let in: core's admission with this router's
+clock and fleet.
+
+Knows no attempts and no streams. `receive` comes first, before a request's bytes are read, or, over
+gRPC, before they are looked at. What is let in gets a Pass, which holds everything that the request
+was granted until it is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.core.admission.admission import (
+    Admission,
+    AdmissionCharge,
+    AdmissionLimits,
+    Ask,
+    Holding,
+    Outlook,
+)
+from baton.core.admission.concurrency_limiter import (
+    FIRST_WINDOW,
+    LARGEST_WINDOW,
+    WINDOW_STEP,
+    ConcurrencyLimiter,
+)
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_queue import FairQueue
+from baton.core.admission.refusal import Refusal
+from baton.core.admission.shares import OthersUse
+from baton.core.admission.tenants import Tenant
+from baton.core.errors import BatonError, Reason
+from baton.core.request.request import (
+    ChatPrompt,
+    Prompt,
+    Request,
+    StopParams,
+    TextPrompt,
+    TokenPrompt,
+)
+from baton.core.routing.load import TenantUse
+from baton.router.config import RouterConfig
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.request.dispatcher import Dispatcher, PendingAttempt
+from baton.router.workers.fleet import Fleet
+from baton.router.workers.tokenizer_client import TOKEN_ID_BYTES
+
+LOOK_S = 0.5
+"""Between two looks at what workers report of other routers: they tell it as often."""
+
+SPECIAL_TOKENS = 16
+"""That a tokenizer may add to a text; and to each message of a conversation, for its role."""
+
+_CLIENTS_FAULTS = frozenset(
+    {
+        Reason.INVALID_ARGUMENT,
+        Reason.CONTEXT_LENGTH_EXCEEDED,
+        Reason.MODEL_NOT_FOUND,
+        Reason.UNIMPLEMENTED,
+        Reason.CANCELLED,
+    }
+)
+
+
+@dataclass(slots=True)
+class Permit:
+    """What a request was granted. input_bytes: of its prompt, at most, as a tokenizer gets it.
+    placed: set when it has its first workers, or never will."""
+
+    gate: AdmissionController
+    request: Request
+    grant: AdmissionCharge
+    deadline: float
+    input_bytes: int
+    placed: asyncio.Event
+    was_placed: bool = False
+
+    def settle(self, prompt: int, stop: StopParams) -> None:
+        """The prompt is encoded. Raises Refusal."""
+        self.gate.settle(self, prompt, stop)
+
+    def on_placed(self) -> None:
+        self.was_placed = True
+        self.grant.placed()
+        self.placed.set()
+
+    def release(self, output: int, error: BaseException | None) -> None:
+        """The request is over, with so many output tokens, by an error or of its own accord. Once
+        or more."""
+        now, at_fault = self.gate.dispatcher.now(), is_clients_fault(error, self.request)
+        self.grant.release(output, now, finished=error is None, at_fault=at_fault)
+        self.placed.set()
+
+
+class AdmissionController:
+    """One per router. live_replicas: routers that share tenants' limits, this one among them."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        live_replicas: Callable[[], int],
+    ) -> None:
+        self.queue: FairQueue[PendingAttempt] = FairQueue(
+            max_tokens=config.max_queued_tokens, max_entries=config.max_queued
+        )
+        self._drain = DrainRate()
+        self._admission = Admission(
+            AdmissionLimits(config.max_requests, config.max_tokens, config.max_queue_s),
+            self.queue,
+            self._drain,
+            random.random,
+        )
+        self.dispatcher = Dispatcher(
+            fleet,
+            self.queue,
+            self._drain,
+            ConcurrencyLimiter(FIRST_WINDOW, WINDOW_STEP, LARGEST_WINDOW),
+            max_queue_s=config.max_queue_s,
+            retry_after_s=self._admission.retry_after_s,
+        )
+        self._fleet = fleet
+        self._live_replicas = live_replicas
+        self._metrics = metrics
+        self._others = OthersUse()
+        self._kv_tokens: int | None = None
+        self._looked_at = float("-inf")
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What requests hold here, by kind; 0 each when there are none."""
+        admission = self._admission
+        return {
+            "granted_requests": admission.requests.total,
+            "granted_tokens": admission.tokens.total,
+            "input_bytes": admission.input_bytes.total,
+            "unplaced_tokens": admission.unplaced.total,
+            **self.dispatcher.held,
+        }
+
+    def precheck(self, tenant: Tenant, priority: int) -> None:
+        """Raises Refusal when not even the least request of a tenant would be let in."""
+        now = self.dispatcher.now()
+        with self._counted(tenant):
+            self._admission.precheck(tenant, priority, self._outlook(tenant, now), now)
+
+    def receive(self, tenant: Tenant, size: int) -> Holding:
+        """Room for so many bytes of a request. Raises Refusal."""
+        now = self.dispatcher.now()
+        with self._counted(tenant):
+            return self._admission.receive(tenant, size, self._outlook(tenant, now), now)
+
+    def fault(self, tenant: Tenant) -> None:
+        """A request was not let in because of what its client sent; it counts all the same."""
+        now = self.dispatcher.now()
+        self._admission.fault(tenant, self._outlook(tenant, now), now)
+
+    def open(
+        self,
+        request: Request,
+        deadline: float,
+        holding: Holding | None = None,
+        *,
+        generates: bool = True,
+    ) -> Permit:
+        """Before the prompt is encoded. holding: of its bytes, the Pass's from now on; None: it is
+        asked for here. generates: it is not only encoded or decoded. Raises Refusal, or
+        InvalidArgument for a priority that the tenant may not have."""
+        now = self.dispatcher.now()
+        least, most, input_bytes = prompt_bounds(request.prompt)
+        if request.grammar is not None:
+            input_bytes += len(request.grammar.text)
+        choices = request.n if generates else 0
+        ask = Ask(
+            request.tenant,
+            request.priority,
+            choices=choices,
+            least_tokens=least,
+            most_tokens=most,
+            longest_output=choices * (request.max_tokens or 1),
+        )
+        held = holding or self.receive(request.tenant, input_bytes)
+        outlook = self._outlook(request.tenant, now)
+        try:
+            with self._counted(request.tenant):
+                grant = self._admission.open(ask, held, outlook, deadline - now, now)
+        except BaseException:
+            held.release()
+            raise
+        return Permit(self, request, grant, deadline, input_bytes, asyncio.Event())
+
+    def settle(self, held: Permit, prompt: int, stop: StopParams) -> None:
+        """See `Permit`."""
+        now = self.dispatcher.now()
+        longest = held.request.n * stop.max_tokens
+        outlook = self._outlook(held.request.tenant, now)
+        with self._counted(held.request.tenant):
+            held.grant.settle(prompt, longest, outlook, held.deadline - now, now)
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
+
+    @contextmanager
+    def _counted(self, tenant: Tenant) -> Iterator[None]:
+        """A refusal is counted by its limit."""
+        try:
+            yield
+        except Refusal as refusal:
+            self._metrics.refused(refusal.limit, tenant)
+            raise
+
+    def _outlook(self, tenant: Tenant, now: float) -> Outlook:
+        self._look(now)
+        return Outlook(
+            self._kv_tokens,
+            self.dispatcher.window.round_trip_s,
+            self._live_replicas(),
+            self._others.of(tenant.name),
+        )
+
+    def _look(self, now: float) -> None:
+        """At what the workers report."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        reports: dict[str, tuple[TenantUse, ...]] = {}
+        decodes = self._fleet.decodes.workers()
+        for pool in (self._fleet.decodes, self._fleet.prefills):
+            for worker in pool.workers():
+                if worker.load is not None:
+                    reports[worker.identity.instance_id] = worker.load.tenants
+        self._others.see(reports, now)
+        told = [(w.load.free_blocks, w.description) for w in decodes if w.load is not None]
+        known = bool(told) and all(description.num_blocks for _, description in told)
+        free = sum(blocks * max(1, description.block_size) for blocks, description in told)
+        self._kv_tokens = free if known else None
+
+
+def is_clients_fault(error: BaseException | None, request: Request) -> bool:
+    """Whether a request failed because of what its client sent, or because that left or gave it too
+    little time."""
+    if isinstance(error, BatonError):
+        too_soon = error.reason is Reason.DEADLINE_EXCEEDED and request.deadline_s is not None
+        return too_soon or error.reason in _CLIENTS_FAULTS
+    return isinstance(error, asyncio.CancelledError)
+
+
+def prompt_bounds(prompt: Prompt) -> tuple[int, int, int]:
+    """The fewest and the most tokens it can have, and its bytes: no token stands for less than a
+    byte, but for those that are added."""
+    match prompt:
+        case TokenPrompt(token_ids=ids):
+            return len(ids), len(ids), TOKEN_ID_BYTES * len(ids)
+        case TextPrompt(text=text):
+            size = len(text.encode())
+            return 1, size + SPECIAL_TOKENS, size
+        case ChatPrompt():
+            size = sum(len(text.encode()) for text in _texts(prompt))
+            return 1, size + SPECIAL_TOKENS * (len(prompt.messages) + 2), size
+
+
+def _texts(chat: ChatPrompt) -> Iterator[str]:
+    """All that its template may write."""
+    yield chat.template_kwargs
+    yield chat.template
+    for message in chat.messages:
+        yield message.content
+        yield message.reasoning
+        for call in message.tool_calls:
+            yield call.name
+            yield call.arguments
+    for tool in chat.tools:
+        yield tool.name
+        yield tool.description
+        yield tool.parameters

@@ -1,0 +1,321 @@
+"""Dispatcher, where attempts wait for workers with room, in fair order; knows nothing of requests.
+
+An attempt gets workers when it is its turn in the FairQueue, the router's ConcurrencyLimiter has
+room, and there are workers that fit it and are not full. What it takes of them until its first
+token is a Claim, so that the next one sees it before any worker has reported it.
+
+Who waits here for too long, or would have to, is refused as soon as that can be foreseen; but not
+while workers are missing that may come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from baton.core.admission.concurrency_limiter import ConcurrencyLimiter
+from baton.core.admission.drain_rate import DrainRate
+from baton.core.admission.fair_queue import Entry, FairQueue
+from baton.core.admission.refusal import Limit, Refusal
+from baton.core.errors import BatonError, Overloaded, Unavailable
+from baton.router.request.occupancy import FleetLedger
+from baton.router.workers.fleet import Fleet
+
+if TYPE_CHECKING:
+    from baton.router.request.placement import Placement
+
+LOOK_AGAIN_S = 0.05
+SWEEP_S = 0.1
+PATIENCE = 2.0
+"""A queue that drains more slowly than it was foretold costs nobody more than this times the wait
+that is allowed for. As much as a forecast may be off: with less, some who were let in would wait
+for nothing."""
+
+
+class Blocked(Enum):
+    """Why an attempt has no place now."""
+
+    BUSY = "the workers are busy"
+    ABSENT = "there is no such worker"
+    ITSELF = "it passes over the workers there are"
+
+
+class WorkerClass(NamedTuple):
+    """What says which workers would do. needs_decode: prefill alone would not. short: decode
+    prefills it while prefill is busy."""
+
+    model: str
+    needs_decode: bool
+    short: bool
+
+
+@dataclass(slots=True, eq=False)
+class PendingAttempt:
+    """An attempt that wants a place. find: workers for it outside of those that are full, without
+    waiting. over: whether it ended meanwhile. kind: those who want the same workers. give_up: when
+    it does not wait any longer, whatever the reason; a reading of the loop's clock.
+    """
+
+    find: Callable[[frozenset[str]], Placement | Blocked]
+    over: Callable[[], bool]
+    kind: WorkerClass
+    input_tokens: int
+    choices: int
+    give_up: float
+    future: asyncio.Future[Placement | Blocked | None]
+    blocked: Blocked | None = field(default=None)
+    waited: bool = False
+    """Whether there was no place for it at once."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether it wants nothing any more. Whoever is cancelled is gone at once, though its task
+        only takes it out of the queue when it runs again, which may be after the next places were
+        given."""
+        return self.future.cancelled() or self.over()
+
+
+class Claim:
+    """What an attempt takes of its workers until its first token. Release it, once or more; the
+    last time when its sequences are gone from there."""
+
+    __slots__ = ("_began", "_dispatcher", "_tokens", "_undo", "_workers")
+
+    def __init__(
+        self, dispatcher: Dispatcher, place: Placement, pending_attempt: PendingAttempt
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._tokens = pending_attempt.input_tokens
+        self._workers = [w for w in (place.prefill, place.decode) if w is not None]
+        taken = dispatcher.occupancy.take(
+            place, pending_attempt.input_tokens, pending_attempt.choices
+        )
+        self._undo: Callable[[], None] | None = taken
+        self._began = dispatcher.now()
+        dispatcher.window.take(self._tokens)
+        self._update()
+
+    def answered(self, queue_s: float = 0.0, compute_s: float = 0.0) -> None:
+        """The first token is there, or all KV. queue_s: how long the input waited at its worker;
+        compute_s: how long it then took."""
+        if self._undo is not None:
+            now, window = self._dispatcher.now(), self._dispatcher.window
+            window.answered(self._tokens, now - self._began)
+            window.queued(queue_s, compute_s, now)
+            self.release()
+
+    def release(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+            self._dispatcher.window.give_back(self._tokens)
+        self._update()
+        self._dispatcher.turn_soon()
+
+    def _update(self) -> None:
+        for worker in self._workers:
+            self._dispatcher.occupancy.update(worker)
+
+
+class Dispatcher:
+    """One per router. max_queue_s: see RouterConfig. retry_after_s: when one that is refused should
+    come back, from the seconds that the queue takes.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        queue: FairQueue[PendingAttempt],
+        drain: DrainRate,
+        window: ConcurrencyLimiter,
+        *,
+        max_queue_s: float,
+        retry_after_s: Callable[[float], float],
+    ) -> None:
+        self.window = window
+        self._fleet = fleet
+        self._queue = queue
+        self._drain = drain
+        self._max_queue_s = max_queue_s
+        self._retry_after_s = retry_after_s
+        self.occupancy = FleetLedger(fleet)
+        self._present_since = float("-inf")
+        self._swept_at = float("-inf")
+        self._turning: asyncio.Task[None] | None = None
+        self._soon: asyncio.Handle | None = None
+
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def wait(self, entry: Entry[PendingAttempt]) -> Placement | Blocked | None:
+        """A place, which the caller releases; None when the attempt was over before; ITSELF when it
+        is its turn and it wants none of the workers there are: it must not hold up others. Raises
+        Refusal when there will be none in time, Overloaded or Unavailable at give_up."""
+        pending_attempt = entry.item
+        self._queue.add(entry)
+        try:
+            self._turn()
+            pending_attempt.waited = not pending_attempt.future.done()
+            if pending_attempt.waited and self._turning is None:
+                self._turning = asyncio.create_task(self._keep_turning())
+            return await pending_attempt.future
+        except BaseException:
+            if entry in self._queue:
+                self._leave(entry, served=False, now=self.now())
+            elif (
+                not pending_attempt.future.cancelled()
+                and pending_attempt.future.exception() is None
+            ):
+                # Served, and cancelled before it could know.
+                place = pending_attempt.future.result()
+                if place is not None and not isinstance(place, Blocked):
+                    place.release()
+            raise
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What is taken of workers, and who waits, by kind; 0 each when no request runs."""
+        return {
+            "waiting": len(self._queue),
+            "window_tokens": self.window.tokens,
+            **self.occupancy.held,
+        }
+
+    def refused(self) -> None:
+        """A worker refused what it was given here."""
+        self.window.congested(self.now())
+
+    def turn_soon(self) -> None:
+        """There may be more room."""
+        if self._soon is None and len(self._queue):
+            self._soon = asyncio.get_running_loop().call_soon(self._turn)
+
+    async def close(self) -> None:
+        """Whoever waits is ended by its own request."""
+        if self._soon is not None:
+            self._soon.cancel()
+        if self._turning is not None:
+            self._turning.cancel()
+            await asyncio.wait([self._turning])
+
+    async def _keep_turning(self) -> None:
+        try:
+            while len(self._queue):
+                await self._fleet.changed.wait(LOOK_AGAIN_S)
+                self._turn()
+        finally:
+            self._turning = None
+
+    def _turn(self) -> None:
+        """Gives places to as many as there is room for, in order."""
+        self._soon = None
+        now = self.now()
+        self._sweep(now)
+        self.occupancy.refresh(now)
+        blocked: set[WorkerClass] = set()
+        while (found := self._next(blocked)) is not None:
+            self._end(*found, now)
+        self._note_waiting(now)
+
+    def _next(
+        self, blocked: set[WorkerClass]
+    ) -> tuple[Entry[PendingAttempt], Placement | Blocked | None] | None:
+        """The first one that need not wait here any longer, and what it gets. Nobody passes another
+        one who wants the same workers and comes before. Who is gone gets no place: nobody would
+        give it back."""
+        for entry in self._queue.heads():
+            pending_attempt = entry.item
+            if pending_attempt.gone:
+                return entry, None
+            if pending_attempt.kind in blocked:
+                continue
+            found: Placement | Blocked = Blocked.BUSY
+            if self.window.has_room(pending_attempt.input_tokens):
+                found = pending_attempt.find(frozenset(self.occupancy.full))
+            if not isinstance(found, Blocked) and not self._has_kv(pending_attempt, found):
+                found = Blocked.BUSY
+            if found is Blocked.ITSELF:
+                return entry, found
+            if isinstance(found, Blocked):
+                blocked.add(pending_attempt.kind)
+                pending_attempt.blocked = found
+                continue
+            found.hold(pending_attempt.choices, pending_attempt.input_tokens)
+            found.claim = Claim(self, found, pending_attempt)
+            return entry, found
+        return None
+
+    def _has_kv(self, pending_attempt: PendingAttempt, place: Placement) -> bool:
+        return place.decode is None or self.occupancy.has_kv(
+            place.decode, pending_attempt.input_tokens + pending_attempt.choices
+        )
+
+    def _sweep(self, now: float) -> None:
+        """Ends the waiting of those who are gone, or for whom it is in vain."""
+        if now - self._swept_at < SWEEP_S:
+            return
+        self._swept_at = now
+        heads = self._queue.heads()
+        if any(head.item.blocked is Blocked.ABSENT for head in heads):
+            self._present_since = now
+        for entry in list(self._queue):
+            if entry.item.gone:
+                self._end(entry, None, now)
+            elif now >= entry.item.give_up:
+                self._fail(entry, self._nowhere(entry.item, heads), now)
+        # Whoever was let in has waited already: it is refused early only when it is certain.
+        late = self._queue.hopeless(self._drain.least_wait_s, self._latest, now)
+        for entry in late:
+            self._fail(entry, self._too_late(), now)
+
+    def _latest(self, entry: Entry[PendingAttempt]) -> float:
+        """When it must have its place. While workers are missing nothing can be foretold: how fast
+        the queue went says nothing of when they are back."""
+        if self._present_since == self._swept_at:
+            return math.inf
+        patience = max(entry.arrived, self._present_since) + PATIENCE * self._max_queue_s
+        return min(entry.deadline, patience)
+
+    def _too_late(self) -> Refusal:
+        retry_s = self._retry_after_s(self._drain.wait_s(self._queue.tokens))
+        text = "It would have to wait for too long."
+        return Refusal(text, retry_after_s=retry_s, limit=Limit.WAIT)
+
+    def _nowhere(
+        self, pending_attempt: PendingAttempt, heads: list[Entry[PendingAttempt]]
+    ) -> BatonError:
+        busy = pending_attempt.blocked or next(
+            (head.item.blocked for head in heads if head.item.kind == pending_attempt.kind), None
+        )
+        if busy is Blocked.ABSENT:
+            return Unavailable("No worker is ready for this model.", retry_after_s=1.0)
+        return Overloaded("All workers are busy.", retry_after_s=self._retry_after_s(1.0))
+
+    def _note_waiting(self, now: float) -> None:
+        # Those that go on say nothing: they come first, and cost the queue nothing.
+        bounded = self._queue.num_bounded
+        self._drain.waiting(now, self._queue.tokens / bounded if bounded else None)
+
+    def _end(
+        self, entry: Entry[PendingAttempt], found: Placement | Blocked | None, now: float
+    ) -> None:
+        """What was found is the pending attempt's from here on, also to release."""
+        self._leave(entry, served=found is not None and not isinstance(found, Blocked), now=now)
+        if not entry.item.future.cancelled():
+            entry.item.future.set_result(found)
+
+    def _fail(self, entry: Entry[PendingAttempt], error: BatonError, now: float) -> None:
+        self._leave(entry, served=False, now=now)
+        entry.item.future.set_exception(error)
+
+    def _leave(self, entry: Entry[PendingAttempt], *, served: bool, now: float) -> None:
+        self._queue.remove(entry, served=served)
+        if served and not entry.resumed and entry.item.waited:
+            self._drain.left(entry.tokens, now)
+        if not len(self._queue):
+            self._note_waiting(now)

@@ -1,0 +1,360 @@
+"""From a request that was let in to the runner that will run it; knows nothing of its end.
+
+which model → encode → does it fit → resolve what the client left open → is it still let in → how
+likely the prompt is, if that is asked → a runner, not started yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from baton.core.errors import InvalidArgument, ModelNotFound, Unavailable
+from baton.core.observe.load_monitor import LoadMonitor
+from baton.core.observe.replay import Replay, packed
+from baton.core.observe.stages import Stage
+from baton.core.observe.trace_context import UNTRACED, TraceContext
+from baton.core.request.answer_deltas import AnswerDeltas
+from baton.core.request.model import ModelDescription
+from baton.core.request.request import Accepted, Request, TextPrompt, TokenLogprobs, TokenPrompt
+from baton.core.request.request_state import RequestState
+from baton.router.config import RouterConfig
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.stage_timer import StageTimer
+from baton.router.request.admission import Permit
+from baton.router.request.answers import AnswerRules
+from baton.router.request.choice_text import PROMPT_TAIL, TextOptions
+from baton.router.request.deferred_calls import DeferredCalls
+from baton.router.request.dispatcher import Dispatcher
+from baton.router.request.fit import check_vocabulary, resolve_stop, truncated
+from baton.router.request.guards import Guards
+from baton.router.request.placement import QueueEntry
+from baton.router.request.runner import RequestRunner, RequestRunnerLimits
+from baton.router.request.scoring import UNREAD, check_size, score, scoring_request_state
+from baton.router.request.spelling import Speller
+from baton.router.workers.fleet import Fleet
+from baton.router.workers.tokenizer_client import Encoded
+from baton.router.workers.tokenizers import AskedBy, Tokenizers
+from baton.rpc.trace_names import SCORE
+from baton.rpc.tracing import now
+
+NAMED_AT_ONCE = 4096
+"""Tokens whose names are asked for together."""
+
+SEED_BITS = 53
+"""Of the seeds drawn here: every JSON reader keeps them exact."""
+
+
+class Prepared(NamedTuple):
+    """runner: runs the request; None when there is nothing to generate. parts: what each choice's
+    deltas are put through; empty: nothing."""
+
+    runner: RequestRunner | None
+    accepted: Accepted
+    parts: tuple[AnswerDeltas, ...] = ()
+
+
+class Preparation:
+    """One per router. background: keeps a task until it is done."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        dispatcher: Dispatcher,
+        guards: Guards,
+        pace: LoadMonitor,
+        later: DeferredCalls,
+        background: Callable[[Coroutine[None, None, None]], None],
+    ) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._dispatcher = dispatcher
+        self._pace = pace
+        self._later = later
+        self._background = background
+        self._limits = RequestRunnerLimits(
+            routing=config.routing,
+            max_attempts=config.max_attempts,
+            wait_timeout_s=config.wait_timeout_s,
+            max_unconfirmed=config.max_unconfirmed,
+            timings=config.timings,
+        )
+        self._guards = guards
+        self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
+        self._tokenizers = Tokenizers(fleet, config, guards.budget)
+
+    def models(self) -> list[ModelDescription]:
+        """The models that can be asked for now."""
+        wanted = self._config.model
+        return [model for model in self._fleet.models() if wanted in ("", model.name)]
+
+    async def prepare(
+        self, request: Request, request_id: str, held: Permit, stages: StageTimer
+    ) -> Prepared:
+        """Raises BatonError."""
+        self._guards.budget.started()
+        model = await self._model(request.model, request_id)
+        encoded = await self._tokenizers.encode(
+            request.prompt,
+            request.cache_salt,
+            model,
+            _asked_by(held, request_id, stages.trace.stage_context),
+            size=held.input_bytes,
+            grammar=request.grammar,
+            most_tokens=model.max_model_len if request.truncate_prompt_tokens is None else None,
+            on_turn=held.grant.encoding,
+            on_served=stages.served_by,
+        )
+        held.grant.encoded(encoded.too_many or len(encoded.token_ids))
+        if encoded.too_many:
+            resolve_stop(request, encoded.too_many, model)
+        answers = self._answer_rules.of(
+            request, encoded.answer_format, left_open=encoded.reasoning_open
+        )
+        if answers is not None and request.grammar is None:
+            request = replace(request, grammar=answers.grammar())
+            if request.grammar is not None:
+                await self._check_tools(request, encoded, request_id, model, held, stages)
+        stages.reached(Stage.TURN)
+        prompt, hashes = truncated(request, encoded.token_ids, encoded.prefix_hashes, model)
+        stop = resolve_stop(request, len(prompt), model)
+        check_vocabulary(request, model)
+        check_size(request, len(prompt))
+        held.settle(len(prompt), stop)
+        seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
+        self._metrics.accepted(request.tenant, model.name, len(prompt))
+        accepted = Accepted(
+            request_id,
+            model.name,
+            len(prompt),
+            seed,
+            prompt if request.return_token_ids else (),
+            await self._echoed(request, request_id, prompt, model, held, stages),
+            await self._score(request, request_id, prompt, model, held, stages),
+            trace_id=stages.trace.context.trace_id,
+        )
+        stages.trace.accepted(accepted)
+        sampling = replace(request.sampling, seed=seed)
+        if stages.record is not None:
+            record = stages.record
+            record.accepted(accepted.model, len(prompt), stop)
+            if self._config.keep_replays:
+                record.replay = Replay(
+                    model, packed(prompt), request.n, sampling, stop, request.grammar
+                )
+        if not stop.max_tokens:
+            return Prepared(None, accepted)
+        request_state = RequestState(
+            request_id,
+            prompt,
+            n=request.n,
+            sampling=sampling,
+            stop=stop,
+            max_fruitless_attempts=self._config.max_attempts,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            grammar=request.grammar,
+        )
+        options = TextOptions(
+            stop_strings=request.stop_strings,
+            include_stop_string=request.include_stop_string,
+            skip_special_tokens=request.skip_special_tokens,
+            kept_special_tokens=answers.markers if answers is not None else (),
+            prompt_tail_ids=prompt[-PROMPT_TAIL:],
+            min_tokens=request.min_tokens,
+            shown_stop_token_ids=frozenset(request.stop_token_ids),
+            traceparent=stages.trace.context.traceparent,
+        )
+        runner = self._runner(
+            request_state, model, options, held, stages, hashes, on_placed=held.on_placed
+        )
+        parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
+        return Prepared(runner, accepted, parts)
+
+    async def tokenize(
+        self, held: Permit, on_names: Callable[[Sequence[str]], None] | None
+    ) -> tuple[Encoded, ModelDescription]:
+        """See `Pipeline`. Raises BatonError."""
+        request, asked_by = held.request, _asked_by(held, new_id())
+        model = await self._model(request.model, asked_by.request_id)
+        encoded = await self._tokenizers.encode(
+            request.prompt,
+            b"",
+            model,
+            asked_by,
+            size=held.input_bytes,
+            on_turn=held.grant.encoding,
+        )
+        ids = encoded.token_ids
+        held.grant.encoded(len(ids))
+        # In parts: all names of a long text at once would be too much for this loop.
+        for start in range(0, len(ids) if on_names is not None else 0, NAMED_AT_ONCE):
+            some = ids[start : start + NAMED_AT_ONCE]
+            names = await self._tokenizers.names(some, model, asked_by)
+            assert on_names is not None
+            on_names(names)
+        return encoded, model
+
+    async def detokenize(self, held: Permit) -> str:
+        """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
+        request, asked_by = held.request, _asked_by(held, new_id())
+        model = await self._model(request.model, asked_by.request_id)
+        assert isinstance(request.prompt, TokenPrompt)
+        return await self._tokenizers.decode(
+            request.prompt.token_ids,
+            model,
+            asked_by,
+            skip_special_tokens=False,
+            on_turn=held.grant.encoding,
+        )
+
+    async def close(self) -> None:
+        """Whoever waits is ended by its own request."""
+        await self._tokenizers.close()
+
+    async def _check_tools(
+        self,
+        request: Request,
+        encoded: Encoded,
+        request_id: str,
+        model: ModelDescription,
+        held: Permit,
+        stages: StageTimer,
+    ) -> None:
+        """Raises InvalidArgument (`tools`) where no grammar comes of them.
+
+        It depends on the prompt, so it is asked for after it; a token is the shortest question.
+        """
+        shortest = TokenPrompt(encoded.token_ids[:1])
+        try:
+            await self._tokenizers.encode(
+                shortest,
+                b"",
+                model,
+                _asked_by(held, request_id, stages.trace.stage_context),
+                size=0,
+                grammar=request.grammar,
+            )
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"tools have parameters that cannot be followed: {error.message}", field="tools"
+            ) from error
+
+    async def _echoed(
+        self,
+        request: Request,
+        request_id: str,
+        prompt: tuple[int, ...],
+        model: ModelDescription,
+        held: Permit,
+        stages: StageTimer,
+    ) -> str:
+        """The prompt's text, if the request asks for it."""
+        if not request.echo:
+            return ""
+        if isinstance(request.prompt, TextPrompt) and request.truncate_prompt_tokens is None:
+            return request.prompt.text
+        return await self._tokenizers.decode(
+            prompt,
+            model,
+            _asked_by(held, request_id, stages.trace.stage_context),
+            skip_special_tokens=request.skip_special_tokens,
+        )
+
+    async def _score(
+        self,
+        request: Request,
+        request_id: str,
+        prompt: tuple[int, ...],
+        model: ModelDescription,
+        held: Permit,
+        stages: StageTimer,
+    ) -> tuple[TokenLogprobs, ...]:
+        """Nothing, unless the request asks for its prompt's log-probabilities."""
+        if request.prompt_logprobs is None:
+            return ()
+        speller = Speller(self._fleet, self._config.max_attempts, self._config.wait_timeout_s)
+        request_state = scoring_request_state(
+            request, request_id, prompt, self._config.max_attempts
+        )
+        # Without hashes: what is cached of it does not shorten it.
+        own = StageTimer(now(), stages.trace.part(SCORE))
+        runner = self._runner(request_state, model, UNREAD, held, own, b"", on_placed=lambda: None)
+        try:
+            return await score(runner, speller, model.tokenizer_digest, held.deadline)
+        except BaseException as failure:
+            own.over(failure)
+            raise
+        finally:
+            own.over(None)
+
+    def _runner(
+        self,
+        request_state: RequestState,
+        model: ModelDescription,
+        options: TextOptions,
+        held: Permit,
+        stages: StageTimer,
+        prefix_hashes: bytes,
+        *,
+        on_placed: Callable[[], None],
+    ) -> RequestRunner:
+        standing = QueueEntry(
+            tenant=held.request.tenant,
+            priority=held.request.priority,
+            cost=held.grant.cost,
+            since=asyncio.get_running_loop().time(),
+            deadline=held.deadline,
+            on_placed=on_placed,
+        )
+        return RequestRunner(
+            self._fleet,
+            request_state,
+            model,
+            options,
+            self._limits,
+            self._dispatcher,
+            standing,
+            self._guards,
+            deadline=held.deadline,
+            prefix_hashes=prefix_hashes,
+            stages=stages,
+            background=self._background,
+            metrics=self._metrics,
+            pace=self._pace,
+            later=self._later,
+        )
+
+    async def _model(self, name: str, request_id: str) -> ModelDescription:
+        """The model to use; waits while no worker is there to ask."""
+        if name and self._config.model and name != self._config.model:
+            raise ModelNotFound("There is no such model here.", field="model")
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._config.wait_timeout_s
+        while True:
+            models = self.models()
+            for model in models:
+                if name in ("", model.name):
+                    # One more look: of one name there may be two, of which this request gets one.
+                    return self._fleet.model_for(request_id, model.name) or model
+            if models:
+                raise ModelNotFound("There is no such model here.", field="model")
+            left = give_up - loop.time()
+            if left <= 0:
+                raise Unavailable("No worker is ready.", retry_after_s=1.0)
+            await self._fleet.changed.wait(left)
+
+
+def _asked_by(held: Permit, request_id: str, trace: TraceContext = UNTRACED) -> AskedBy:
+    return AskedBy(request_id, held.request.tenant, held.deadline, trace)
+
+
+def new_id() -> str:
+    return secrets.token_hex(12)

@@ -1,0 +1,292 @@
+"""The one stream between this router and a decode worker, shared by all requests that run there.
+
+Takes StepFrames apart and hands each piece to the attempt it belongs to, at once and without
+waiting. Knows nothing of what an attempt does with it. After a break the stream is resumed from
+the attempts' next positions; what the worker no longer has is told as lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from baton.core.errors import BatonError, Unavailable
+from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from baton.core.request.model import WorkerIdentity
+from baton.core.request.prompt_logprobs import PromptLogprobs
+from baton.core.routing.routing import is_stalled
+from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.shared_stream import SharedStream, WorkerStalled
+from baton.rpc.awake import Clock
+from baton.rpc.convert import (
+    attempt_to_proto,
+    choice_tokens_from_proto,
+    error_from_proto,
+    identity_to_proto,
+    prompt_logprobs_from_proto,
+)
+from baton.v1.decode_pb2 import (
+    CancelSequence,
+    ConfirmPositions,
+    HandOverSequence,
+    KvSource,
+    SequenceHandedOver,
+    SequencePosition,
+    SessionHello,
+    SessionRequest,
+    SessionResponse,
+    StartSequence,
+    StepFrame,
+)
+from baton.v1.decode_pb2_grpc import DecodeStub
+
+if TYPE_CHECKING:
+    from baton.router.request.migration import Migration
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KvComplete:
+    """Decode has all KV of an attempt. received_bytes: what came from the sender."""
+
+    cached_tokens: int
+    received_bytes: int
+    wait_s: float
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class SequenceSink(Protocol):
+    """An attempt, as the session sees it. All calls return at once."""
+
+    def on_tokens(self, tokens: ChoiceTokens) -> None: ...
+
+    def on_kv_complete(self, kv: KvComplete) -> None: ...
+
+    def on_migrated_out(self, choice: int, handover_id: bytes, position: int | None) -> None:
+        """Answer to `hand_over`: the choice's KV is on offer, all its tokens below the position
+        were told; or it stays, None."""
+
+    def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
+        """These choices failed, or all when none is named."""
+
+    def next_positions(self) -> dict[SequenceKey, int]:
+        """Per sequence that still runs: the output position that comes next."""
+
+    def movable(self) -> Mapping[SequenceKey, int]:
+        """Sequences that decode and could go on elsewhere, each with its positions."""
+
+    def move(self, move: Migration) -> None:
+        """One of them is to go."""
+
+
+class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
+    """See the module. The outbox holds at most one message of a kind per attempt or sequence."""
+
+    resumable = True
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        worker: WorkerIdentity,
+        router: WorkerIdentity,
+        changed: Broadcast,
+        awake: Clock,
+    ) -> None:
+        super().__init__(changed, awake)
+        self._stub = DecodeStub(channel)
+        self._worker = worker
+        self._router = router
+        self._sinks: dict[tuple[str, int], SequenceSink] = {}
+        """By AttemptKey, which is looked up by its bare fields: that is done for every token."""
+        self._starts: dict[AttemptKey, SessionRequest] = {}
+        self._hand_overs: dict[SequenceKey, SessionRequest] = {}
+        self._asked: dict[SequenceKey, SessionRequest] = {}
+        """Hand-overs without an answer: after a break they are asked for again."""
+        self._cancels: dict[AttemptKey, set[int]] = {}
+        self._confirms: dict[SequenceKey, int] = {}
+        self._confirmed: dict[AttemptKey, dict[SequenceKey, int]] = {}
+        """The newest of each sequence: what was on its way when a stream broke is said again."""
+
+    def start(
+        self,
+        attempt: Attempt,
+        sink: SequenceSink,
+        *,
+        handover_id: bytes = b"",
+        sender: WorkerIdentity | None = None,
+        max_unconfirmed: int = 0,
+    ) -> None:
+        """Starts an attempt; `release` ends what this begins. Without a sender decode prefills.
+
+        sender: the prefill or decode worker that has its KV.
+        """
+        start = StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
+        if sender is not None:
+            start.source.CopyFrom(
+                KvSource(handover_id=handover_id, sender=identity_to_proto(sender))
+            )
+        self._sinks[attempt.key] = sink
+        self._starts[attempt.key] = SessionRequest(start=start)
+        self.wake()
+
+    def sinks(self) -> list[SequenceSink]:
+        """All attempts that were started and not released."""
+        return list(self._sinks.values())
+
+    def hand_over(self, key: SequenceKey, handover_id: bytes, receiver: WorkerIdentity) -> None:
+        """Asks the worker to give a sequence to another one. `on_given_away` answers."""
+        wish = HandOverSequence(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            choice=key.choice,
+            handover_id=handover_id,
+            receiver_instance_id=receiver.instance_id,
+        )
+        self._hand_overs[key] = self._asked[key] = SessionRequest(hand_over=wish)
+        self.wake()
+
+    def cancel(self, key: AttemptKey, choice: int) -> None:
+        """Stops one choice of an attempt that goes on."""
+        self._cancels.setdefault(key, set()).add(choice)
+        self.wake()
+
+    def confirm(self, key: SequenceKey, position: int) -> None:
+        """All positions below this one hold no stop string."""
+        self._confirms[key] = position
+        of_attempt = self._confirmed.setdefault(AttemptKey(key.request_id, key.attempt), {})
+        of_attempt[key] = position
+        self.wake()
+
+    def release(self, key: AttemptKey, *, cancel: bool) -> None:
+        """Nothing more is wanted of the attempt; cancel: the worker may still run it."""
+        known = self._sinks.pop(key, None) is not None
+        self._cancels.pop(key, None)
+        for sequence in self._confirmed.pop(key, {}):
+            self._confirms.pop(sequence, None)
+        for sequence in [s for s in self._asked if (s.request_id, s.attempt) == key]:
+            del self._asked[sequence]
+            self._hand_overs.pop(sequence, None)
+        if self._starts.pop(key, None) is None and known and cancel:
+            self._cancels[key] = set()
+            self.wake()
+
+    def connect(self) -> grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]:
+        return self._stub.Session()
+
+    def greeting(self) -> Sequence[SessionRequest]:
+        # An attempt whose start is still in the outbox is new to the worker, not resumed.
+        resume = [
+            _position(key, position)
+            for attempt_key, sink in self._sinks.items()
+            if attempt_key not in self._starts
+            for key, position in sink.next_positions().items()
+        ]
+        for positions in self._confirmed.values():
+            self._confirms |= positions
+        self._hand_overs |= self._asked
+        hello = SessionHello(
+            router=identity_to_proto(self._router),
+            decode_instance_id=self._worker.instance_id,
+            resume=resume,
+        )
+        return [SessionRequest(hello=hello)]
+
+    def outgoing(self) -> Sequence[SessionRequest]:
+        starts, self._starts = self._starts, {}
+        hand_overs, self._hand_overs = self._hand_overs, {}
+        cancels, self._cancels = self._cancels, {}
+        confirms, self._confirms = self._confirms, {}
+        messages = [*starts.values(), *hand_overs.values()]
+        messages += [
+            SessionRequest(
+                cancel=CancelSequence(
+                    request_id=key.request_id, attempt=key.attempt, choices=sorted(choices)
+                )
+            )
+            for key, choices in cancels.items()
+        ]
+        if confirms:
+            positions = [_position(key, position) for key, position in confirms.items()]
+            messages.append(SessionRequest(confirm=ConfirmPositions(sequences=positions)))
+        return messages
+
+    def incoming(self, message: SessionResponse) -> None:
+        match message.WhichOneof("message"):
+            case "frame":
+                self._frame(message.frame)
+            case "heartbeat":
+                beat = message.heartbeat
+                if is_stalled(beat.step_age_us, beat.step_predicted_us):
+                    raise WorkerStalled
+            case "welcome":
+                for lost in message.welcome.lost:
+                    self._failed(
+                        AttemptKey(lost.request_id, lost.attempt),
+                        Unavailable("A worker of this request was lost."),
+                        (lost.choice,),
+                    )
+            case _:
+                # A newer worker may say more than we understand.
+                log.debug("a message of an unknown kind on a session")
+
+    def lose(self, error: BatonError) -> None:
+        sinks, self._sinks = self._sinks, {}
+        self._starts.clear()
+        self._hand_overs.clear()
+        self._asked.clear()
+        self._cancels.clear()
+        self._confirms.clear()
+        self._confirmed.clear()
+        for sink in sinks.values():
+            sink.on_failed(error, ())
+
+    def _frame(self, frame: StepFrame) -> None:
+        for started in frame.started:
+            sink = self._sinks.get(AttemptKey(started.request_id, started.attempt))
+            if sink is not None:
+                told = None
+                if started.HasField("prompt_logprobs"):
+                    told = prompt_logprobs_from_proto(started.prompt_logprobs)
+                sink.on_kv_complete(
+                    KvComplete(
+                        started.cached_tokens, started.received_bytes, started.wait_us / 1e6, told
+                    )
+                )
+        sinks = self._sinks
+        for entry in frame.tokens:
+            tokens = choice_tokens_from_proto(entry)
+            request_id, _, attempt = tokens.key
+            sink = sinks.get((request_id, attempt))
+            if sink is not None:
+                sink.on_tokens(tokens)
+        for given in frame.handed_over:
+            self._migrated_out(given)
+        for failure in frame.failures:
+            self._failed(
+                AttemptKey(failure.request_id, failure.attempt),
+                error_from_proto(failure.error),
+                tuple(failure.choices),
+            )
+
+    def _migrated_out(self, given: SequenceHandedOver) -> None:
+        key = SequenceKey(given.request_id, given.choice, given.attempt)
+        sink = self._sinks.get(AttemptKey(given.request_id, given.attempt))
+        if self._asked.pop(key, None) is not None and sink is not None:
+            position = given.position if given.HasField("position") else None
+            sink.on_migrated_out(given.choice, given.handover_id, position)
+
+    def _failed(self, key: AttemptKey, error: BatonError, choices: Collection[int]) -> None:
+        sink = self._sinks.get(key)
+        if sink is not None:
+            sink.on_failed(error, choices)
+
+
+def _position(key: SequenceKey, position: int) -> SequencePosition:
+    return SequencePosition(
+        request_id=key.request_id, choice=key.choice, attempt=key.attempt, position=position
+    )

@@ -1,0 +1,246 @@
+"""The one stream between this router and a detokenizer, shared by the texts of all requests.
+
+Pulls from each text what is new when there is room on the stream, so that nothing queues up here.
+Knows nothing of choices or log-probabilities. A break loses the texts' state at the worker: each
+text is told and opened again elsewhere by its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import grpc
+
+from baton.core.errors import BatonError, Unavailable
+from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.shared_stream import SharedStream
+from baton.rpc.awake import Clock
+from baton.rpc.convert import error_from_proto, to_ms, token_ids_to_bytes
+from baton.v1.detokenizer_pb2 import (
+    AppendTokens,
+    DetokenizeOperation,
+    DetokenizerSessionRequest,
+    DetokenizerSessionResponse,
+    OpenText,
+    TextDelta,
+)
+from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
+
+MAX_OPERATIONS = 256
+"""Operations of one message: many small texts share it, none waits long for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOpening:
+    """How a text begins at a detokenizer: ids so far and UTF-8 bytes of them already delivered."""
+
+    token_ids: tuple[int, ...]
+    delivered_bytes: int
+    stop_strings: tuple[str, ...]
+    include_stop_string: bool
+    skip_special_tokens: bool
+    kept_special_tokens: tuple[str, ...]
+    prompt_tail_ids: tuple[int, ...]
+    min_tokens: int
+    traceparent: str = ""
+
+
+class TextTokens(NamedTuple):
+    """More tokens of a text; spell: tokens whose own bytes are wanted besides."""
+
+    position: int
+    token_ids: tuple[int, ...]
+    spell: tuple[int, ...]
+    last: bool
+    last_is_stop_token: bool
+
+
+class TextNews(NamedTuple):
+    """What a detokenizer says of a text. num_tokens: tokens whose text is fully sent or skipped;
+    searched_tokens: tokens within which no stop string ends; stop: (stop string, position of the
+    token that completed it).
+    """
+
+    text: str
+    num_tokens: int
+    searched_tokens: int
+    stop: tuple[str, int] | None
+    end: bool
+    spelled: Sequence[bytes]
+
+
+class TextSource(Protocol):
+    """A text, as the session sees it. All calls return at once."""
+
+    def opening(self) -> TextOpening: ...
+
+    def take_tokens(self) -> TextTokens | None:
+        """What was not taken since `opening`, or None."""
+
+    def on_news(self, news: TextNews) -> None: ...
+
+    def on_lost(self, error: BatonError) -> None:
+        """The session knows this text no more."""
+
+
+class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSessionResponse]):
+    """See the module. The outbox holds at most one entry per text."""
+
+    def __init__(self, channel: grpc.aio.Channel, changed: Broadcast, awake: Clock) -> None:
+        super().__init__(changed, awake)
+        self._stub = DetokenizerStub(channel)
+        self._ids = count(1)
+        self._sources: dict[int, TextSource] = {}
+        self._unopened: dict[int, float] = {}
+        self._dirty: dict[int, None] = {}
+        self._closing: list[int] = []
+
+    @property
+    def num_texts(self) -> int:
+        return len(self._sources)
+
+    def open(self, source: TextSource, deadline: float) -> int:
+        """Begins a text, named by the returned id until it ends, is lost or is closed.
+
+        The worker is told when the text is first touched: until there are tokens it need not know,
+        and nothing that the first token waits for waits for that. deadline: of its request, on the
+        running loop's clock.
+        """
+        text_id = next(self._ids)
+        self._sources[text_id] = source
+        self._unopened[text_id] = deadline
+        return text_id
+
+    def touch(self, text_id: int) -> None:
+        """The text has more tokens to take."""
+        if text_id in self._sources:
+            self._dirty[text_id] = None
+            self.wake()
+
+    def close(self, text_id: int) -> None:
+        """Nothing more is wanted of the text. Unknown ones are no error."""
+        if text_id not in self._sources:
+            return
+        self._forget(text_id)
+        if self._unopened.pop(text_id, None) is None:
+            self._closing.append(text_id)
+            self.wake()
+
+    def send_away(self) -> None:
+        """Every text here goes on elsewhere: its owner is told that it is lost here."""
+        for text_id, source in list(self._sources.items()):
+            self.close(text_id)
+            source.on_lost(Unavailable("A worker of this request is leaving."))
+
+    def connect(
+        self,
+    ) -> grpc.aio.StreamStreamCall[DetokenizerSessionRequest, DetokenizerSessionResponse]:
+        return self._stub.Session()
+
+    def greeting(self) -> Sequence[DetokenizerSessionRequest]:
+        return ()
+
+    def outgoing(self) -> Sequence[DetokenizerSessionRequest]:
+        closing, self._closing = self._closing, []
+        dirty, self._dirty = self._dirty, {}
+        batch = _Batch()
+        for text_id in closing:
+            batch.add(text_id).close.SetInParent()
+        for text_id in dirty:
+            source = self._sources[text_id]
+            if text_id in self._unopened:
+                self._put_opening(batch.add(text_id).open, text_id, source)
+            tokens = source.take_tokens()
+            if tokens is not None:
+                _put_tokens(batch.add(text_id).append, tokens)
+        return batch.messages
+
+    def incoming(self, message: DetokenizerSessionResponse) -> None:
+        sources = self._sources
+        for delta in message.deltas:
+            text_id = delta.text_id
+            source = sources.get(text_id)
+            if source is None:
+                continue
+            if delta.HasField("error"):
+                self._forget(text_id)
+                source.on_lost(error_from_proto(delta.error))
+                continue
+            source.on_news(_news_from_proto(delta))
+            if delta.end:
+                self._forget(text_id)
+
+    def lose(self, error: BatonError) -> None:
+        sources, self._sources = self._sources, {}
+        self._unopened.clear()
+        self._dirty.clear()
+        self._closing.clear()
+        for source in sources.values():
+            source.on_lost(error)
+
+    def _put_opening(self, message: OpenText, text_id: int, source: TextSource) -> None:
+        opening = source.opening()
+        remaining_s = self._unopened.pop(text_id) - asyncio.get_running_loop().time()
+        message.CopyFrom(
+            OpenText(
+                token_ids=token_ids_to_bytes(opening.token_ids),
+                delivered_bytes=opening.delivered_bytes,
+                stop_strings=opening.stop_strings,
+                include_stop_string=opening.include_stop_string,
+                skip_special_tokens=opening.skip_special_tokens,
+                kept_special_tokens=opening.kept_special_tokens,
+                prompt_tail_ids=token_ids_to_bytes(opening.prompt_tail_ids),
+                min_tokens=opening.min_tokens,
+                remaining_ms=to_ms(remaining_s),
+                traceparent=opening.traceparent,
+            )
+        )
+
+    def _forget(self, text_id: int) -> None:
+        self._sources.pop(text_id, None)
+        self._dirty.pop(text_id, None)
+
+
+class _Batch:
+    """Operations in messages of at most MAX_OPERATIONS. They are filled where they are: there is
+    one for every token, and one that is made first and put in afterwards is made twice.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[DetokenizerSessionRequest] = []
+        self._left = 0
+
+    def add(self, text_id: int) -> DetokenizeOperation:
+        if not self._left:
+            self.messages.append(DetokenizerSessionRequest())
+            self._left = MAX_OPERATIONS
+        self._left -= 1
+        operation = self.messages[-1].operations.add()
+        operation.text_id = text_id
+        return operation
+
+
+def _put_tokens(message: AppendTokens, tokens: TextTokens) -> None:
+    message.position = tokens.position
+    message.token_ids = token_ids_to_bytes(tokens.token_ids)
+    if tokens.spell:
+        message.spell_token_ids = token_ids_to_bytes(tokens.spell)
+    if tokens.last:
+        message.last = True
+        message.last_is_stop_token = tokens.last_is_stop_token
+
+
+def _news_from_proto(delta: TextDelta) -> TextNews:
+    spelled = delta.spelled_texts
+    return TextNews(
+        delta.text,
+        delta.num_tokens,
+        delta.searched_tokens,
+        (delta.stop.stop_string, delta.stop.position) if delta.HasField("stop") else None,
+        delta.end,
+        tuple(spelled) if spelled else (),
+    )

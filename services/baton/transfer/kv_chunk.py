@@ -1,0 +1,150 @@
+"""A KV chunk's fixed binary form, its seal and its verification; knows no transport and no engine.
+
+A KV chunk lies in a buffer as a 128-byte header followed by the payload. The header is
+little-endian:
+
+    magic 4s | wire version u16 | digest kind u16 | instance id 16s | hand-over 16s | index u32
+    | first position u32 | positions u32 | first layer u32 | layers u32 | first head u32 | heads u32
+    | layout 8s | payload bytes u64 | zeros | digest 16s (at byte 112)
+
+`layout` is a digest of the KvLayout that both sides found equal when they met, so that bytes of
+another model never verify. The digest covers bytes 0-111 and the payload. Its kinds:
+- xxh3-128, seeded from the hand-over's id, which only the two sides and the router know: finds
+  accidents (stale, swapped, torn, foreign KV chunks) at memory speed, on a network that is trusted;
+- blake2b, keyed with the same secret: also finds deliberate changes on a network that is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+import xxhash
+
+from baton.core.handover.messages import KvChunkHeader
+from baton.core.handover.table import Run
+from baton.core.request.model import KvLayout
+
+HEADER_BYTES = 128
+DIGEST_BYTES = 16
+XXH3, BLAKE2B = "xxh3-128", "blake2b"
+DIGESTS = (XXH3, BLAKE2B)
+
+_MAGIC = b"BTNP"
+_FIELDS = struct.Struct("<4sHH16s16sIIIIIII8sQ")
+_SEALED_BYTES = HEADER_BYTES - DIGEST_BYTES
+
+
+class Sealer:
+    """Seals and verifies the KV chunks of one hand-over.
+
+    handover_id: 16 bytes, the secret. instance id: the sender's. digest: one of DIGESTS.
+    wire_version: that both sides speak; 0: the layout's newest.
+    """
+
+    def __init__(
+        self,
+        handover_id: bytes,
+        instance_id: str,
+        layout: KvLayout,
+        digest: str = XXH3,
+        *,
+        wire_version: int = 0,
+    ) -> None:
+        if digest not in DIGESTS:
+            raise ValueError(f"digest must be one of {', '.join(DIGESTS)}")
+        self._handover_id, self._instance_id = handover_id, instance_id
+        self._layout, self._fingerprint, self._digest = layout, layout_fingerprint(layout), digest
+        self._wire_version = wire_version or layout.max_wire_version
+        self._key = hashlib.blake2b(handover_id, digest_size=32, person=b"baton parcel").digest()
+        self._seed = int.from_bytes(self._key[:8], "little")
+
+    def header(self, run: Run) -> KvChunkHeader:
+        """The header of a KV chunk of this hand-over, all layers and heads, not sealed yet."""
+        return KvChunkHeader(
+            instance_id=self._instance_id,
+            handover_id=self._handover_id,
+            index=run.index,
+            first_position=run.first_position,
+            num_positions=run.num_positions,
+            first_layer=0,
+            num_layers=self._layout.num_layers,
+            first_head=0,
+            num_heads=self._layout.num_kv_heads,
+            payload_bytes=run.num_positions * self._layout.bytes_per_position,
+        )
+
+    def is_slow(self, header: KvChunkHeader) -> bool:
+        """Whether a digest takes long enough (about half a millisecond) to leave the event loop."""
+        return header.payload_bytes > (4 << 20 if self._digest == XXH3 else 256 << 10)
+
+    def seal(self, header: KvChunkHeader, buffer: memoryview) -> bytes:
+        """Writes the header in front of the payload that lies in `buffer`; returns the digest."""
+        end = HEADER_BYTES + header.payload_bytes
+        buffer[:_SEALED_BYTES] = self._sealed_fields(header)
+        digest = self._digest_of(buffer[:_SEALED_BYTES], buffer[HEADER_BYTES:end])
+        buffer[_SEALED_BYTES:HEADER_BYTES] = digest
+        return digest
+
+    def mismatch(self, header: KvChunkHeader, buffer: memoryview) -> str:
+        """What is wrong with the KV chunk in `buffer`, of which `header` is expected; "" when
+        nothing.
+
+        "header": another KV chunk lies there. "digest": its bytes are not those that were sealed.
+        """
+        expected = self._sealed_fields(header) + header.digest
+        if not hmac.compare_digest(bytes(buffer[:HEADER_BYTES]), expected):
+            return "header"
+        end = HEADER_BYTES + header.payload_bytes
+        digest = self._digest_of(buffer[:_SEALED_BYTES], buffer[HEADER_BYTES:end])
+        return "" if hmac.compare_digest(digest, header.digest) else "digest"
+
+    def _sealed_fields(self, header: KvChunkHeader) -> bytes:
+        fields = _FIELDS.pack(
+            _MAGIC,
+            self._wire_version,
+            DIGESTS.index(self._digest),
+            bytes.fromhex(header.instance_id),
+            header.handover_id,
+            header.index,
+            header.first_position,
+            header.num_positions,
+            header.first_layer,
+            header.num_layers,
+            header.first_head,
+            header.num_heads,
+            self._fingerprint,
+            header.payload_bytes,
+        )
+        return fields.ljust(_SEALED_BYTES, b"\0")
+
+    def _digest_of(self, fields: memoryview, payload: memoryview) -> bytes:
+        if self._digest == XXH3:
+            fast = xxhash.xxh3_128(fields, seed=self._seed)
+            fast.update(payload)
+            return fast.digest()
+        keyed = hashlib.blake2b(fields, key=self._key, digest_size=DIGEST_BYTES)
+        keyed.update(payload)
+        return keyed.digest()
+
+
+def layout_fingerprint(layout: KvLayout) -> bytes:
+    """8 bytes over the fields of a layout that two workers must have in common."""
+    text = "|".join(
+        str(value)
+        for value in (
+            layout.model_digest,
+            layout.dtype,
+            layout.num_layers,
+            layout.num_kv_heads,
+            layout.key_size,
+            layout.value_size,
+        )
+    )
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def positions_per_kv_chunk(buffer_bytes: int, layout: KvLayout) -> int:
+    """How many whole positions fit a buffer of this size behind the header; 0 when none does."""
+    return max(0, buffer_bytes - HEADER_BYTES) // layout.bytes_per_position

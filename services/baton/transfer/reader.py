@@ -1,0 +1,232 @@
+"""Runs a transport on a thread of its own and gives asyncio awaitable reads; knows no hand-overs.
+
+The thread sleeps while nothing is in flight, polls in short growing naps while a read is awaited,
+and once a second when all that is left are reads orphaned: those whose awaiting side gave up. Their
+buffers come back through `StagingBuffer.settle` when the transport says so, and in no other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.core.handover.messages import StagingPoolDescription
+from baton.transfer.buffers import StagingBuffer
+from baton.transfer.transport import KvTransport, ReadState, TransportError
+
+SHORTEST_NAP_S = 20e-6
+LONGEST_NAP_S = 200e-6
+ORPHANED_NAP_S = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One posted read. buffer stays lent until the transport has released the handle."""
+
+    peer: str
+    handle: object
+    buffer: StagingBuffer
+    done: asyncio.Future[bool]
+    state: ReadState = ReadState.RUNNING
+
+
+class Reader:
+    """The awaitable face of one KvTransport. Made, used and closed on one event loop.
+
+    make: builds the transport; it runs on the reader's thread, as every later call does.
+    """
+
+    def __init__(self, make: Callable[[], KvTransport]) -> None:
+        self._make = make
+        # Not a SimpleQueue: its `get` may wait for ever when its thread is held up for longer than
+        # the timeout (CPython 3.11; on busy cores after some 1500 naps of 20 microseconds).
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._in_flight: list[_InFlight] = []
+        self._leaving: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="kv-reader", daemon=True)
+        self._built: KvTransport | None = None
+        self._closing = self._stopped = False
+
+    async def start(self) -> None:
+        """Builds the transport. Raises TransportError."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        try:
+            self.metadata = await self._call(self._build)
+        except BaseException:
+            self._commands.put(self._stop)
+            raise
+
+    @property
+    def name(self) -> str:
+        return self._transport.name
+
+    async def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+        """Makes a peer's ring reachable. Raises TransportError."""
+
+        def add() -> None:
+            self._leaving.discard(peer)
+            self._transport.add_peer(peer, metadata, ring)
+
+        await self._call(add)
+
+    async def remove_peer(self, peer: str) -> None:
+        """Forgets a peer, as soon as none of its reads is running any more."""
+
+        def remove() -> None:
+            self._leaving.add(peer)
+            self._remove_left()
+
+        await self._call(remove)
+
+    async def read(
+        self, peer: str, remote_buffer: int, buffer: StagingBuffer, num_bytes: int, timeout_s: float
+    ) -> None:
+        """Reads the first num_bytes of a peer's buffer into ours. The caller holds `buffer`
+        throughout.
+
+        Raises TransportError, also when it took longer than timeout_s. After that, or when
+        cancelled, the transfer may still run: the caller releases the buffer as usual and it stays
+        in orphaned until the transfer has ended.
+        """
+        done: asyncio.Future[bool] = self._loop.create_future()
+        buffer.lend()
+        self._commands.put(lambda: self._post(peer, remote_buffer, buffer, num_bytes, done))
+        try:
+            async with asyncio.timeout(timeout_s):
+                succeeded = await done
+        except TimeoutError:
+            raise TransportError("the read was not done in time") from None
+        if not succeeded:
+            raise TransportError("the read failed")
+
+    async def close(self) -> None:
+        """Stops the thread. Memory that a read orphaned may still write to must stay mapped.
+
+        Returns once the transport has let go of the ring, or at once when orphaned forbids that;
+        then only the end of the process frees what is left. Idempotent.
+        """
+        if not self._closing:
+            self._closing = True
+            self._commands.put(self._stop)
+            await asyncio.to_thread(self._thread.join)
+
+    @property
+    def idle(self) -> bool:
+        """No read is in flight or orphaned."""
+        return not self._in_flight
+
+    @property
+    def _transport(self) -> KvTransport:
+        assert self._built is not None, "the reader was not started"
+        return self._built
+
+    def _build(self) -> bytes:
+        self._built = self._make()
+        return self._built.metadata()
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        result: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                value = work()
+            except Exception as error:
+                self._tell(_resolve, result, error, None)
+            else:
+                self._tell(_resolve, result, None, value)
+
+        self._commands.put(run)
+        return await result
+
+    def _run(self) -> None:
+        nap = SHORTEST_NAP_S
+        while not self._stopped:
+            try:
+                self._commands.get(timeout=self._nap(nap))()
+                nap = SHORTEST_NAP_S
+            except queue.Empty:
+                nap = min(2 * nap, LONGEST_NAP_S)
+            self._poll()
+
+    def _nap(self, nap: float) -> float | None:
+        if not self._in_flight:
+            return None
+        awaited = any(not read.done.done() for read in self._in_flight)
+        return nap if awaited else ORPHANED_NAP_S
+
+    def _post(
+        self,
+        peer: str,
+        remote_buffer: int,
+        buffer: StagingBuffer,
+        num_bytes: int,
+        done: asyncio.Future[bool],
+    ) -> None:
+        try:
+            if peer in self._leaving:
+                raise TransportError("unknown peer")
+            handle = self._transport.post(peer, remote_buffer, buffer.index, num_bytes)
+        except TransportError:
+            self._tell(_settle, buffer, done, False)
+            return
+        self._in_flight.append(_InFlight(peer, handle, buffer, done))
+
+    def _poll(self) -> None:
+        still: list[_InFlight] = []
+        for read in self._in_flight:
+            if read.state is ReadState.RUNNING:
+                read.state = self._transport.poll(read.handle)
+            if read.state is ReadState.RUNNING or not self._released(read):
+                still.append(read)
+            else:
+                self._tell(_settle, read.buffer, read.done, read.state is ReadState.DONE)
+        if len(still) != len(self._in_flight):
+            self._in_flight = still
+            self._remove_left()
+
+    def _released(self, read: _InFlight) -> bool:
+        try:
+            self._transport.release(read.handle)
+        except TransportError:
+            return False
+        return True
+
+    def _remove_left(self) -> None:
+        busy = {read.peer for read in self._in_flight}
+        for peer in self._leaving - busy:
+            self._transport.remove_peer(peer)
+            self._leaving.discard(peer)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if self._built is not None and not self._in_flight:
+            self._built.close()
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        # The loop may be closed already when a read orphaned ends late.
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            return
+
+
+def _resolve(result: asyncio.Future[T], error: Exception | None, value: T) -> None:
+    if result.done():
+        return
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(value)
+
+
+def _settle(buffer: StagingBuffer, done: asyncio.Future[bool], succeeded: bool) -> None:
+    buffer.settle()
+    if not done.done():
+        done.set_result(succeeded)

@@ -1,0 +1,299 @@
+"""The giving side of hand-overs: what is on offer, who may collect it, and how peers meet.
+
+Knows neither gRPC nor the engine: `baton.rpc.handover` calls `meet` and `serve`, the worker that
+computes calls `offer`. One stream's work is `baton.transfer.giving.OutgoingTransfer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from baton.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Incompatible,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from baton.core.handover.fit import difference, refusal
+from baton.core.handover.messages import (
+    HANDOVER_ID_BYTES,
+    Handshake,
+    HandshakeRequest,
+    OpenHandover,
+    ReceiverMessage,
+    SenderMessage,
+)
+from baton.core.handover.table import DOOR_S, LIMITS, Limit, SenderState, State
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.transfer.giving import OutgoingTransfer
+from baton.transfer.kv_chunk import positions_per_kv_chunk
+from baton.transfer.line import Liveness
+from baton.transfer.made_up import PROBE_S, pack_made_up
+from baton.transfer.offer import HandoverOutcome as HandoverOutcome
+from baton.transfer.offer import Outcome as Outcome
+from baton.transfer.offer import Pack
+from baton.transfer.offer import PendingTransfer as PendingTransfer
+from baton.transfer.staging import Staging
+from baton.transfer.stats import HandoverStats
+from baton.transfer.tasks import outlast
+from baton.transfer.ticket import NO_NAMES, Names
+
+MAX_OFFERS = 4096
+MAX_AT_THE_DOOR = 256
+MAX_RECENT_IDS = 8192
+
+log = logging.getLogger(__name__)
+
+
+class KvSender:
+    """Gives KV away through one staging ring. Lives on the event loop.
+
+    digest: how KV chunks are sealed, "xxh3-128" or "blake2b"; "": as the staging's network wants
+    it.
+    """
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        staging: Staging,
+        *,
+        digest: str = "",
+        liveness: Liveness | None = None,
+        limits: Mapping[State, Limit] = LIMITS,
+        stats: HandoverStats | None = None,
+    ) -> None:
+        if positions_per_kv_chunk(staging.ring.buffer_bytes, layout) == 0:
+            raise InvalidArgument(
+                f"a buffer must hold one position, {layout.bytes_per_position} bytes and a header",
+                field="slot_mib",
+            )
+        self.identity, self.layout, self.staging = identity, layout, staging
+        self.digest = digest or staging.ucx.network.digest
+        self.liveness, self.limits = liveness or Liveness(), limits
+        self.stats = stats or HandoverStats()
+        self._offers: dict[bytes, PendingTransfer] = {}
+        self._door: dict[bytes, asyncio.Future[PendingTransfer]] = {}
+        self._recent_ids: OrderedDict[bytes, None] = OrderedDict()
+        self._timers: dict[bytes, tuple[asyncio.TimerHandle, ...]] = {}
+        self._streams: set[asyncio.Task[object]] = set()
+        self._num_probes = 0
+
+    @property
+    def num_offers(self) -> int:
+        """Hand-overs that have not ended."""
+        return len(self._offers)
+
+    @property
+    def num_at_the_door(self) -> int:
+        """Streams that wait for an offer they overtook."""
+        return len(self._door)
+
+    @property
+    def num_recent_ids(self) -> int:
+        """Ended ids that are remembered."""
+        return len(self._recent_ids)
+
+    @property
+    def probing(self) -> bool:
+        """A receiver probes the way from here."""
+        return self._num_probes > 0
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        """What hand-overs hold here, by kind; nothing when there are none and no probe runs."""
+        return {"offers": len(self._offers), "streams": len(self._streams)}
+
+    def offer(
+        self,
+        handover_id: bytes,
+        receiver_instance_id: str,
+        num_positions: int,
+        pack: Pack,
+        *,
+        deadline_s: float,
+        is_probe: bool = False,
+        about: Names = NO_NAMES,
+    ) -> PendingTransfer:
+        """Puts one input's KV on offer to one receiver, for at most deadline_s seconds.
+
+        Raises InvalidArgument (an id that is malformed or was used), Overloaded.
+        """
+        if len(handover_id) != HANDOVER_ID_BYTES:
+            raise InvalidArgument(f"must be {HANDOVER_ID_BYTES} bytes", field="handover_id")
+        if handover_id in self._offers or handover_id in self._recent_ids:
+            raise InvalidArgument("was used before", field="handover_id")
+        if len(self._offers) >= MAX_OFFERS:
+            raise Overloaded("too many hand-overs are on offer")
+        stats = HandoverStats() if is_probe else self.stats
+        offer = PendingTransfer(
+            handover_id,
+            receiver_instance_id,
+            num_positions,
+            pack,
+            self._bury,
+            stats,
+            is_probe=is_probe,
+            about=about,
+        )
+        self._num_probes += is_probe
+        self._offers[handover_id] = offer
+        loop = asyncio.get_running_loop()
+        self._timers[handover_id] = (
+            loop.call_later(deadline_s, _expire, offer),
+            loop.call_later(self.limits[SenderState.OFFERED].seconds, _unclaimed, offer),
+        )
+        waiting = self._door.pop(handover_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(offer)
+        return offer
+
+    def meet(self, introduction: HandshakeRequest) -> Handshake:
+        """Answers a receiver that introduces itself.
+
+        Raises Unavailable (it looks for an older process at this address), InvalidArgument, and
+        Incompatible with what differs.
+        """
+        self._check_instance_id(introduction.sender_instance_id)
+        if not introduction.transports:
+            raise InvalidArgument("must not be empty", field="transports")
+        misfit = difference(
+            self.layout, self.staging.names, introduction.layout, introduction.transports
+        )
+        if misfit:
+            error = refusal(self.identity, introduction.receiver, misfit)
+            log.warning("%s", error.message)
+            raise error
+        name = next(name for name in introduction.transports if name in self.staging.readers)
+        return Handshake(
+            sender=self.identity,
+            layout=self.layout,
+            transport=name,
+            transport_metadata=self.staging.readers[name].metadata,
+            ring=self.staging.ring.describe(),
+            digest=self.digest,
+            kv_network=self.staging.ucx.network.value,
+            ucx_transports=self.staging.ucx.transports,
+        )
+
+    async def serve(
+        self,
+        incoming: AsyncIterator[ReceiverMessage],
+        send: Callable[[SenderMessage], Awaitable[None]],
+    ) -> None:
+        """Drives one Collect stream to its end. Failures are told in the stream, never raised.
+
+        incoming: ends or raises when the receiver leaves. send: writes one message; it is not
+        called concurrently. Cancelling this ends the hand-over like a broken stream.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            await OutgoingTransfer(self, incoming, send).run()
+        finally:
+            self._streams.discard(task)
+
+    async def close(self) -> None:
+        """Ends all hand-overs and waits until nothing packs and no stream runs."""
+        for offer in list(self._offers.values()):
+            offer.fail(Unavailable("this worker is leaving"))
+        for waiting in self._door.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable("this worker is leaving"))
+        await outlast(list(self._streams))
+
+    async def claim(self, opening: OpenHandover) -> PendingTransfer:
+        """Finds what a stream asks for; a stream that came too early waits at the door.
+
+        Raises NotFound (unknown, ended, taken, or another receiver's: all look alike),
+        Unavailable (meant for an older process), Incompatible and Overloaded.
+        """
+        self._check_instance_id(opening.sender_instance_id)
+        oldest, newest = self.layout.min_wire_version, self.layout.max_wire_version
+        if not oldest <= opening.wire_version <= newest:
+            raise Incompatible(
+                f"this worker speaks wire versions {oldest}-{newest}, not {opening.wire_version}"
+            )
+        if opening.probe_positions:
+            self._offer_probe(opening)
+        offer = self._offers.get(opening.handover_id)
+        if offer is None:
+            offer = await self._wait_at_the_door(opening.handover_id)
+        if (
+            offer.receiver_instance_id != opening.receiver.instance_id
+            or offer.side.state is not SenderState.OFFERED
+        ):
+            raise _gone()
+        buffer_bytes = min(self.staging.ring.buffer_bytes, opening.max_kv_chunk_bytes)
+        offer.side.opened(positions_per_kv_chunk(buffer_bytes, self.layout))
+        return offer
+
+    def _offer_probe(self, opening: OpenHandover) -> None:
+        """Raises InvalidArgument for a probe larger than one KV chunk, and what `offer` raises."""
+        buffer_bytes = min(self.staging.ring.buffer_bytes, opening.max_kv_chunk_bytes)
+        if opening.probe_positions > positions_per_kv_chunk(buffer_bytes, self.layout):
+            raise InvalidArgument("a probe must be one KV chunk", field="probe_positions")
+        offer = self.offer(
+            opening.handover_id,
+            opening.receiver.instance_id,
+            opening.probe_positions,
+            pack_made_up(opening.handover_id),
+            deadline_s=PROBE_S,
+            is_probe=True,
+        )
+        offer.announce()
+        offer.advance(offer.num_positions)
+        offer.tokens(())
+
+    async def _wait_at_the_door(self, handover_id: bytes) -> PendingTransfer:
+        if handover_id in self._recent_ids or handover_id in self._door:
+            raise _gone()
+        if len(self._door) >= MAX_AT_THE_DOOR:
+            raise Overloaded("too many receivers came before their hand-over")
+        arrives: asyncio.Future[PendingTransfer] = asyncio.get_running_loop().create_future()
+        self._door[handover_id] = arrives
+        try:
+            async with asyncio.timeout(DOOR_S):
+                return await arrives
+        except TimeoutError:
+            raise _gone() from None
+        finally:
+            if self._door.get(handover_id) is arrives:
+                del self._door[handover_id]
+
+    def _check_instance_id(self, meant: str) -> None:
+        if meant != self.identity.instance_id:
+            raise Unavailable("this address now belongs to another process")
+
+    def _bury(self, offer: PendingTransfer, outcome: HandoverOutcome) -> None:
+        for timer in self._timers.pop(offer.handover_id):
+            timer.cancel()
+        del self._offers[offer.handover_id]
+        offer.stats.outcomes[outcome.counted] += 1
+        if offer.is_probe:
+            # Its bytes are worth nothing, and the recent ids of others must not be pushed out.
+            self._num_probes -= 1
+            return
+        self._recent_ids[offer.handover_id] = None
+        while len(self._recent_ids) > MAX_RECENT_IDS:
+            self._recent_ids.popitem(last=False)
+
+
+def _expire(offer: PendingTransfer) -> None:
+    offer.expire(DeadlineExceeded("the hand-over ran out of time"))
+
+
+def _unclaimed(offer: PendingTransfer) -> None:
+    if offer.side.state is SenderState.OFFERED:
+        offer.expire(DeadlineExceeded("nobody came to collect the hand-over"))
+
+
+def _gone() -> BatonError:
+    return NotFound("this hand-over is not on offer (any more)")

@@ -1,0 +1,204 @@
+"""Which ways UCX may take to move KV, and the environment that tells it; loads nothing.
+
+UCX authenticates nobody and encrypts nothing. Where it emulates a read in software, as over TCP, it
+serves whatever address it is asked for, in the whole process and not in the buffers alone; and a
+key of RDMA is no secret either. So whatever can be reached from another machine is used only where
+the operator has declared the network that KV moves on. Shared memory needs no declaration: who may
+attach to it, a process of the same user, may read the process anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.core.errors import InvalidArgument
+from baton.transfer.kv_chunk import BLAKE2B, XXH3
+
+
+class KvNetwork(Enum):
+    """What the operator says of the network between workers."""
+
+    LOCAL = "local"
+    """KV stays on this machine."""
+    ISOLATED = "isolated"
+    """Only Baton's workers reach it, but what arrives may have been changed on purpose."""
+    TRUSTED = "trusted"
+    """Whoever reaches it is trusted like this process."""
+
+    @property
+    def digest(self) -> str:
+        """How KV chunks are sealed here."""
+        return BLAKE2B if self is KvNetwork.ISOLATED else XXH3
+
+    @property
+    def accepts(self) -> tuple[str, ...]:
+        """The seals that are good enough here."""
+        return (BLAKE2B,) if self is KvNetwork.ISOLATED else (XXH3, BLAKE2B)
+
+
+_MACHINE = frozenset(
+    [
+        "self",
+        "posix",
+        "sysv",
+        "xpmem",
+        "knem",
+        "cma",
+        "cuda_copy",
+        "gdr_copy",
+        "rocm_copy",
+        "rocm_ipc",
+        "rocm_gdr",
+        "ze_copy",
+        "ze_ipc",
+        "ze_gdr",
+    ]
+)
+# cuda_ipc crosses machines within an NVLink domain.
+_BEYOND = frozenset(
+    [
+        "tcp",
+        "rc_verbs",
+        "rc_mlx5",
+        "rc_gda",
+        "ud_verbs",
+        "ud_mlx5",
+        "dc_mlx5",
+        "gga_mlx5",
+        "srd",
+        "cuda_ipc",
+        "ugni_smsg",
+        "ugni_rdma",
+        "ugni_udt",
+        "gaudi_gdr",
+    ]
+)
+_ALL = _MACHINE | _BEYOND
+_ALIASES: dict[str, frozenset[str]] = {
+    "all": _ALL,
+    **dict.fromkeys(("sm", "shm"), frozenset(["posix", "sysv", "xpmem", "knem", "cma"])),
+    "mm": frozenset(["posix", "sysv", "xpmem"]),
+    "ib": frozenset(
+        ["rc_verbs", "ud_verbs", "rc_mlx5", "ud_mlx5", "dc_mlx5", "gga_mlx5", "srd", "rc_gda"]
+    ),
+    "rc": frozenset(["rc_verbs", "rc_mlx5", "ud_verbs", "ud_mlx5"]),
+    "rc_v": frozenset(["rc_verbs", "ud_verbs"]),
+    "rc_x": frozenset(["rc_mlx5", "ud_mlx5"]),
+    "ud": frozenset(["ud_verbs", "ud_mlx5"]),
+    "ud_v": frozenset({"ud_verbs"}),
+    "ud_x": frozenset({"ud_mlx5"}),
+    **dict.fromkeys(("dc", "dc_x"), frozenset(["dc_mlx5", "ud_mlx5"])),
+    "gga": frozenset({"gga_mlx5"}),
+    "ugni": frozenset(["ugni_smsg", "ugni_rdma", "ugni_udt"]),
+    "cuda": frozenset(["cuda_copy", "cuda_ipc", "gdr_copy"]),
+    "rocm": frozenset(["rocm_copy", "rocm_ipc", "rocm_gdr"]),
+    "ze": frozenset(["ze_copy", "ze_ipc", "ze_gdr"]),
+    "gaudi": frozenset({"gaudi_gdr"}),
+}
+"""As UCX documents UCX_TLS, with what it uses to connect."""
+
+_OWN_CHOICE = {
+    KvNetwork.LOCAL: ("self", "sm", "cuda_copy", "gdr_copy"),
+    KvNetwork.ISOLATED: ("self", "sm", "cuda", "ib", "tcp"),
+    KvNetwork.TRUSTED: ("self", "sm", "cuda", "ib", "tcp"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ucx:
+    """How UCX may move KV. Made by `choose`.
+
+    transports: as UCX_TLS names them. devices: as UCX_NET_DEVICES does; empty: any.
+    """
+
+    network: KvNetwork = KvNetwork.LOCAL
+    transports: tuple[str, ...] = _OWN_CHOICE[KvNetwork.LOCAL]
+    devices: tuple[str, ...] = ()
+
+    @property
+    def error_handling(self) -> str:
+        """UCX's word for how a peer's death is found out.
+
+        Its shared memory does not do it in UCX's way, "peer", so that UCX would ask for TCP beside
+        it; but a read of a dead process's memory fails at once, which is all that is needed.
+        """
+        return "peer" if expand(self.transports, "") & _BEYOND else "none"
+
+    def apply(self) -> None:
+        """Tells UCX. To be called before NIXL is loaded; the one place that does."""
+        os.environ["UCX_TLS"] = ",".join(self.transports)
+        if self.devices:
+            os.environ["UCX_NET_DEVICES"] = ",".join(self.devices)
+        # NIXL and UCX log to standard output and error from the moment they are loaded.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+
+
+def choose(
+    network: KvNetwork,
+    *,
+    transports: Sequence[str] = (),
+    devices: Sequence[str] = (),
+    inherited: str | None = None,
+) -> Ucx:
+    """What UCX is told: the operator's transports, else those inherited, else our own choice.
+
+    transports, devices: of the options ucx_transports and ucx_devices. inherited: UCX_TLS as it is
+    in the environment. Raises InvalidArgument for what is not known or not declared.
+    """
+    if devices and network is KvNetwork.LOCAL:
+        raise InvalidArgument(
+            "names network devices, but kv_network is local: declare it, or name none",
+            field="ucx_devices",
+        )
+    names, field = tuple(transports), "ucx_transports"
+    if not names and inherited not in (None, "", "all"):
+        names, field = tuple(str(inherited).split(",")), "UCX_TLS"
+    if not names:
+        names = _OWN_CHOICE[network]
+    beyond = expand(names, field) & _BEYOND
+    if beyond and network is KvNetwork.LOCAL:
+        raise InvalidArgument(
+            f"{','.join(names)} can be reached from other machines ({', '.join(sorted(beyond))}), "
+            "and UCX lets whoever reaches it read this process's memory: declare the network with "
+            "--kv-network isolated (only Baton's workers reach it) or trusted, or keep to shared "
+            "memory (sm)",
+            field=field,
+        )
+    return Ucx(network, names, tuple(devices))
+
+
+def inherited() -> str | None:
+    """UCX_TLS as this process was started with."""
+    return os.environ.get("UCX_TLS")
+
+
+def expand(names: Sequence[str], field: str) -> frozenset[str]:
+    """The transports that a list means: aliases resolved, `^` in front turns it round.
+
+    Raises InvalidArgument naming the field for a name that UCX does not have.
+    """
+    denied = bool(names) and names[0].startswith("^")
+    found: set[str] = set()
+    for given in (names[0].removeprefix("^"), *names[1:]) if names else ():
+        name = given.strip().removeprefix("\\").removesuffix(":aux")
+        if name not in _ALL and name not in _ALIASES:
+            raise InvalidArgument(
+                f"UCX has no transport {given!r}; it has {', '.join(sorted(_ALL))} "
+                f"and for several {', '.join(sorted(_ALIASES))}",
+                field=field,
+            )
+        # A transport of that name comes first: UCX looks there first, too.
+        found |= {name} if name in _ALL else _ALIASES[name]
+    return _ALL - found if denied else frozenset(found)
+
+
+def disjoint(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether no transport to another process is in both lists. False where that is not known."""
+    try:
+        return not (expand(ours, "") & expand(theirs, "")) - {"self"}
+    except InvalidArgument:
+        return False
