@@ -113,7 +113,7 @@ def _code_lines(path: Path) -> int:
 
 def _imports(path: Path, modules: dict[str, Path]) -> set[str]:
     """Modules of ours that a file imports, also late ones; a package counts with its modules."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found.update(name.name for name in node.names)
@@ -138,7 +138,7 @@ def _circles(imports: dict[str, set[str]]) -> list[set[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    found: list[set[str]] = []
 
     def visit(module: str) -> None:
         index[module] = low[module] = len(index)
