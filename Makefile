@@ -24,7 +24,7 @@ IMAGE_ARGS = --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-pa
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images image-locks base-locks sbom audit chaos chaos-kv reliability clean
+.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images image-locks base-locks sbom audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -50,9 +50,12 @@ up: install ## Start Baton on this machine and ask it something
 down: ## Stop what 'make up' started
 	@$(BIN)/baton down
 
-test: install ## The default tests: no GPU, no network
-	@echo "Running the default tests (about a quarter of an hour on 2 cores)"
+test: install ## The default tests: no GPU, no network, less than five minutes on 2 cores
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
+
+test-deep: install ## What the default tests leave out: every architecture, whole state machines, deaths, fuzz (about 12 minutes on 2 cores)
+	@BATON_DEEP=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile \
+		-m '(deep or hypothesis) and not (slow or chaos or k8s or gpu or browser or clients or edge)'
 
 test-chaos: install ## Tests that kill real processes, without the long ones
 	@$(BIN)/python -m pytest -q -m 'chaos and not slow'

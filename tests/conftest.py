@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import leaks
+from tests import depth, leaks
 
 # How long an example takes says nothing about what it tests.
 settings.register_profile("baton", deadline=None)
@@ -26,3 +26,9 @@ def nothing_leaks() -> Iterator[None]:
     """Whatever a test does with workers that outlive it, nothing of it stays on them."""
     yield
     leaks.check_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before tests are chosen by their marks."""
+    depth.mark(items)

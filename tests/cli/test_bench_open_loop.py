@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from baton.cli.bench import open_loop
 from baton.cli.bench.known import known
 from baton.cli.bench.known_server import Latencies
@@ -13,6 +15,7 @@ BODY = {"prompt": "PROMPT", "max_tokens": 3, "stream": True}
 FAST = Latencies(first_s=0.02, between_s=0.005, refuse_every=4)
 
 
+@pytest.mark.deep
 def test_phases() -> None:
     with known(FAST) as server:
         job = {

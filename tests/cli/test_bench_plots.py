@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from baton.cli.bench.plots import draw
 from baton.cli.bench.report import Bars, Chart, Line
 
@@ -14,6 +16,7 @@ CHARTS = (
 )
 
 
+@pytest.mark.deep
 def test_the_same_charts_are_the_same_bytes(tmp_path: Path) -> None:
     draw(tmp_path / "deep" / "a.svg", CHARTS)
     draw(tmp_path / "b.svg", CHARTS)

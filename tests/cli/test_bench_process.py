@@ -7,6 +7,7 @@ import pytest
 from baton.cli.bench.process import ContenderFailed, call
 
 
+@pytest.mark.deep
 def test_a_contender_that_breaks_is_told_in_its_own_words() -> None:
     with pytest.raises(ContenderFailed, match=r"^build: KeyError: 'settings'$"):
         call("build", {"target": "x"}, threads=1, deadline_s=60.0)
@@ -18,6 +19,7 @@ def test_a_contender_that_does_not_end_is_ended() -> None:
         call("build", {}, threads=1, deadline_s=0.001)
 
 
+@pytest.mark.deep
 def test_an_answer_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     job = {"seed": 1, "sequences": 4, "lengths": ""}
     answer = call("bookkeeping", job, threads=1, deadline_s=120.0)

@@ -28,12 +28,14 @@ def chaos(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
     return {result["name"]: result for result in said["results"]}
 
 
+@pytest.mark.deep
 def test_damage_between_processes_is_found(tmp_path: Path) -> None:
     found = chaos(tmp_path, "corruptions", "--count", "32", "--requests", "0")
     assert found["found, all kinds"]["value"] == 32
     assert found["the next hand-over brought every byte"]["value"] == 32
 
 
+@pytest.mark.deep
 def test_clean_kv_chunks_raise_no_alarm(tmp_path: Path) -> None:
     found = chaos(tmp_path, "clean", "--count", "240")
     assert found["kv_chunks"]["value"] == 240

@@ -224,6 +224,7 @@ def terminal(address: str) -> Iterator[Terminal]:
         yield opened
 
 
+@pytest.mark.deep
 def test_a_conversation_on_a_terminal(terminal: Terminal, frontend: Scripted) -> None:
     terminal.wait_for("> ")
     terminal.type("hello\n")
@@ -244,6 +245,7 @@ def test_a_conversation_on_a_terminal(terminal: Terminal, frontend: Scripted) ->
     ]
 
 
+@pytest.mark.deep
 def test_ctrl_c_stops_the_answer_but_not_the_conversation(
     terminal: Terminal, frontend: Scripted
 ) -> None:
@@ -274,6 +276,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_conversation(
     assert [m.content for m in third.prompt.messages] == ["again"]
 
 
+@pytest.mark.deep
 def test_a_terminal_does_not_obey_the_model(address: str) -> None:
     with closing(Terminal("\x1b[31mred\x07", "--grpc", address)) as terminal:
         shown = terminal.wait_for("tokens/s").partition("tokens,")[0]

@@ -38,6 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(BUNDLED, tmp_path / "model"))
 
 
+@pytest.mark.deep
 def test_this_machine_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     """All checks for real, NIXL moving a megabyte between two processes among them."""
     assert doctor.run(parsed("--json")) == 0
@@ -77,6 +78,7 @@ def test_weights_that_are_cut_short(folder: Path) -> None:
     assert finding.status is Status.FAIL and "cut short" in finding.detail
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("settings", "detail"),
     [

@@ -64,6 +64,7 @@ def listening(*flags: str) -> Iterator[tuple[int, str]]:
         yield process
 
 
+@pytest.mark.deep
 def test_over_tcp(capsys: pytest.CaptureFixture[str]) -> None:
     with listening(*TCP) as (_, address):
         code, found = asked(capsys, "--peer", address, *TCP)
@@ -77,6 +78,7 @@ def test_over_tcp(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tcp on lo" in found["transport"]["detail"]
 
 
+@pytest.mark.deep
 def test_a_worker_that_serves(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, unused_tcp_port: int
 ) -> None:
@@ -96,6 +98,7 @@ def test_a_worker_that_serves(
     assert not any(float(told[name]) for name in told if name.startswith("baton_handover"))
 
 
+@pytest.mark.deep
 def test_a_peer_that_keeps_its_kv_to_its_machine(capsys: pytest.CaptureFixture[str]) -> None:
     with listening("--transport", "nixl") as (_, address):
         code, found = asked(capsys, "--peer", address, "--transport", "nixl", *TCP)
@@ -105,6 +108,7 @@ def test_a_peer_that_keeps_its_kv_to_its_machine(capsys: pytest.CaptureFixture[s
     assert found["meeting"]["status"] == "warn" and "kv_chunks" not in found
 
 
+@pytest.mark.deep
 def test_nobody_and_strangers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]

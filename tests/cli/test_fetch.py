@@ -230,6 +230,7 @@ def command(hub: Hub, cache: Path, *words: str, **environment: str) -> tuple[int
     return done.returncode, done.stdout.strip(), done.stderr
 
 
+@pytest.mark.deep
 def test_a_model_of_the_hub(tmp_path: Path) -> None:
     hub, cache = Hub({**FILES, **SKIPPED}), tmp_path / "cache"
     with hub.serving():
@@ -243,6 +244,7 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
         assert (code, said) == (0, str(cache / "baton--made@v1.tokenizer")), told
 
 
+@pytest.mark.deep
 def test_a_hub_that_refuses_or_lies(tmp_path: Path) -> None:
     hub, cache = Hub(FILES), tmp_path / "cache"
     with hub.serving():

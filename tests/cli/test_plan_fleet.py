@@ -107,6 +107,7 @@ def test_experts_are_told_apart_from_what_every_token_goes_through(tmp_path: Pat
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

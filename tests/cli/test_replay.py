@@ -67,6 +67,7 @@ async def replayed(document: Any, folder: Path, address: str) -> int:
     return await asyncio.to_thread(main, ["replay", str(file), "--grpc", address])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "request_", [REQUEST, replace(REQUEST, n=3, seed=None), replace(REQUEST, stop_strings=("e",))]
 )

@@ -286,6 +286,7 @@ async def test_what_cannot_be_started_is_told() -> None:
         await asyncio.wait_for(supervisor.run(), PATIENCE_S)
 
 
+@pytest.mark.deep
 async def test_it_can_be_stopped_while_a_router_answers_nothing() -> None:
     """No thread is left that would keep the process from ending."""
     (worker,) = layout_of(SLEEPS).processes

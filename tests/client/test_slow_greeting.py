@@ -36,6 +36,7 @@ async def slow(address: str) -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+@pytest.mark.deep
 async def test_a_call_waits_for_a_greeting(slow: str) -> None:
     async with AsyncClient(slow, retries=Retries(most=0)) as client:
         answer = await client.chat("hello").read()

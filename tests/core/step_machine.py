@@ -20,6 +20,7 @@ from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
 from baton.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import attempt
+from tests.depth import examples
 
 EOS_EVERY = 12
 NUM_BLOCKS = 24
@@ -113,4 +114,4 @@ class StepMachine(RuleBasedStateMachine):
         assert self.loop.scheduler.load.free_blocks == NUM_BLOCKS, "blocks leaked"
 
 
-PROFILE = settings(max_examples=40, stateful_step_count=50, derandomize=True)
+PROFILE = settings(max_examples=examples(40), stateful_step_count=50, derandomize=True)

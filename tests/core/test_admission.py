@@ -17,6 +17,7 @@ from baton.core.admission.refusal import Limit, Refusal
 from baton.core.admission.shares import Use
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument
+from tests.depth import examples
 
 TENANTS = {
     "free": Tenant("free"),
@@ -144,7 +145,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert 0 < refusal.retry_after_s <= 60.0
 
 
-AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+AdmissionMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestAdmission = AdmissionMachine.TestCase
 
 

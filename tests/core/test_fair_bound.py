@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.admission.fair_bound import FairBound
+from tests.depth import examples
 
 MOST, LARGEST = 3200, 100
 STEP = 16
@@ -70,7 +71,7 @@ class EasyMachine(FairBoundMachine):
 
 
 for machine in (FairBoundMachine, EasyMachine):
-    machine.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
+    machine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=30)
 TestEqualParts: Any = FairBoundMachine.TestCase
 TestMoreForOneAlone: Any = EasyMachine.TestCase
 

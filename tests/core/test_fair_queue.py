@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.admission.fair_queue import Entry, FairQueue
+from tests.depth import examples
 
 MAX_TOKENS, MAX_ENTRIES = 1000, 12
 
@@ -86,7 +87,7 @@ class FairQueueMachine(RuleBasedStateMachine):
             assert not self.queue._classes
 
 
-FairQueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+FairQueueMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestFairQueue = FairQueueMachine.TestCase
 
 

@@ -22,6 +22,7 @@ def test_without_faults_both_hand_overs_complete() -> None:
     assert explorer.ends == {frozenset({COMPLETED})}
 
 
+@pytest.mark.deep
 def test_with_two_faults_every_promise_holds(capsys: pytest.CaptureFixture[str]) -> None:
     explorer = Explorer(Known(), max_faults=2)
     explorer.run()
@@ -31,6 +32,7 @@ def test_with_two_faults_every_promise_holds(capsys: pytest.CaptureFixture[str])
     assert frozenset({COMPLETED}) in explorer.ends
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mutation", Mutation)
 def test_what_is_wrong_on_purpose_is_found(mutation: Mutation) -> None:
     with pytest.raises(Broken):
@@ -47,6 +49,7 @@ def test_nothing_is_missed_by_exploring_one_of_those_that_differ_in_names() -> N
     assert whole.ends == reduced.ends
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mutation", Mutation)
 def test_names_hide_nothing_that_is_wrong(mutation: Mutation) -> None:
     def is_found(symmetric: bool) -> bool:

@@ -23,6 +23,7 @@ from baton.core.request.attempt_states import OVER, TRANSITIONS, AttemptEvent, A
 from baton.core.request.losses import VERDICTS
 from baton.core.request.request import FinishReason, SamplingParams, StopParams
 from baton.core.request.request_state import AttemptRun, RequestState
+from tests.depth import examples
 
 PROMPT = (1, 2, 3)
 END = 99
@@ -227,7 +228,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(run.over for run in self.runs)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+AnyOrder.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestAnyOrder = AnyOrder.TestCase
 
 

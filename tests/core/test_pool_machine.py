@@ -13,6 +13,7 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.kvcache.blocks import BlockTable, blocks_for
 from baton.core.kvcache.prefix import PrefixChain
 from tests.core.chains import chain_of
+from tests.depth import examples
 
 SIZE = 4
 
@@ -170,5 +171,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == self.pool.num_blocks
 
 
-PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True)
+PoolMachine.TestCase.settings = settings(
+    max_examples=examples(80), stateful_step_count=40, derandomize=True
+)
 TestPool = PoolMachine.TestCase

@@ -15,6 +15,7 @@ from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
 from baton.core.kvcache.cached_units import Change
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.routing.prefix_index import NO_OVERLAP, Overlap, PrefixIndex
+from tests.depth import examples
 
 DEPTH = 6
 CHAINS = tuple(
@@ -148,7 +149,7 @@ class Index(RuleBasedStateMachine):
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40)
+TestIndex.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def full(units: int, salt: int = 0) -> list[bytes]:

@@ -62,6 +62,7 @@ def shapes(form: str, with_markers: bool) -> tuple[str, str]:
     return one + end, one + more + end
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("with_markers", [False, True], ids=["letters", "tokens"])
 @pytest.mark.parametrize("reasoning", [None, "think", "think left open", "mistral"])
 @pytest.mark.parametrize("form", sorted(TOOL_FORMATS))

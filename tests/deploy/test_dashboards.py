@@ -82,6 +82,7 @@ def _base(name: str) -> str:
     return next((name.removesuffix(part) for part in _PARTS if name.endswith(part)), name)
 
 
+@pytest.mark.deep
 def test_a_metric_that_is_defined_is_filled() -> None:
     defined = {
         value.name

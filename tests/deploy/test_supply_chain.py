@@ -294,6 +294,7 @@ def advisories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Advi
 CANARY = frozenset(f"{name}=={version}" for name, version in audit.CANARY.items())
 
 
+@pytest.mark.deep
 def test_an_audit_fails_for_what_it_finds(
     advisories: Advisories, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,6 +311,7 @@ def test_an_audit_fails_for_what_it_finds(
     assert "checked by osv, 2 with vulnerabilities" in said
 
 
+@pytest.mark.deep
 def test_an_audit_that_finds_nothing_says_how_much_it_checked(
     advisories: Advisories, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,6 +321,7 @@ def test_an_audit_that_finds_nothing_says_how_much_it_checked(
     assert f"{len(audit.locked())} locked packages checked by osv, 0 with" in said
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("argv", "status"), [([], 0), (["--required"], audit.UNCHECKED)])
 def test_an_audit_without_a_source_says_that_nothing_was_checked(
     argv: list[str], status: int, advisories: Advisories, capsys: pytest.CaptureFixture[str]

@@ -145,6 +145,7 @@ class _Nowhere(Relay):
         self.environment = {**os.environ, "XDG_STATE_HOME": str(folder), "NO_COLOR": "1"}
 
 
+@pytest.mark.deep
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
@@ -159,6 +160,7 @@ def test_a_model_path_that_does_not_exist(tmp_path: Path) -> None:
     assert "model" in said
 
 
+@pytest.mark.deep
 def test_a_corrupt_safetensors_file(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "llama")
     weights = model / "model.safetensors"

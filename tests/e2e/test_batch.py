@@ -58,6 +58,7 @@ def ended(process: subprocess.Popen[str], timeout_s: float) -> tuple[int, str]:
     return process.returncode, said
 
 
+@pytest.mark.deep
 def test_a_batch_with_good_and_bad_lines_that_is_stopped_goes_on(
     relay: Relay, tmp_path: Path
 ) -> None:

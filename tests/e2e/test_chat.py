@@ -49,6 +49,7 @@ def test_it_knows_the_capital_of_france(relay: Relay) -> None:
     assert answer.finish[0] == 1
 
 
+@pytest.mark.deep
 def test_every_streamed_piece_is_whole_characters(relay: Relay) -> None:
     """Random tokens of a byte-level tokenizer give many broken characters; none is sent twice."""
     prompt = list(range(300, 330))

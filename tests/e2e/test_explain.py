@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.relay import Answer, Relay, options
 
+pytestmark = pytest.mark.deep
+
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 SAMPLED = options(max_tokens=200, temperature=1.0, seed=11)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from baton.v1 import inference_pb2, tokenizer_pb2
 from tests.e2e.relay import Answer, Relay, options
 
@@ -57,6 +59,7 @@ def total(relay: Relay, role: str, name: str, **labels: str) -> float:
     return sum(relay.metric(process, name, **labels) for process in relay.processes(role))
 
 
+@pytest.mark.deep
 def test_each_turn_finds_the_turns_before_it(relay: Relay) -> None:
     computed = total(relay, "prefill", "baton_prefill_tokens_total")
     cached = total(relay, "prefill", "baton_cached_tokens_total")

@@ -64,6 +64,7 @@ def all_of(relay: Relay) -> list[dict[str, Any]]:
     return [*relay.processes(), state.process(relay.supervisor)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_supervisor(tmp_path: Path, number: int) -> None:
     before = abandoned()
@@ -76,6 +77,7 @@ def test_no_process_outlives_the_supervisor(tmp_path: Path, number: int) -> None
     relay.channel.close()
 
 
+@pytest.mark.deep
 def test_down_and_up_again(tmp_path: Path) -> None:
     relay = small(tmp_path)
     second = relay.baton("up", "--detach")
@@ -90,6 +92,7 @@ def test_down_and_up_again(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.deep
 def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
     relay = small(tmp_path)
     victim = relay.processes("decode")[0]

@@ -16,6 +16,8 @@ from tests.deploy.test_dashboards import exported
 from tests.e2e.relay import Relay, eventually
 from tests.exposition import LABELS, ROLES, faults, metrics
 
+pytestmark = pytest.mark.deep
+
 PROMTOOL = shutil.which("promtool")
 
 MUST_HAVE = {

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from tests.e2e.relay import Answer, Relay, eventually
 from tests.e2e.streams import TOKENS, Following, requests, undisturbed
 
@@ -40,6 +42,7 @@ def both_serve(relay: Relay, gone: int = 0) -> bool:
     return live == 2
 
 
+@pytest.mark.deep
 def test_streams_move_with_their_kv_when_a_decode_worker_drains(relay: Relay) -> None:
     eventually(lambda: both_serve(relay), 60, "two decode workers")
     stop = undisturbed(relay, requests()[3:4])[0].text[0][-40:-34]

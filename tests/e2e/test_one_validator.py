@@ -21,6 +21,8 @@ from baton.v1 import inference_pb2, tokenizer_pb2, types_pb2
 from tests.e2e.relay import Relay
 from tests.e2e.test_bad_input import violation
 
+pytestmark = pytest.mark.deep
+
 USER = {"role": "user", "content": "hi"}
 Options = inference_pb2.GenerationOptions
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.relay import Relay
 
+pytestmark = pytest.mark.deep
+
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",

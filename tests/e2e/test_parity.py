@@ -31,8 +31,8 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "loopback, chunks of 37": (("--transport", "loopback"), {"BATON_STEP_TOKENS": "37"}),
     "local prefill": (("--prefill", "0"), {}),
 }
-DEFAULT = [
-    ("bundled", "nixl"),
+DEFAULT = ("bundled", "nixl")
+DEEP = [
     ("gemma3", "loopback, chunks of 37"),
     ("qwen3_moe", "local prefill"),
 ]
@@ -69,7 +69,11 @@ def expected(model: Path, asked: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=[*DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)],
+    params=[
+        DEFAULT,
+        *(pytest.param(case, marks=pytest.mark.deep) for case in DEEP),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE),
+    ],
     ids=lambda case: ", ".join(case),
 )
 def running(

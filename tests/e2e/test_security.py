@@ -25,6 +25,7 @@ PROMPT = "hello " * 60
 """Long enough to be prefilled on the prefill worker."""
 
 
+@pytest.mark.deep
 def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "NO_COLOR": "1"}
     environment.pop("BATON_API_KEY", None)

@@ -15,6 +15,8 @@ from baton.v1 import inference_pb2 as pb
 from tests.e2e.relay import Relay, options
 from tests.e2e.streams import Following
 
+pytestmark = pytest.mark.deep
+
 SCHEMA = {
     "type": "object",
     "properties": {

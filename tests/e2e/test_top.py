@@ -20,6 +20,8 @@ import pytest
 
 from tests.e2e.relay import Relay, options
 
+pytestmark = pytest.mark.deep
+
 PATIENCE_S = 60.0
 
 

@@ -22,6 +22,8 @@ from baton.v1 import inference_pb2, types_pb2
 from tests.e2e.relay import Answer, Relay, eventually, options
 from tests.e2e.test_bad_input import violation
 
+pytestmark = pytest.mark.deep
+
 LENGTHS = (1, 2, 17, 64, 100, 255, 400, 600)
 NEW_TOKENS = 24
 SCHEMA = json.dumps(

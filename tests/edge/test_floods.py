@@ -163,6 +163,7 @@ OFTEN = (one_header, trailers, short_trailers, empty_lines)
 """Tried by default; the others where there is time."""
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -294,6 +295,7 @@ CONTROL = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "reads"),
     [
@@ -324,6 +326,7 @@ def test_empty_data_frames(edge: EdgeProcess) -> None:
         flood(client.socket, frames(client))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("version", ["http1", "http2-window", "http2-socket"])
 def test_answers_that_nobody_takes(edge: EdgeProcess, version: str) -> None:
     """Fifty endless ones: of as many connections, or streams of one that gives them no window, or

@@ -86,6 +86,7 @@ def test_a_large_body(client: httpx.Client) -> None:
     assert too_large.status_code == 413
 
 
+@pytest.mark.deep
 async def test_over_tls(secure: SecureEdge) -> None:
     """Negotiated: whoever offers it gets HTTP/2, all others HTTP/1.1."""
     base = f"https://{secure.process.address}"

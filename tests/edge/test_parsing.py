@@ -517,6 +517,7 @@ KINDS = (lengths, codings, chunks, fields, hosts, targets, upgrades, exchanges, 
 VARIANTS = [variant for kind in KINDS for variant in kind()]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_one_request_has_one_answer(edge: EdgeProcess, variant: Variant) -> None:
     said = exchange(

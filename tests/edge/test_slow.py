@@ -132,6 +132,7 @@ FIRST_HEADS: dict[str, Drops] = {
 }
 
 
+@pytest.mark.deep
 def test_a_first_request_has_to_come(quick: EdgeProcess) -> None:
     """Neither silence nor a byte from time to time keeps a connection."""
     said = all_ended(quick.host_and_port, FIRST_HEADS, greets=False)
@@ -155,6 +156,7 @@ def test_a_connection_is_not_kept_for_ever_between_requests(quick: EdgeProcess) 
     assert all(taken_apart(data).statuses in ((), (400,), (408,)) for data in said.values())
 
 
+@pytest.mark.deep
 def test_http2_is_not_kept_for_ever_between_requests(quick: EdgeProcess) -> None:
     def idle(keep: Iterable[bytes]) -> None:
         with prior_knowledge(quick.host_and_port) as client:
@@ -263,6 +265,7 @@ def ask(edge: EdgeProcess, body: bytes, *, window: int | None = None) -> socket.
 WINDOWS = {"http1": None, "http2-no-window": 0, "http2-small": 1000, "http2-open": (1 << 31) - 1}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 def test_who_takes_nothing_is_cut(quick: EdgeProcess, window: int | None) -> None:
     """In mid-stream; nobody goes on with an answer for it."""
@@ -274,6 +277,7 @@ def test_who_takes_nothing_is_cut(quick: EdgeProcess, window: int | None) -> Non
                 pass
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("window", [None, 0], ids=["http1", "http2-no-window"])
 def test_who_takes_nothing_of_a_finished_answer_is_cut(
     quick: EdgeProcess, window: int | None
@@ -322,6 +326,7 @@ def test_going_is_seen_of_one_stream_alone(edge: EdgeProcess) -> None:
     edge.wait_for_streams(0)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("go", [closes, resets])
 @pytest.mark.parametrize("body", [SILENT, prompt("silent")], ids=["sse", "json"])
 def test_going_is_seen_behind_a_pipelined_request(
@@ -354,6 +359,7 @@ def test_connections_of_an_address_are_bounded(quick: EdgeProcess) -> None:
     answered_in_the_end(quick)
 
 
+@pytest.mark.deep
 def test_all_connections_are_bounded(quick: EdgeProcess) -> None:
     """Whoever holds them, silently and from many addresses, does not keep others out for ever."""
     limit = int(QUICK["max_connections"])
@@ -447,6 +453,7 @@ def _is_open(address: Address) -> bool:
     return True
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("body", [SILENT, ENDLESS], ids=["waiting", "not-read"])
 @pytest.mark.parametrize("version", [1, 2])
 async def test_the_edge_ends_although_an_answer_does_not(version: int, body: bytes) -> None:

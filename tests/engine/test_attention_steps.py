@@ -100,6 +100,7 @@ def tables(draw: st.DrawFn) -> list[Extents]:
     return [tuple((block, 1) for block in table) for table in own]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("kernel", [flash_cpu, reference])
 @given(

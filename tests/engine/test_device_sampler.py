@@ -138,6 +138,7 @@ def test_rows_that_cannot_be_sampled_fail_alone() -> None:
         assert "banned" in result.failed[3][1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "settings",
     [

@@ -93,6 +93,7 @@ def test_logits_of_every_architecture_are_bit_equal(
     check(load(saved(arch)))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("window", [0, 30, 600])
 def test_long_contexts_are_bit_equal(window: int, tmp_path: Path) -> None:
     """Around the 512 keys that torch's CPU kernel takes at once, and its multiples."""
@@ -133,6 +134,7 @@ def test_long_contexts_in_torn_extents_decode_with_the_same_bits(
         assert_bits(logits(runner, [1059], table, start=1058, first=False), wanted)
 
 
+@pytest.mark.deep
 def test_the_plain_kernel_is_exact_too(saved: Callable[[str], Path]) -> None:
     config = EngineConfig(str(saved("llama")), num_blocks=500, attention="reference")
     runner = TorchRunner.load(config)
@@ -140,6 +142,7 @@ def test_the_plain_kernel_is_exact_too(saved: Callable[[str], Path]) -> None:
     check(runner)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("threads", [2, 3])
 def test_sizes_that_fit_no_vector_and_uneven_threads(threads: int, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "odd", intermediate_size=1003, hidden_size=72)

@@ -85,6 +85,7 @@ def test_a_missed_goal_is_no_success() -> None:
     assert not check.failures and not check.sound
 
 
+@pytest.mark.deep
 def test_tokens_are_held_against_transformers(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_kernels_are_held_against_float64(device: str, monkeypatch: pytest.Monke
     assert found.met, found.value
 
 
+@pytest.mark.deep
 def test_a_model_is_made_without_files() -> None:
     shape = figures.Shape(2, 64, 128, 4, 2, 16, 256)
     runner = speed.open_model(shape, 2, 256, 96, device="cpu")

@@ -94,6 +94,7 @@ def test_sizes_grow_up_to_the_largest_batch() -> None:
         assert all(after <= max(2 * size, 8) for size, after in itertools.pairwise(sizes))
 
 
+@pytest.mark.deep
 def test_recorded_steps_give_the_tokens_of_others(runner: TorchRunner, recorder: Recorder) -> None:
     """A batch that fits, one that is padded, and one that is larger than any recorded."""
     texts = random_prompts((1, 15, 16, 17, 30), 1000)
@@ -107,6 +108,7 @@ def test_recorded_steps_give_the_tokens_of_others(runner: TorchRunner, recorder:
     assert recorder.replays == [1, 0, 2]
 
 
+@pytest.mark.deep
 def test_padding_leaves_every_block_alone(runner: TorchRunner, recorder: Recorder) -> None:
     memory = runner._backend.memory
     texts = random_prompts((20, 21, 22), 1000)
@@ -125,6 +127,7 @@ def test_padding_leaves_every_block_alone(runner: TorchRunner, recorder: Recorde
     assert changed == sorted(table[1][0] for table in scattered(3, 2))
 
 
+@pytest.mark.deep
 def test_pending_tokens_and_rows_without_samples(runner: TorchRunner, recorder: Recorder) -> None:
     texts = random_prompts((5, 6, 7), 1000)
     tables = scattered(3, 2)

@@ -88,6 +88,7 @@ def test_empty_rows_stay_empty_and_wrong_numbers_stay_visible() -> None:
     assert torch.equal(output[0], product(rows[:1])[0])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (256, 768), (70, 333), (2048, 256)])
 @torch.inference_mode()
 def test_a_row_does_not_change_with_its_neighbours(outputs: int, inputs: int) -> None:
@@ -106,6 +107,7 @@ def test_a_row_does_not_change_with_its_neighbours(outputs: int, inputs: int) ->
         assert torch.equal(network(x[start : start + count]), whole[start : start + count])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "opt"])
 @torch.inference_mode()
 def test_tokens_are_those_of_the_dequantized_model(arch: str, saved: Callable[[str], Path]) -> None:
@@ -127,6 +129,7 @@ def test_tokens_are_those_of_the_dequantized_model(arch: str, saved: Callable[[s
     assert _distance(got, expected) < 0.01
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "gpt_oss"])
 @torch.inference_mode()
 def test_bits_do_not_depend_on_chunks_or_neighbours(
@@ -144,6 +147,7 @@ def test_bits_do_not_depend_on_chunks_or_neighbours(
         assert torch.equal(runner.forward(StepPlan(1, (*around, ours)))[-1], alone)
 
 
+@pytest.mark.deep
 def test_a_trained_model_hardly_notices() -> None:
     """On random weights int8 decides nothing: on trained ones its error is two percent."""
     plain, small = load(BUNDLED, "none"), load(BUNDLED)
@@ -157,6 +161,7 @@ def test_a_trained_model_hardly_notices() -> None:
     assert same >= 0.9 * len(distances)
 
 
+@pytest.mark.deep
 def test_workers_that_differ_in_quantization_do_not_meet(saved: Callable[[str], Path]) -> None:
     plain, small = load(saved("llama"), "none"), load(saved("llama"))
     assert small.model.digest == f"{plain.model.digest}-int8"
@@ -174,6 +179,7 @@ def test_narrow_layers_stay_as_they_are() -> None:
     torch.testing.assert_close(network(x), before, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_activations(dtype: str, saved: Callable[[str], Path]) -> None:
     config = EngineConfig(str(saved("llama")), num_blocks=64, quantize="int8", dtype=dtype)

@@ -23,6 +23,7 @@ def bound(layer: nn.Module) -> Bound:
     return layer.products[0]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(70, 33), (64, 64), (256, 768), (70, 2048), (900, 768)]
 )
@@ -69,6 +70,7 @@ class Clock:
         return self._numbers.random()
 
 
+@pytest.mark.deep
 @torch.inference_mode()
 def test_no_timing_changes_bits() -> None:
     """Two workers that measure differently must agree, or migrated sequences would change."""
@@ -138,6 +140,7 @@ def test_loosened_layers_compute_any_rows_at_once() -> None:
     torch.testing.assert_close(network(torch.ones(3, 64)), before)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("threads", [2, 3])
 @torch.inference_mode()
 def test_bits_hold_for_several_threads(threads: int) -> None:

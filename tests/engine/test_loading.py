@@ -61,6 +61,7 @@ def test_the_layout_is_what_attention_is_given(
     assert (layout.dtype, sizes) == ("float32", shape)
 
 
+@pytest.mark.deep
 def test_the_digest_is_of_config_and_weights(tmp_path: Path) -> None:
     one = save_tiny_model("llama", tmp_path / "one")
     same = save_tiny_model("llama", tmp_path / "same")
@@ -92,6 +93,7 @@ def test_the_pool_is_sized_by_memory(saved: Callable[[str], Path]) -> None:
     assert few.num_blocks == 2 * 13
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_loads_and_says_so(dtype: str, saved: Callable[[str], Path]) -> None:
     runner = load(saved("llama"), dtype=dtype)

@@ -209,6 +209,7 @@ def test_memory_that_is_refused_becomes_a_sentence() -> None:
         allocate(plan(), wrong)
 
 
+@pytest.mark.deep
 def test_a_range_too_small_for_the_model_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "m")
     file = folder / "model.safetensors"

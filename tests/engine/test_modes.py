@@ -127,6 +127,7 @@ def preempted(runner: TorchRunner, way: str, *, depth: int = 1) -> Heard:
     return heard
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("arch", "way"), SOME)
 def test_preempted_sequences_say_the_same(
     arch: str, way: str, runner_of: LoadRunner, judge: Judge
@@ -185,6 +186,7 @@ def test_an_attempt_goes_on_where_another_worker_stopped(
     judge.check("llama", run(decode_loop(runner_of(), PLENTY), attempts))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("size", "prefill_budget"), [(3, 256), (7, 16), (33, 48), (64, 256)])
 def test_neighbours_and_chunks_change_nothing(
     size: int, prefill_budget: int, runner_of: LoadRunner, judge: Judge
@@ -213,6 +215,7 @@ def forked() -> list[Attempt]:
     ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("num_blocks", "way"), [(PLENTY, "recompute"), (20, "swap_host")])
 def test_choices_say_what_each_would_say_alone(
     num_blocks: int, way: str, runner_of: LoadRunner, said_apart: Heard
@@ -273,6 +276,7 @@ class Crowd:
                     assert len(said) == one.stop.max_tokens
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_crowd_on_a_pool_far_too_small_ends_with_the_right_tokens(
     depth: int, saved: Callable[[str], Path], runner_of: LoadRunner

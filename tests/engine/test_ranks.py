@@ -50,6 +50,7 @@ def one_rank(folder: Path) -> TorchRunner:
     return TorchRunner.load(EngineConfig(str(folder), num_blocks=64))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "arch",
     [
@@ -120,6 +121,7 @@ def test_a_prefix_is_found_again(saved: Callable[[str], Path], ranked: Open) -> 
     assert texts == expected("llama", [prompt, longer], NEW)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "check",
     [

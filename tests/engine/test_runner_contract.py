@@ -196,6 +196,7 @@ def test_one_poisoned_sequence_fails_alone_and_leaves_nothing_behind(make: MakeR
         assert generate(runner, [prompt], [((4, 4),)], 1) == [text]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "chunk",
     [

@@ -45,6 +45,7 @@ def table_of(tensors: StepTensors, chunk: int) -> list[int]:
     return tensors.tables[start : start + -(-end // 16)].tolist()
 
 
+@pytest.mark.deep
 @given(plan=plans(), tile=st.sampled_from((1, 5, 16)))
 @settings(max_examples=100)
 def test_every_row_and_tile_is_its_chunks_own(plan: StepPlan, tile: int) -> None:

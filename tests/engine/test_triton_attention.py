@@ -49,6 +49,7 @@ def check(case: Case, device: str, *, exact: bool) -> None:
         assert worst <= TOLERANCE[case.dtype] * max(1.0, float(wanted.abs().max()))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_it_is_defined_to_be(name: str, device: str) -> None:
@@ -80,6 +81,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_a_batch_and_its_blocks_do_not_show_in_any_bit(name: str, device: str) -> None:

@@ -65,6 +65,7 @@ def check(capability: int, model: tuple[Any, ...], cache: Path) -> None:
         assert report["decode"]["instructions"] == ["mma.sync"]
 
 
+@pytest.mark.deep
 def test_they_fit_a_hopper(tmp_path: Path) -> None:
     check(90, MODELS[0], tmp_path)
 

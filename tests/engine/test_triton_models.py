@@ -84,6 +84,7 @@ def check(folder: Path, arch: str, device: str) -> None:
         torch.testing.assert_close(logits[:2], torch.stack(expected()), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 @pytest.mark.parametrize("arch", SOME)
 def test_logits_equal_those_of_the_models_own_attention(

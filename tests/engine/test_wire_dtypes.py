@@ -77,6 +77,7 @@ def in_type(payload: bytearray, before: str, after: str) -> bytearray:
     return bytearray(numbers.view(torch.uint8).numpy().tobytes())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("wire", DTYPE_BYTES)
@@ -138,6 +139,7 @@ def test_the_runner_without_torch_sends_its_bytes_as_numbers_of_any_type(wire: s
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("wire", ["auto", "bfloat16", "float16", "fp8"])
 def test_a_model_answers_after_its_kv_has_travelled(
     wire: str, saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture

@@ -19,6 +19,8 @@ from tests.fuzz.rpcs import all_rpcs
 from tests.fuzz.target import Target
 from tests.fuzz.test_http import check as check_answer
 
+pytestmark = pytest.mark.deep
+
 HALF = "\ud800"
 ESCAPE = r"\ud800"
 """As characters of their own: what a JSON text spells half a character with."""

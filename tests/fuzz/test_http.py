@@ -43,6 +43,7 @@ def kinds(kind: type[GenerationBody] = GenerationBody) -> Iterator[type[msgspec.
         yield from kinds(one)
 
 
+@pytest.mark.deep
 def test_the_http_port(target: Target) -> None:
     _fuzz(target, INPUTS, fixed=True)
 

@@ -11,6 +11,8 @@ from tests.fuzz.runs import fuzz
 from tests.fuzz.streams import Stream, streams
 from tests.fuzz.target import Face, Target
 
+pytestmark = pytest.mark.deep
+
 RPCS = all_rpcs()
 INPUTS = 1_400
 SLOW_INPUTS = 80_000

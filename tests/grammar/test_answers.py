@@ -83,6 +83,7 @@ def answers_fit(model: Model, asked: list[Schema]) -> int:
     return len(finished)
 
 
+@pytest.mark.deep
 @seed(3)
 @settings(max_examples=150, database=None, phases=[Phase.generate])
 @given(schemas(), st.integers(0, 2**32))
@@ -107,6 +108,7 @@ def check_draws(schema: Schema, drawn_by: int) -> bool:
     return False
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["bundled", "random"])
 def test_some_schemas(models: Callable[[str], Model], name: str) -> None:
     finished = 0

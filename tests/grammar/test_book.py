@@ -50,6 +50,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.deep
 def test_many_large_schemas_take_no_more_than_they_may() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", BOUNDED], check=True, capture_output=True, timeout=120

@@ -71,6 +71,7 @@ def alone(model: Model, sampling: SamplingParams, choices: tuple[int, ...] = (0,
     return run_out(loop, Answers())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_resumed_behind_any_token(model: Model, sampling: SamplingParams) -> None:
     whole = alone(model, sampling)
@@ -84,6 +85,7 @@ def test_resumed_behind_any_token(model: Model, sampling: SamplingParams) -> Non
         assert run_out(loop, Answers()).of("r") == tokens[cut:]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("depth", [1, 2])
 def test_choices_in_tight_rooms(model: Model, depth: int) -> None:
     """Four choices that cannot all stay: they are computed again and go on as before."""
@@ -102,6 +104,7 @@ def test_choices_in_tight_rooms(model: Model, depth: int) -> None:
     assert len({tuple(tokens) for tokens in answers.tokens.values()}) > 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("budget", [16, 512])
 def test_handed_over(model: Model, budget: int) -> None:
     sampling = SAMPLINGS[0]

@@ -80,6 +80,7 @@ SOON = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "point", [p for p in MESSAGE_POINTS if "refused" not in p and p != "sender.completed"]
 )

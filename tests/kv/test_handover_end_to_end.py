@@ -170,6 +170,7 @@ async def test_kv_chunks_may_be_sealed_with_blake2b() -> None:
         assert pool.kv == expected(offer.handover_id, 40)
 
 
+@pytest.mark.deep
 async def test_a_long_wait_for_prefill_is_bridged_by_heartbeats() -> None:
     """Four times what either side takes for death."""
     async with rig(liveness=Liveness(heartbeat_s=0.1, missed=5)) as world:

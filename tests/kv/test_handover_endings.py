@@ -76,6 +76,7 @@ def let_go(world: Rig, pool: Reserving) -> None:
     pool.may_reserve.set()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
 @pytest.mark.parametrize("stage", STAGES)
 async def test_the_receiver_is_cancelled(stage: str, transport: str) -> None:
@@ -126,6 +127,7 @@ async def test_the_sender_leaves(stage: str) -> None:
         assert isinstance((await offer.wait()).error, Unavailable)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stage", STAGES)
 async def test_the_stream_breaks(stage: str) -> None:
     async with rig() as world:

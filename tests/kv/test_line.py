@@ -20,6 +20,7 @@ async def nothing(_: object) -> None:
     return None
 
 
+@pytest.mark.deep
 async def test_a_process_that_was_held_up_does_not_take_its_peer_for_dead() -> None:
     """The peer, on a thread, says something all the time; our loop comes round too late for it."""
     loop, heard, over = asyncio.get_running_loop(), 0, threading.Event()
@@ -58,6 +59,7 @@ async def test_a_process_that_was_held_up_does_not_take_its_peer_for_dead() -> N
         await line.close(1.0)
 
 
+@pytest.mark.deep
 async def test_a_peer_that_says_nothing_is_lost() -> None:
     async def incoming() -> AsyncIterator[Heartbeat]:
         await asyncio.get_running_loop().create_future()

@@ -127,6 +127,7 @@ async def test_a_killed_sender_fails_the_hand_over_and_its_successor_serves(tran
         assert collected.tokens == TOKENS
 
 
+@pytest.mark.deep
 async def test_a_frozen_sender_fails_the_hand_over_and_both_sides_recover() -> None:
     async with world("loopback") as here:
         ticket, pool = await here.offer(100, finished=60), Pool()
@@ -146,6 +147,7 @@ async def test_a_frozen_sender_fails_the_hand_over_and_both_sides_recover() -> N
         assert pool.kv == expected(ticket.handover_id, 30)
 
 
+@pytest.mark.deep
 async def test_a_sender_that_falls_silent_again_and_again_costs_no_sockets() -> None:
     """Its ring stays connected: UCX keeps the sockets of a connection that is made anew."""
 
@@ -174,6 +176,7 @@ async def test_a_sender_that_falls_silent_again_and_again_costs_no_sockets() -> 
         assert max(theirs[1:]) <= theirs[0]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("filter_reason", ["continues", "dies"])
 async def test_a_read_from_a_frozen_process_waits_orphaned(filter_reason: str) -> None:
     """Over TCP, where a frozen process answers no read. Its late bytes hit its own buffer only."""

@@ -135,6 +135,7 @@ async def test_two_failed_probes_in_a_row_make_a_new_meeting(
         assert pool.kv == expected(offer.handover_id, 40)
 
 
+@pytest.mark.deep
 async def test_a_silent_peer_is_forgotten_and_met_when_it_is_wanted() -> None:
     async with rig() as world:
         await world.receiver.meet(world.sender.identity)

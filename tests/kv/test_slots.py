@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from baton.core.errors import Overloaded
 from baton.transfer import buffers
 from baton.transfer.buffers import StagingBuffer, StagingPool
+from tests.depth import examples
 
 PEERS = ("a", "b", "c")
 
@@ -82,7 +83,7 @@ class RingMachine(RuleBasedStateMachine):
         self.ring.close()
 
 
-RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+RingMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestRing = RingMachine.TestCase
 
 

@@ -77,6 +77,7 @@ def pair(name: str, other: Neighbour, request: pytest.FixtureRequest) -> Iterato
         ring.close()
 
 
+@pytest.mark.deep
 def test_a_read_brings_exactly_the_bytes_asked_for(pair: Pair) -> None:
     assert pair.read(2, 1, BUFFER_BYTES - 100) is ReadState.DONE
     assert bytes(pair.ring.view(1)) == bytes([3]) * (BUFFER_BYTES - 100) + bytes(100)
@@ -143,6 +144,7 @@ def test_closing_twice_is_no_error(pair: Pair) -> None:
     pair.transport.close()
 
 
+@pytest.mark.deep
 def test_a_killed_peer_never_makes_a_read_hang(name: str, other: Neighbour) -> None:
     ring = StagingPool(NUM_BUFFERS, BUFFER_BYTES)
     transport = make(name, ring, secrets.token_hex(16))

@@ -37,6 +37,7 @@ ON_THE_WIRE = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PATIENCE_S = 120
 
 
+@pytest.mark.deep
 async def test_types_may_differ_where_the_wires_are_the_same() -> None:
     me = identity("decode")
     ids = {dtype: secrets.token_bytes(16) for dtype in ON_THE_WIRE}

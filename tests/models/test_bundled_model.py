@@ -48,6 +48,7 @@ def test_all_files_together_stay_under_ten_megabytes() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 10_000_000
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_answers_are_right_to_the_last_character(bundled: tuple[Any, Any]) -> None:
     _assert_right(bundled, FRESH_SEED, questions=272, per_kind=0.6)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from baton.rpc.awake import LONGEST_TURN_S, TICK_S, AwakeClock
 
 
@@ -41,6 +43,7 @@ def test_it_never_stands_still_for_one_that_is_always_late() -> None:
     assert awake() == 4 * LONGEST_TURN_S and awake.stalls == 4
 
 
+@pytest.mark.deep
 async def test_it_ticks_by_itself_and_sees_that_the_loop_was_held_up() -> None:
     awake = AwakeClock(time.monotonic)
     awake.start()

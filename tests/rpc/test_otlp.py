@@ -34,6 +34,7 @@ def nothing_goes_on() -> Iterator[None]:
     assert not _sending()
 
 
+@pytest.mark.deep
 def test_a_receiver_gets_what_was_told() -> None:
     with receiver() as there:
         tracer = ProcessOptions(otlp_endpoint=there.endpoint).tracer("decode", INSTANCE_ID)
@@ -80,6 +81,7 @@ def mute() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("who", ["nobody", "mute"])
 def test_nobody_there_holds_nobody_up(who: str, request: pytest.FixtureRequest) -> None:
     tracer = otlp_tracer(request.getfixturevalue(who), 1.0, "router", INSTANCE_ID)
@@ -88,6 +90,7 @@ def test_nobody_there_holds_nobody_up(who: str, request: pytest.FixtureRequest) 
     tracer.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("header", "trouble"),
     [

@@ -93,6 +93,7 @@ async def test_cancelling_a_stream_that_waits(channel: grpc.aio.Channel, echo: E
     assert echo.cancelled == ["generate"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("method", ["generate", "write"])
 async def test_cancelling_a_stream_blocked_in_a_write(
     channel: grpc.aio.Channel, echo: Echo, method: str, caplog: pytest.LogCaptureFixture

@@ -161,6 +161,7 @@ def test_exhausted_drains_and_exits_with_a_code_of_its_own(start: Start) -> None
     assert "too much orphaned: draining" in err
 
 
+@pytest.mark.deep
 def test_a_signal_does_not_cut_the_drain_of_one_that_is_exhausted(start: Start) -> None:
     process = start(PROGRAM, "worn, late", "127.0.0.1:0")
     assert line(process) and line(process) == "draining"

@@ -119,6 +119,7 @@ def test_head_has_no_body_and_other_paths_are_not_found(server: MetricsServer) -
     missing.value.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("host", "status"),
     [("127.0.0.1", 200), ("localhost:1", 200), ("evil.example", 421), ("10.0.0.7:80", 421)],

@@ -52,6 +52,7 @@ def the_call(exported: Receiver, service: str, name: str) -> Received:
     return found
 
 
+@pytest.mark.deep
 async def test_tokenizer(exported: Receiver) -> None:
     async with started("tokenizer", MODEL, "--otlp-endpoint", exported.endpoint) as process:
         request = tokenizer_pb2.EncodeRequest(inputs=[tokenizer_pb2.EncodeInput(text="hello")])
@@ -79,6 +80,7 @@ async def test_detokenizer(exported: Receiver) -> None:
     assert span.attributes == {"baton.text.tokens": 0, "error.type": "cancelled"}
 
 
+@pytest.mark.deep
 async def test_prefill(exported: Receiver) -> None:
     flags = ("--otlp-endpoint", exported.endpoint)
     async with worker("baton.prefill", MODEL, *flags) as process:
@@ -92,6 +94,7 @@ async def test_prefill(exported: Receiver) -> None:
     assert [span.name for span in parts] == ["prefill.queue", "prefill.compute"]
 
 
+@pytest.mark.deep
 async def test_decode(exported: Receiver) -> None:
     flags = ("--otlp-endpoint", exported.endpoint)
     async with worker("baton.decode", MODEL, *flags) as process:
@@ -108,6 +111,7 @@ async def test_decode(exported: Receiver) -> None:
     assert [span.name for span in parts] == ["decode.prefill", "decode.generate"]
 
 
+@pytest.mark.deep
 async def test_router(exported: Receiver) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "baton.router", "--wait-timeout-s", "0"),

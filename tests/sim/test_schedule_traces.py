@@ -4,12 +4,15 @@ place in the router's trace, and no process that lives on has a span that nobody
 
 from __future__ import annotations
 
+import pytest
+
 from tests.sim import schedule
 from tests.sim.traces import Traces
 
 SCHEDULES = 60
 
 
+@pytest.mark.deep
 def test_traces_of_disturbed_schedules() -> None:
     names: set[str] = set()
     for seed in range(SCHEDULES):

@@ -39,6 +39,7 @@ def run_all(seeds: range) -> tuple[int, int]:
     return answers, losses
 
 
+@pytest.mark.deep
 def test_a_thousand_schedules() -> None:
     answers, losses = run_all(range(FIRST, FIRST + 1000))
     assert answers > 2000
@@ -58,6 +59,7 @@ def test_ten_thousand_schedules() -> None:
     run_all(range(FIRST + 1000, FIRST + 11000))
 
 
+@pytest.mark.deep
 def test_a_seed_is_a_schedule() -> None:
     for seed in range(FIRST, FIRST + 20):
         first, again = schedule.run(seed), schedule.run(seed)
@@ -132,6 +134,7 @@ def never_give_places_back() -> AbstractContextManager[Any]:
     return mock.patch.object(Worker, "take_back")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "plant",
     [

@@ -110,6 +110,7 @@ def test_the_reactive_rule_is_an_hpas() -> None:
     assert rule.decode(0.0, Seen(2, 1.0), signals[1]) == 4
 
 
+@pytest.mark.deep
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     file, plot = tmp_path / "figures.json", tmp_path / "plot.svg"
     few = ["--seconds", "60", "--period-s", "40", "--burst-s", "10", "--burst-rate", "4"]

@@ -27,6 +27,7 @@ CLOSE = 1e-9
 """Relative: times are sums of step times in another order of adding."""
 
 
+@pytest.mark.deep
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 1 << 32),

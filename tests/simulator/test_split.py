@@ -78,6 +78,7 @@ def asked(first_token_ms: float, between_tokens_ms: float) -> tuple[object, ...]
     return ("--first-token-ms", first_token_ms, "--between-tokens-ms", between_tokens_ms)
 
 
+@pytest.mark.deep
 def test_long_prompts_beside_a_tight_target_between_tokens_pay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_long_prompts_beside_a_tight_target_between_tokens_pay(
     assert str(tmp_path) not in document["command"]
 
 
+@pytest.mark.deep
 def test_short_prompts_and_answers_do_not_pay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +110,7 @@ def test_short_prompts_and_answers_do_not_pay(
     assert "longer traffic may carry less" in told
 
 
+@pytest.mark.deep
 def test_with_90_of_100_in_time_more_is_carried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +129,7 @@ def test_with_90_of_100_in_time_more_is_carried(
     assert found[90]["1P1D: between tokens, p90"] <= 13
 
 
+@pytest.mark.deep
 def test_what_differs_by_less_than_the_error_is_not_decided(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

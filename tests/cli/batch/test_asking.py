@@ -47,6 +47,7 @@ async def test_every_line_is_answered_by_its_own_answer_and_so_many_at_a_time() 
     assert 1 < most[0] <= 6
 
 
+@pytest.mark.deep
 async def test_refusals_are_no_failures_however_many_there_are() -> None:
     def say(number: int, body: dict[str, Any]) -> bytes:
         wait = "retry-after-ms: 1" if number % 2 else "retry-after: 0"

@@ -35,6 +35,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.deep
 def test_a_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
     with known(replace(FAST, refuse_every=4)) as server:
@@ -50,6 +51,7 @@ def test_a_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "first token, p99" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_a_search(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with known(FAST) as server:
         words = ["loadtest", str(file), "--http", server.address, "--search", "--seconds", "0.5"]
@@ -62,12 +64,14 @@ def test_a_search(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Even the lowest rate, 40 a second" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_nothing_answered(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with known(replace(FAST, fail_every=1)) as server:
         assert main(["loadtest", str(file), "--http", server.address, "--rate", "5"]) == 1
     assert "No request was answered: 5 status 500." in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_ctrl_c_shows_what_there_is(file: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     with known(FAST) as server:

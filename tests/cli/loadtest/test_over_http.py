@@ -43,6 +43,7 @@ def asked(address: str, rate: float = 100, turns: int = 1, seconds: float = 1.0)
     return asyncio.run(main())
 
 
+@pytest.mark.deep
 def test_what_is_told_is_what_was() -> None:
     """A client cannot see a token before it was written, nor a request arrive before it left: so
     each of its times is at least the server's, and both have one for each request."""
@@ -68,6 +69,7 @@ def test_what_is_told_is_what_was() -> None:
     assert all(one.due_s <= one.left_s <= one.first_s <= one.ended_s for one in run.samples)
 
 
+@pytest.mark.deep
 def test_every_end_has_its_name() -> None:
     with serving(refuse_every=5, fail_every=7, cut_every=9, close_every=4) as server:
         run = asked(server.address)
@@ -84,6 +86,7 @@ def test_every_end_has_its_name() -> None:
     assert ends.count(ANSWERED) == len(records)
 
 
+@pytest.mark.deep
 def test_the_answer_is_part_of_the_next_turn() -> None:
     with serving() as server:
         run = asked(server.address, rate=5, turns=3)

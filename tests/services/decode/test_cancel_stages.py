@@ -93,6 +93,7 @@ async def test_the_router_cancels_both_legs(reach: Reach) -> None:
         assert not [f for f in end.failures if f[0] == one.key]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("reach", STAGES)
 async def test_only_decode_is_told(reach: Reach) -> None:
     """Prefill finds out by the broken hand-over; what it computes already it still answers."""
@@ -128,6 +129,7 @@ async def test_only_prefill_is_told(reach: Reach) -> None:
         await run
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("reach", STAGES)
 async def test_the_router_dies(reach: Reach) -> None:
     one = attempt(n=2)

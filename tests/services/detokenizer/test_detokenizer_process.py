@@ -190,6 +190,7 @@ async def test_open_texts_are_bounded(served: Started) -> None:
     session.call.cancel()
 
 
+@pytest.mark.deep
 async def test_silence_is_filled_with_signs_of_life(served: Started) -> None:
     session = Session(served.channel)
     await session.send(opened(1))
@@ -198,6 +199,7 @@ async def test_silence_is_filled_with_signs_of_life(served: Started) -> None:
     session.call.cancel()
 
 
+@pytest.mark.deep
 async def test_a_router_that_never_reads_ends_only_its_own_session(served: Started) -> None:
     """All it can make the process keep is the bound, 1 MiB here; then its texts are forgotten."""
     ids = encoded(made("byte_level"), TEXTS[0] * 20)
@@ -249,6 +251,7 @@ async def test_the_end_of_the_requests_ends_the_session(served: Started) -> None
     assert await session.call.code() is grpc.StatusCode.OK
 
 
+@pytest.mark.deep
 async def test_sigterm_finishes_open_texts_and_takes_no_new_ones(served: Started) -> None:
     session, idle = Session(served.channel), Session(served.channel)
     watch = watched(served)

@@ -91,6 +91,7 @@ def test_a_text_may_begin_with_a_byte_token(first: int) -> None:
     assert "".join(stream("byte_fallback", ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback", "unigram"])
 @pytest.mark.parametrize("unit", ["a", " ", "\0", "e\u0301\u0302\u0303", "👩‍👩‍👧", "\n", "<|", "�"])
 def test_monotonous_text(family: str, unit: str) -> None:

@@ -107,6 +107,7 @@ def check(family: str, case: Case) -> None:
     assert sent == cut_at_stops(added, stops)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @given(data=st.data())
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])

@@ -75,6 +75,7 @@ def stable(family: str, ids: list[int], whole: str) -> str:
     return text
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data(), edges=st.lists(st.integers(0, 99), max_size=5), min_tokens=st.integers(0, 4))
 def test_stop_strings_cut_the_batch_text(
@@ -99,6 +100,7 @@ def test_stop_strings_cut_the_batch_text(
         assert news[-1].num_tokens == stop.position + 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data(), edges=st.lists(st.integers(0, 99), max_size=6))
 def test_reopened_anywhere_it_goes_on_with_the_same_bytes(
@@ -121,6 +123,7 @@ def test_reopened_anywhere_it_goes_on_with_the_same_bytes(
     assert (news.stop, news.end) == (whole[-1].stop, True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_counts_only_tokens_whose_text_is_out(family: str, data: st.DataObject) -> None:

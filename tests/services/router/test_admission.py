@@ -38,6 +38,7 @@ def ask(world: World, *tenants: Tenant, **more: object) -> list[asyncio.Task[Ans
     ]
 
 
+@pytest.mark.deep
 async def test_a_flood_waits_here_and_another_tenant_is_next(world: World) -> None:
     await few_at_a_time(world)
     decode = world.decodes[0]
@@ -96,6 +97,7 @@ async def test_priority_comes_before_turns(world: World) -> None:
     assert [attempt.priority for attempt in world.decodes[0].starts] == [0, -1, 0]
 
 
+@pytest.mark.deep
 async def test_a_full_queue_refuses_at_once_and_keeps_room_for_others(world: World) -> None:
     await few_at_a_time(world, max_queued=4)
     waiting = ask(world, A, A, A)
@@ -163,6 +165,7 @@ async def test_who_would_be_refused_anyway_is_turned_away_unread(world: World) -
     await until(world.nothing_left)
 
 
+@pytest.mark.deep
 async def test_what_goes_on_is_not_refused_however_long_it_waits(world: World) -> None:
     """Its decode worker dies; the other one is full for longer than new requests may wait."""
     for _ in range(2):
@@ -248,6 +251,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("tenant", "limit"), LIMITS, ids=[limit.value for _, limit in LIMITS])
 async def test_a_tenant_gets_no_more_than_its_limits(
     world: World, tenant: Tenant, limit: Limit

@@ -146,6 +146,7 @@ FAULTS: list[tuple[dict[str, Any], type[Exception]]] = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("wrong", "error"), FAULTS)
 async def test_requests_that_fail_by_their_own_fault_count(
     world: World, wrong: dict[str, Any], error: type[Exception]
@@ -277,6 +278,7 @@ async def test_callers_of_grpc_without_names_share_by_their_addresses(world: Wor
         await until(world.nothing_left)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("way", ["http", "grpc"])
 async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
     world: World, way: str

@@ -87,6 +87,7 @@ async def over_blocking_grpc(router: RouterProcess, begun: Callable[[], None]) -
     await asyncio.to_thread(read)
 
 
+@pytest.mark.deep
 async def test_every_client_takes_a_router_that_was_killed_for_a_failure(world: World) -> None:
     readers: list[Reader] = [
         *(raw, of_openai, of_the_load_test, of_the_commands, over_grpc, over_blocking_grpc)
@@ -107,6 +108,7 @@ async def test_every_client_takes_a_router_that_was_killed_for_a_failure(world: 
             await asyncio.gather(*reading)
 
 
+@pytest.mark.deep
 async def test_a_stream_without_a_worker_to_go_on_says_to_try_again(world: World) -> None:
     world.add()
     world.decodes[0].step_s = BETWEEN_S
@@ -123,6 +125,7 @@ async def test_a_stream_without_a_worker_to_go_on_says_to_try_again(world: World
         assert (error["code"], error["retryable"]) == ("unavailable", True)
 
 
+@pytest.mark.deep
 async def test_a_router_that_is_told_twice_to_stop_says_to_try_again(world: World) -> None:
     """The second signal ends it at once, whatever still runs."""
     world.add()

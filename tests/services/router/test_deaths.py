@@ -23,6 +23,7 @@ from tests.services.router.detokenizer_worker import FakeDetokenizer
 from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("n", [1, 4])
 async def test_decode_dies_in_the_middle(world: World, n: int) -> None:
     await world.start(decodes=2)
@@ -94,6 +95,7 @@ async def test_a_resumed_session_that_lost_a_sequence_runs_it_again(world: World
     assert [start.attempt for start in world.decodes[0].starts] == [0, 1]
 
 
+@pytest.mark.deep
 async def test_a_silent_decode_worker_is_dead(world: World) -> None:
     await world.start(decodes=2)
     stream, answer = await begin(world, REQUEST)
@@ -182,6 +184,7 @@ async def test_prefill_dies_after_its_kv_was_collected(world: World) -> None:
     assert [start.attempt for start in world.decodes[0].starts] == [0]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stop", ["", TEXT[90:94]])
 async def test_the_detokenizer_dies(world: World, stop: str) -> None:
     await world.start(detokenizers=2)
@@ -203,6 +206,7 @@ async def test_the_detokenizer_dies(world: World, stop: str) -> None:
     assert sum(len(d.openings) for d in world.detokenizers) == 2
 
 
+@pytest.mark.deep
 async def test_the_only_detokenizer_dies_at_every_point_and_comes_back(world: World) -> None:
     await world.start()
     address = world.addresses["detokenizer"][0]

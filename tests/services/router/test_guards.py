@@ -41,6 +41,7 @@ async def test_a_stream_that_has_begun_asks_no_budget(
     check(await finish(stream, answer))
 
 
+@pytest.mark.deep
 async def test_a_worker_that_loses_everything_is_left_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +61,7 @@ async def test_a_worker_that_loses_everything_is_left_alone(
     assert len(bad.starts) == tried
 
 
+@pytest.mark.deep
 async def test_the_last_worker_is_used_whatever_it_loses(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

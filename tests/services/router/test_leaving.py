@@ -92,6 +92,7 @@ async def generate(stub: inference_pb2_grpc.InferenceAsyncStub) -> int:
     return sum([len(a.event.delta.token_ids) async for a in stub.Generate(ASKED, timeout=20)])
 
 
+@pytest.mark.deep
 async def test_what_runs_ends_well_and_what_comes_is_sent_on(world: World) -> None:
     await world.start(CONFIG)
     world.decodes[0].stepping.clear()
@@ -124,6 +125,7 @@ async def test_what_runs_ends_well_and_what_comes_is_sent_on(world: World) -> No
         await asyncio.wait_for(going, 20)
 
 
+@pytest.mark.deep
 async def test_what_does_not_end_in_time_is_told_to_try_again(world: World) -> None:
     await world.start(CONFIG)
     world.decodes[0].stepping.clear()
@@ -156,6 +158,7 @@ async def test_what_does_not_end_in_time_is_told_to_try_again(world: World) -> N
     await until(world.nothing_left)
 
 
+@pytest.mark.deep
 async def test_what_still_runs_at_the_end_is_told_to_try_again(world: World) -> None:
     """The process was told to stop at once: nothing is drained."""
     await world.start(CONFIG)
@@ -184,6 +187,7 @@ async def test_what_still_runs_at_the_end_is_told_to_try_again(world: World) -> 
     await until(world.nothing_left)
 
 
+@pytest.mark.deep
 async def test_a_rolling_restart_loses_no_call(world: World) -> None:
     """Two replicas, clients that never try again, and one replica leaves while calls come in.
 

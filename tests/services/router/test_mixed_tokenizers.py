@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from baton.router.config import RouterConfig
 from tests.services.router import language
 from tests.services.router.conftest import World, read
@@ -14,6 +16,7 @@ from tests.services.router.workers import FakeTokenizer
 REQUESTS = 8
 
 
+@pytest.mark.deep
 async def test_only_workers_with_the_models_tokenizer_are_asked(world: World) -> None:
     """As while a new version of a tokenizer rolls out."""
     old, new = (replace(language.MODEL, tokenizer_digest=name) for name in ("old", "new"))

@@ -45,6 +45,7 @@ def moves(world: World, outcome: str) -> float:
     return world.counted("baton_moves_total", outcome=outcome)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("n", [1, 4])
 async def test_kv_moves_and_nothing_is_computed_again(world: World, n: int) -> None:
     stream, answer, leaving = await started(world, replace(REQUEST, n=n))
@@ -99,6 +100,7 @@ async def test_a_worker_whose_kv_differs_is_nobody_to_go_to(world: World) -> Non
     assert not leaving.wishes and not world.decodes[0].starts
 
 
+@pytest.mark.deep
 async def test_what_cannot_go_now_is_asked_for_again(world: World) -> None:
     stream, answer, leaving = await started(world, replace(REQUEST, max_tokens=600))
     leaving.keeping = True
@@ -111,6 +113,7 @@ async def test_what_cannot_go_now_is_asked_for_again(world: World) -> None:
     assert moves(world, "moved") == 1
 
 
+@pytest.mark.deep
 async def test_a_few_move_at_a_time(world: World) -> None:
     await world.start(decodes=2)
     for decode in world.decodes:
@@ -134,6 +137,7 @@ async def test_a_few_move_at_a_time(world: World) -> None:
     await until(world.nothing_left)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 async def test_either_end_dies_on_the_way(world: World, victim: str) -> None:
     stream, answer, leaving = await started(world, decodes=3)
@@ -174,6 +178,7 @@ async def test_a_client_that_leaves_on_the_way_frees_both_ends(world: World) -> 
     assert moves(world, "dropped") == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stop", [(), (TEXT[90:94],)])
 async def test_texts_leave_a_detokenizer_that_drains(world: World, stop: tuple[str, ...]) -> None:
     await world.start(detokenizers=2)

@@ -132,6 +132,7 @@ async def test_a_slow_reader_gets_all_in_few_deltas(world: World) -> None:
     await stream.aclose()
 
 
+@pytest.mark.deep
 async def test_a_reader_that_is_far_behind_catches_up_in_pieces(world: World) -> None:
     """No piece grows with what was missed, whatever comes with the tokens."""
     await world.start()

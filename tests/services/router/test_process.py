@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
@@ -58,6 +59,7 @@ def test_it_serves_before_there_are_workers_and_is_not_ready() -> None:
             process.kill()
 
 
+@pytest.mark.deep
 def test_a_port_that_is_taken_is_named() -> None:
     with start() as first:
         assert first.stdout is not None

@@ -35,6 +35,7 @@ async def test_a_prompt_at_fault_is_not_tried_again(world: World) -> None:
     assert len(world.tokenizers[0].refusals) == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_overloaded_worker_is_waited_for(world: World, role: str) -> None:
     """However often it refuses: that is no failure, and prefill's load is not decode's."""
@@ -97,6 +98,7 @@ async def test_a_failure_of_the_request_itself_is_not_repeated(world: World) -> 
     await until(world.nothing_left)
 
 
+@pytest.mark.deep
 async def test_draining_workers_get_nothing_new(world: World) -> None:
     await world.start(decodes=2)
     world.decodes[0].state = WorkerState.DRAINING

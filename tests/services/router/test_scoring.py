@@ -105,6 +105,7 @@ async def test_numbers_that_are_lost_are_an_error_to_try_again(world: World) -> 
     await until(world.nothing_left)
 
 
+@pytest.mark.deep
 async def test_the_detokenizer_that_spells_is_replaced(world: World) -> None:
     await world.start(detokenizers=2)
     for worker in world.detokenizers:
@@ -113,6 +114,7 @@ async def test_the_detokenizer_that_spells_is_replaced(world: World) -> None:
     await until(world.nothing_left)
 
 
+@pytest.mark.deep
 async def test_a_detokenizer_that_always_fails_is_not_asked_for_ever(world: World) -> None:
     await world.start(RouterConfig(max_attempts=2))
     world.detokenizers[0].fail_next += [Unavailable("lost on purpose")] * 50

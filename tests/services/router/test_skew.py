@@ -79,6 +79,7 @@ async def test_a_stream_is_computed_again_where_its_kv_does_not_fit(world: World
     assert world.counted("baton_migrations_total") == 1
 
 
+@pytest.mark.deep
 async def test_new_requests_go_to_the_model_that_can_be_served(world: World) -> None:
     """Another model under the same name: the old decode worker drains, its texts are gone."""
     world.tokenizers.append(FakeTokenizer(model=NEW_MODEL))

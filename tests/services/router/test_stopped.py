@@ -6,6 +6,7 @@ import asyncio
 import signal
 
 import grpc
+import pytest
 
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, types_pb2
@@ -41,6 +42,7 @@ class Reading:
                 self.begun.set()
 
 
+@pytest.mark.deep
 async def test_a_router_that_was_stopped_takes_no_worker_for_dead(world: World) -> None:
     world.add(decodes=2)
     for decode in world.decodes:

@@ -113,6 +113,7 @@ async def test_arguments_stream(face: Face) -> None:
     ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("role", ["decode", "detokenizer"])
 async def test_a_death_changes_no_byte_of_a_stream(face: Face, role: str) -> None:
     text = "<think>\nhm\n</think>\n\n" + TWO_CALLS.replace("Bern", "Bern " * 8)

@@ -171,6 +171,7 @@ async def test_a_client_that_leaves_ends_every_span(world: World, recorded: Reco
     assert root.status.is_ok
 
 
+@pytest.mark.deep
 async def test_a_request_that_fails_says_of_what_kind(world: World, recorded: Recorded) -> None:
     await world.start(
         RouterConfig(local_prefill_tokens=0, max_attempts=1, wait_timeout_s=1.0), prefills=0

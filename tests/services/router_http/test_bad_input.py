@@ -145,6 +145,7 @@ async def test_chat_names_the_field(
     assert frontend.seen == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("body", "param"),
     [

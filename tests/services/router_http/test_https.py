@@ -47,6 +47,7 @@ def trusting(files: Files, *, show: Files | None = None) -> ssl.SSLContext:
     return context
 
 
+@pytest.mark.deep
 async def test_it_answers_over_tls_only_and_follows_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from baton.router.api.http.limits import HttpLimits
 from baton.router.api.http.server import HttpServer
 from tests.services.router_http.scripted import Scripted
@@ -156,6 +158,7 @@ async def stalled(server: HttpServer) -> AsyncIterator[socket.socket]:
         yield client
 
 
+@pytest.mark.deep
 async def test_a_client_that_takes_little_is_not_cut() -> None:
     """It reads a little, again and again, for several times as long as it may take nothing."""
     frontend = Scripted()

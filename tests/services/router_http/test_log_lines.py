@@ -10,6 +10,7 @@ from tests.services.router_http.scripted import MODEL, Scripted
 ASKED = {"model": MODEL.name, "prompt": "hello", "max_tokens": 4}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_fault_is_logged_with_its_request(
     stream: bool, http: httpx.AsyncClient, frontend: Scripted, caplog: pytest.LogCaptureFixture

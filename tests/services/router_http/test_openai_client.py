@@ -333,6 +333,7 @@ async def test_one_bad_prompt_of_several_fails_the_call(client: Client, frontend
     assert frontend.open_streams == 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stream", [False, True])
 async def test_failure_after_the_start(client: Client, frontend: Scripted, stream: bool) -> None:
     """As a status while nothing is sent, else as the stream's last event; never cut silently."""
@@ -350,6 +351,7 @@ async def test_failure_after_the_start(client: Client, frontend: Scripted, strea
     assert isinstance(caught.value, openai.BadRequestError) is not stream
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_text_of_an_unforeseen_failure_stays_here(
     client: Client, frontend: Scripted, stream: bool

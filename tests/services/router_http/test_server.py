@@ -206,6 +206,7 @@ async def test_a_client_that_does_not_read_is_cut() -> None:
         assert frontend.open_streams == 0
 
 
+@pytest.mark.deep
 async def test_connections_are_bounded() -> None:
     """One that is idle makes room for the next; one with a request does not."""
     frontend = Scripted(hold=True)
@@ -231,6 +232,7 @@ async def test_connections_are_bounded() -> None:
                 assert (await asyncio.wait_for(answer, 30)).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.deep
 async def test_leaving_is_seen_behind_a_pipelined_request(
     server: HttpServer, frontend: Scripted
 ) -> None:

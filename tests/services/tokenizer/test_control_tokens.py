@@ -89,6 +89,7 @@ def test_it_is_what_the_library_makes_of_text_without_control_tokens(tmp_path: P
     assert ids_of(encoder, prompt) == [turn, *said, end, line_end]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", (*FAMILIES, *ODD_FAMILIES))
 @settings(max_examples=40)
 @given(data=st.data())

@@ -102,6 +102,7 @@ def test_a_template_that_fails_names_messages_and_tells_nothing_of_itself(
     assert "secret" not in raised.value.message
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "template",
     [

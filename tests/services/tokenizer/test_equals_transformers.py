@@ -108,6 +108,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     return get
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("config", CONFIGS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
@@ -120,6 +121,7 @@ def test_text(pair: Callable[..., Pair], family: str, config: str, text: str) ->
             assert ids_of(encoder, TextPrompt(text, special)) == expected
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback", "unigram"])
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)

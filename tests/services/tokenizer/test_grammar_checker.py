@@ -93,6 +93,7 @@ async def test_one_that_explodes_is_refused_while_others_pass(checker: Checker) 
     assert children() == before, "what is known to explode is not tried again"
 
 
+@pytest.mark.deep
 async def test_memory_has_a_limit_too() -> None:
     small = Checker(BUNDLED, (), cpu_s=20.0, num_processes=1, memory_bytes=64 << 20)
     with pytest.raises(InvalidArgument, match="too much memory"):

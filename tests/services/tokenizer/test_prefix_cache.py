@@ -41,6 +41,7 @@ def pieces(family: str) -> st.SearchStrategy[str]:
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", (*FAMILIES, *ODD_FAMILIES))
 @given(data=st.data())
 def test_equals_encoding_the_whole(family: str, data: st.DataObject) -> None:

@@ -68,6 +68,7 @@ def running() -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_fails_alone_within_its_bounds(bounded: Renderers, bomb: str) -> None:
     ours = resource.getrusage(resource.RUSAGE_SELF)
@@ -113,6 +114,7 @@ def test_neighbours_are_rendered_meanwhile(bounded: Renderers) -> None:
     assert len(bounded._idle) <= 2
 
 
+@pytest.mark.deep
 def test_it_is_not_the_clients_fault_that_the_machine_is_busy() -> None:
     setup, chat = Setup("{{ messages[0].content }}"), ChatPrompt(MESSAGES)
     others = set(running())

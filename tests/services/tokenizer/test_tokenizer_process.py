@@ -97,6 +97,7 @@ async def test_a_router_asks_for_names_and_for_text(served: Started) -> None:
     assert raised.value.field == "tokens"
 
 
+@pytest.mark.deep
 async def test_a_grammar_that_cannot_be_followed_fails_its_own_input(served: Started) -> None:
     many = ",".join(f'"p{i}":{{"type":"string"}}' for i in range(5000))
     schemas = ['{"type":"integer"}', '{"type":"thing"}', f'{{"properties":{{{many}}}}}', ""]
@@ -161,6 +162,7 @@ async def test_it_is_small(served: Started) -> None:
     assert served.resident_mib() < 250
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer"])
 async def test_a_model_that_is_none_ends_the_start(role: str, tmp_path: Path) -> None:
     for flags in ((), ("--model", str(tmp_path))):
@@ -176,6 +178,7 @@ BOMBING = """\
 {% endfor %}{% endif %}<|user|>{{ messages[0].content }}</s>"""
 
 
+@pytest.mark.deep
 async def test_what_the_models_own_template_may_cost_is_bounded(tmp_path: Path) -> None:
     """It renders what clients say: one that makes it work is alone in waiting for it."""
     folder = write_folder(tmp_path / "tiny", chat_template=BOMBING)

@@ -18,7 +18,10 @@ from tests.services.worker.pair import new_id
 from tests.services.worker.processes import Process, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
-pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(not nixl.available(), reason="no NIXL here"),
+]
 
 NEW = 6
 POSITION_BYTES = 3 * 2 * 2 * 16 * 4

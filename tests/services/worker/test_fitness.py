@@ -33,6 +33,7 @@ async def test_a_way_that_breaks_makes_not_ready_until_it_works_again(tmp_path: 
         assert read['baton_parcels_total{side="receiver"}'] == 0
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
 async def test_a_transport_that_does_not_work_is_left_out(tmp_path: Path) -> None:
     broken = tmp_path / "broken"

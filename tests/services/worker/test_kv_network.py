@@ -53,6 +53,7 @@ def beyond_loopback(process: Process) -> list[str]:
     return [host for host, _ in places if not ipaddress.ip_address(host).is_loopback]
 
 
+@pytest.mark.deep
 async def test_a_worker_of_one_machine_opens_no_way_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ async def test_a_worker_of_one_machine_opens_no_way_in(
         assert sorted(listeners(prefill.process.pid)) == sorted(ports)
 
 
+@pytest.mark.deep
 async def test_tcp_that_nobody_declared_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +81,7 @@ async def test_tcp_that_nobody_declared_ends_the_start(
     assert said.startswith("error: ucx_transports: rc,sm can be reached")
 
 
+@pytest.mark.deep
 async def test_tcp_that_is_declared_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     flags = ("--transport", "nixl", "--kv-network", "isolated", "--ucx-devices", "lo")

@@ -67,6 +67,7 @@ async def progress(channel: grpc.aio.Channel, wanted: str) -> bool:
             return True
 
 
+@pytest.mark.deep
 async def test_health_is_answered_while_the_model_loads(tmp_path: Path) -> None:
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -89,6 +90,7 @@ async def test_health_is_answered_while_the_model_loads(tmp_path: Path) -> None:
         assert read["baton_load_progress"] == 1
 
 
+@pytest.mark.deep
 async def test_it_ends_when_told_to_while_it_loads(tmp_path: Path) -> None:
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -100,6 +102,7 @@ async def test_it_ends_when_told_to_while_it_loads(tmp_path: Path) -> None:
         assert await process.wait() == 128 + 15
 
 
+@pytest.mark.deep
 async def test_one_that_stands_by_is_ready_and_says_so(tmp_path: Path) -> None:
     async with worker("baton.decode", tmp_path, "--standby", "true") as standby:
         watch = WorkerStub(standby.channel).Watch(worker_pb2.WatchRequest())

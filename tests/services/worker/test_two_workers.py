@@ -44,6 +44,7 @@ async def test_tokens_equal_an_undisturbed_engines(
         assert kv_source("handover") == before + 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 32), (32, 16), (24, 16), (16, 24)])
 async def test_prefixes_are_found_on_both_sides_and_not_moved_again(

@@ -83,6 +83,7 @@ def check_aliases(read: dict[str, float], model: str) -> None:
     }
 
 
+@pytest.mark.deep
 async def test_aliases_can_be_left_out(tmp_path: Path) -> None:
     async with worker("baton.decode", tmp_path, "--vllm-aliases", "false") as decode:
         read = await asyncio.to_thread(metrics_of, decode.metrics)
@@ -110,6 +111,7 @@ def check_handover_metrics(decode: dict[str, float], prefill: dict[str, float]) 
     assert decode['baton_probes_total{outcome="ok",path="peer"}'] == 1
 
 
+@pytest.mark.deep
 async def test_both_tell_what_their_caches_hold_and_how_fast_they_are(tmp_path: Path) -> None:
     """In the tokenizer's own words, so that a router can compare; by their own measurements."""
     one = attempt(n=2)
@@ -152,6 +154,7 @@ async def told_of(watching: Any, wanted: set[bytes]) -> None:
             assert replica.apply(message.cache)
 
 
+@pytest.mark.deep
 async def test_prefill_freezes_and_dies(tmp_path: Path) -> None:
     """Decode says that the hand-over failed, and serves on."""
     met, one = attempt("met"), attempt(n=2, seed=2)
@@ -180,6 +183,7 @@ async def test_prefill_freezes_and_dies(tmp_path: Path) -> None:
         await end.break_off()
 
 
+@pytest.mark.deep
 async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
     """With what differs; and decode can still compute the prompt itself."""
     one, again = attempt(), attempt(number=1)
@@ -217,6 +221,7 @@ async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
             assert error.message.encode() in logged
 
 
+@pytest.mark.deep
 async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
     """So that the check after every other test is known to see one."""
     one = attempt()
@@ -233,6 +238,7 @@ async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
                 await decode.idle(0.5)
 
 
+@pytest.mark.deep
 async def test_an_engine_that_breaks_ends_the_process(tmp_path: Path) -> None:
     async with worker("tests.services.worker.breaking_decode", tmp_path) as decode:
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, decode.identity)

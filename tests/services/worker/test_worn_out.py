@@ -20,7 +20,10 @@ from tests.services.worker.pair import attempt, keys_of, new_id, reference, unti
 from tests.services.worker.processes import Process, becomes, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
-pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(not nixl.available(), reason="no NIXL here"),
+]
 NIXL = ("--transport", "nixl", "--kv-network", "isolated", "--ucx-devices", "lo")
 TCP = {"UCX_TLS": "tcp"}
 
