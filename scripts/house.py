@@ -100,7 +100,7 @@ def _lines(path: Path) -> int:
 
 @cache
 def _code_lines(path: Path) -> int:
-    docstrings = set()
+    docstrings: set[int] = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))

@@ -20,14 +20,14 @@ from baton.cli.main import main
 from baton.core.errors import Unavailable
 from baton.core.observe.request_record import ChoiceEnd, RequestRecord
 from baton.core.observe.stages import Stage
-from baton.core.request.attempt_states import Phase
+from baton.core.request.attempt import Phase
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import FinishReason
 from baton.core.routing.candidates import Candidate, FilterReason
 from baton.core.routing.worker_cost import Cost
 from baton.router.api.http.app import HttpApp
 from baton.router.api.http.explain_schema import Explained
-from baton.router.api.http.explained import explained
+from baton.router.api.http.requests import explained
 from baton.router.api.http.server import HttpServer, serve_http
 from tests.core.test_request_history import attempt, over, record
 from tests.services.router_http.scripted import ANYONE, Scripted

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.kvcache import cache_log
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.blocks import BlockTable
+from baton.core.kvcache.block_pool import BlockPool, BlockTable
 from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
 from baton.core.kvcache.cached_units import Change
 from baton.core.kvcache.prefix import HASH_BYTES, PrefixChain, namespace, prefix_hashes

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.chat_validation import MAX_SCHEMA_BYTES, MAX_TOOLS, check_chat
 from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall, ToolChoice, ToolUse
+from baton.core.request.validation import MAX_SCHEMA_BYTES, MAX_TOOLS, check_chat
 
 USER = Message("user", "hi")
 TOOL = Tool("f", "Does f", '{"type": "object", "properties": {"a": {}}, "required": ["a"]}')

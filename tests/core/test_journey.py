@@ -18,11 +18,18 @@ from baton.core.errors import (
     Reason,
     Unavailable,
 )
-from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
-from baton.core.request.attempt_states import OVER, TRANSITIONS, AttemptEvent, AttemptState, Phase
-from baton.core.request.losses import VERDICTS
+from baton.core.request.attempt import (
+    OVER,
+    TRANSITIONS,
+    Attempt,
+    AttemptEvent,
+    AttemptState,
+    ChoiceTokens,
+    Phase,
+    SequenceKey,
+)
 from baton.core.request.request import FinishReason, SamplingParams, StopParams
-from baton.core.request.request_state import AttemptRun, RequestState
+from baton.core.request.request_state import VERDICTS, AttemptRun, RequestState
 from tests.depth import examples
 
 PROMPT = (1, 2, 3)

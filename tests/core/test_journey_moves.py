@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.attempt import ChoiceTokens, SequenceKey
-from baton.core.request.attempt_states import AttemptState, Phase
+from baton.core.request.attempt import AttemptState, ChoiceTokens, Phase, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.request.request_state import AttemptRun, RequestState
 

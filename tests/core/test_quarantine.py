@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoverFailed, Quarantined, Unavailable, WorkerLost
-from baton.core.request.attempt import ChoiceTokens, SequenceKey
-from baton.core.request.attempt_states import Phase
+from baton.core.request.attempt import ChoiceTokens, Phase, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.request.request_state import AttemptRun, RequestState
 from baton.core.routing.quarantine import Quarantine

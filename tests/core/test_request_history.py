@@ -5,16 +5,24 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import Internal, NotFound, Reason
-from baton.core.observe.attempt_record import BEST_OF_A_ROLE, MAX_LOSSES, AttemptRecord, best_few
 from baton.core.observe.replay import Replay, digest, packed
-from baton.core.observe.request_history import RequestHistory
-from baton.core.observe.request_record import ATTEMPT_BYTES, BASE_BYTES, MAX_ATTEMPTS, RequestRecord
+from baton.core.observe.request_record import (
+    ATTEMPT_BYTES,
+    BASE_BYTES,
+    BEST_OF_A_ROLE,
+    MAX_ATTEMPTS,
+    MAX_LOSSES,
+    AttemptRecord,
+    RequestRecord,
+    best_few,
+)
 from baton.core.observe.stages import Stage, StageClock
-from baton.core.request.attempt_states import Phase
+from baton.core.request.attempt import Phase
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.routing.candidates import Candidate, FilterReason
 from baton.core.routing.routing import RoutingPolicy
+from baton.router.observe.records import RequestHistory
 
 PLENTY = 1 << 30
 

@@ -9,13 +9,13 @@ import pytest
 from baton.core.errors import Internal
 from baton.core.request.attempt import Logprobs
 from baton.core.request.request import FinishReason, SamplingParams
-from baton.core.request.stops import StopRule
 from baton.core.scheduler.sequence import (
     TERMINAL,
     TRANSITIONS,
     Sequence,
     SequenceEvent,
     SequenceState,
+    StopRule,
 )
 from tests.core.attempts import EOS, MAX_MODEL_LEN, attempt
 

@@ -6,13 +6,12 @@ import random
 
 import pytest
 
-from baton.core.handover.link_speed import LinkSpeed
 from baton.core.routing.speed import NOMINAL, UNMEASURED, WorkerSpeed
+from baton.core.scheduler.decode import DecodeMeter
 from baton.core.scheduler.decode_policy import DecodePolicy
-from baton.core.scheduler.meter import DecodeMeter
 from baton.core.scheduler.plan import BlockSwap, Chunk, StepPlan, StepWork
-from baton.core.scheduler.prefill_cost import NEAR, PrefillCost, reads
-from baton.core.scheduler.regression import Regression
+from baton.core.scheduler.step_cost import NEAR, PrefillCost, Regression, reads
+from baton.transfer.stats import LinkSpeed
 
 SPEED = WorkerSpeed(0.010, 0.0003, 2e-7, 0.003, 0.0002, 5e-8, 512, 1e9, 0.004)
 

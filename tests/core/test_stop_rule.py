@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.request.grammar import Grammar
 from baton.core.request.request import FinishReason, StopParams
-from baton.core.request.stops import StopRule
+from baton.core.scheduler.sequence import StopRule
 from tests.core.attempts import attempt
 from tests.core.grammars import ANY
 

@@ -6,8 +6,13 @@ import pytest
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.request import ChatPrompt, Message, Request
-from baton.core.request.template_kwargs import FIELD, MAX_BYTES, RESERVED, parse_template_kwargs
-from baton.core.request.validation import validate
+from baton.core.request.validation import (
+    FIELD,
+    MAX_BYTES,
+    RESERVED,
+    parse_template_kwargs,
+    validate,
+)
 
 
 def test_an_object_of_json_values_passes() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.observe.attempt_record import AttemptRecord
+from baton.core.observe.request_record import AttemptRecord
 from baton.core.observe.why import outline, why
 from baton.core.routing.load import WorkerState
 from baton.core.routing.routing import Decision, PoolView, RoutingPolicy, WorkerSnapshot, decide

@@ -26,7 +26,7 @@ MODULES = (
     "baton.rpc.metrics",
     "baton.rpc.aliases",
     "baton.router.observe.metrics",
-    "baton.router.observe.gen_ai",
+    "baton.router.observe.metrics",
 )
 
 SAID_NOT_TO_BE = {"vllm:lora_requests_info"}

@@ -38,10 +38,9 @@ OF_NO_REQUEST = {
     "router/workers/discovery_dns.py": "a pool",
     "router/workers/discovery_k8s.py": "a pool",
     "router/api/keys.py": "the file of keys",
-    "router/workers/incompatible_pairs.py": "two workers that do not fit",
+    "router/workers/fleet.py": "two workers that do not fit",
     "router/workers/pools.py": "a worker",
     "router/workers/shared_stream.py": "a worker's whole session",
-    "router/workers/slice_watch.py": "a pool",
     "router/observe/usage_log.py": "the file of usage records",
     "router/workers/worker_link.py": "a worker",
     "rpc/awake.py": "the process",
@@ -52,7 +51,6 @@ OF_NO_REQUEST = {
     "rpc/tls.py": "certificates",
     "tokenizer/__main__.py": "the process",
     "worker/fitness.py": "the worker",
-    "worker/grammars.py": "the worker",
     "worker/process.py": "the worker",
 }
 """Modules that have lines without a request, and what those are about."""

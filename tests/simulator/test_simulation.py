@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.routing.speed import UNMEASURED
-from baton.core.scheduler.prefill_cost import reads
+from baton.core.scheduler.step_cost import reads
 from baton.sim.requests import Request
 from baton.sim.settings import Delays, FleetFacts, WorkerFacts
 from baton.sim.simulation import Simulation, simulate

@@ -35,14 +35,79 @@ from baton.core.scheduler.events import Started as KvReady
 from baton.core.scheduler.loop import EngineLoop
 from baton.decode.attempt_trace import AttemptTrace
 from baton.decode.begin import Beginner, Running
-from baton.decode.confirmations import Confirmations
-from baton.decode.counts import DECODED, count_kv
 from baton.decode.outgoing_migrations import OutgoingMigrations
 from baton.decode.sessions import Failure, MigratedOut, RouterSession, Started
 from baton.engine.thread import EngineThread
+from baton.rpc import metrics
 from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Tracer
 from baton.transfer.receiver import TransferRequest
+
+# What a decode worker counts of its attempts.
+
+DECODED = metrics.counter(metrics.DECODE_TOKENS)
+PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
+CACHED = metrics.counter(metrics.CACHED_TOKENS)
+KV_SOURCE = metrics.counter(metrics.KV_SOURCE)
+STAGE_TIME = metrics.histogram(metrics.STAGE_TIME)
+
+
+def count_kv(running: Running, cached_tokens: int, wait_s: float) -> None:
+    """An attempt's KV is complete, so long after it began."""
+    if running.ticket is None:
+        source, stage = "local", "local_prefill"
+        CACHED.inc(cached_tokens)
+        PREFILLED.inc(len(running.attempt.token_ids) - cached_tokens)
+    else:
+        given = "moved" if running.ticket.sender.role == "decode" else "handover"
+        source, stage = given if running.received_bytes else "cache", "kv_wait"
+    KV_SOURCE.labels(source).inc()
+    STAGE_TIME.labels(stage).observe(wait_s)
+
+
+# Passes on to the engine which positions hold no stop string.
+#
+# One call is under way at a time and carries all that came meanwhile, so that however often routers
+# confirm, the engine's queue is not filled by it.
+
+
+class Confirmations:
+    """Lives on the event loop."""
+
+    def __init__(self, engine: EngineThread[DecodeScheduler]) -> None:
+        self._engine = engine
+        self._waiting: dict[SequenceKey, int] = {}
+        self._telling: asyncio.Task[None] | None = None
+
+    def add(self, positions: Mapping[SequenceKey, int]) -> None:
+        """Positions below these are confirmed."""
+        self._waiting.update(positions)
+        if self._waiting and (self._telling is None or self._telling.done()):
+            self._telling = asyncio.create_task(self._tell())
+
+    async def close(self) -> None:
+        """Tells nothing more and returns when no task of ours runs."""
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
+
+    async def _tell(self) -> None:
+        # An engine that has stopped runs no sequence that could wait for this.
+        with suppress(Unavailable):
+            while self._waiting:
+                await self._engine.call(self._confirm(self._waiting))
+
+    def _confirm(
+        self, positions: Mapping[SequenceKey, int]
+    ) -> Callable[[EngineLoop[DecodeScheduler]], None]:
+        self._waiting = {}
+
+        def confirm(loop: EngineLoop[DecodeScheduler]) -> None:
+            for key, position in positions.items():
+                loop.scheduler.confirm(key, position)
+
+        return confirm
+
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,176 @@ in order, so a text that is opened again with the same ids goes on with the same
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.core.errors import InvalidArgument
-from baton.detokenizer.incremental import IncrementalText, Spelling
-from baton.detokenizer.stops import Match, StopMatcher
+
+# Finds stop strings in a text that comes in pieces.
+#
+# The first stop string to be *completed* wins; of several completed by the same character, the
+# longest. This depends on the text alone, never on how it was cut into pieces.
+#
+# For each stop string the longest end of the text that begins it is known (Knuth, Morris and Pratt,
+# "Fast pattern matching in strings", 1977). The longest of these is exactly what must be held back:
+# all text before it can be part of no match any more.
+
+MAX_STOP_STRINGS = 64
+MAX_CHARACTERS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A stop string was completed after `end` characters of the piece that was fed."""
+
+    stop_string: str
+    end: int
+
+
+class StopMatcher:
+    """The search in one text. Making one raises InvalidArgument (field `stop_strings`)."""
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        if len(stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidArgument(f"must be at most {MAX_STOP_STRINGS}", field="stop_strings")
+        if not all(stop_strings):
+            raise InvalidArgument("must not be empty", field="stop_strings")
+        if sum(map(len, stop_strings)) > MAX_CHARACTERS:
+            raise InvalidArgument(
+                f"must have at most {MAX_CHARACTERS} characters together", field="stop_strings"
+            )
+        self._patterns = [(stop_string, _borders(stop_string)) for stop_string in stop_strings]
+        self._begun = [0] * len(stop_strings)
+        """How many characters of each stop string the text ends with."""
+        self._first_characters = frozenset(stop_string[0] for stop_string in stop_strings)
+
+    @property
+    def held(self) -> int:
+        """How many characters at the end of the text may belong to a stop string."""
+        return max(self._begun)
+
+    def feed(self, piece: str, *, armed: bool = True) -> Match | None:
+        """Searches the next piece. Nothing may be fed after a match.
+
+        armed: False lets stop strings that end in this piece pass.
+        """
+        if not any(self._begun) and self._first_characters.isdisjoint(piece):
+            return None
+        for index, character in enumerate(piece):
+            found = self._step(character)
+            if found and armed:
+                return Match(found, index + 1)
+        return None
+
+    def _step(self, character: str) -> str:
+        """The longest stop string that this character completes, or ""."""
+        found = ""
+        for which, (stop_string, borders) in enumerate(self._patterns):
+            begun = self._begun[which]
+            while begun and stop_string[begun] != character:
+                begun = borders[begun]
+            if stop_string[begun] == character:
+                begun += 1
+            if begun == len(stop_string):
+                found = max(found, stop_string, key=len)
+                begun = borders[begun]
+            self._begun[which] = begun
+        return found
+
+
+def _borders(text: str) -> list[int]:
+    """For each length of a beginning of the text: its longest proper beginning that ends it too."""
+    borders = [0, 0]
+    for character in text[1:]:
+        border = borders[-1]
+        while border and text[border] != character:
+            border = borders[border]
+        borders.append(border + (text[border] == character))
+    return borders
+
+
+# UTF-8-safe text of one choice, token by token.
+#
+# The rule: the text of output ids is what `Tokenizer.decode(tail + ids)` adds to `decode(tail)`,
+# where `tail` is the end of the prompt. With a tail the output continues the prompt, so a leading
+# space stays (" Paris"); without one the first token loses it as in batch decoding ("Paris").
+# Special tokens, when skipped, count as absent: the first token that is kept is the first one.
+#
+# A character is sent when its last byte is here. Bytes that can be no character become U+FFFD, at
+# most three of them wait. One difference from batch decoding is deliberate: byte-fallback decoding
+# turns a whole run of byte tokens into U+FFFD when any part of the run is broken, its valid
+# characters too; here these were sent already, and stay.
+
+
+class Spelling(Protocol):
+    """What a vocabulary tells about token ids; `baton.detokenizer.vocabulary` is the real one."""
+
+    @property
+    def replaces_each_byte(self) -> bool: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]: ...
+
+    def knows(self, token_id: int) -> bool: ...
+
+    def first(self, token_id: int) -> bytes: ...
+
+    def middle(self, token_id: int) -> bytes: ...
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("baton.replace_each_byte", _replace_each_byte)
+
+
+class IncrementalText:
+    """Turns tokens into whole characters. The result does not depend on how tokens are grouped."""
+
+    def __init__(
+        self,
+        spelling: Spelling,
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_tokens: Iterable[str] = (),
+        prompt_tail_ids: Iterable[int] = (),
+    ) -> None:
+        self._spelling = spelling
+        self._skip_special_tokens = skip_special_tokens
+        self._kept = spelling.ids_of(kept_special_tokens)
+        self._begun = False
+        errors = "baton.replace_each_byte" if spelling.replaces_each_byte else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        for token_id in prompt_tail_ids:
+            self.push(token_id)
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        special = self._skip_special_tokens and self._spelling.is_special(token_id)
+        if special and token_id not in self._kept:
+            return ""
+        if self._begun:
+            return self._decoder.decode(self._spelling.middle(token_id))
+        if not self._spelling.knows(token_id):
+            return ""
+        self._begun = True
+        return self._decoder.decode(self._spelling.first(token_id))
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes of an unfinished character wait."""
+        return bool(self._decoder.getstate()[0])
+
+    def finish(self) -> str:
+        """What the waiting bytes become when no token follows."""
+        return self._decoder.decode(b"", final=True)
 
 
 @dataclass(frozen=True, slots=True)

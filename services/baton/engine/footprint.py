@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from baton.core.kvcache.blocks import blocks_for
+from baton.core.kvcache.block_pool import blocks_for
 from baton.core.request.prompt_logprobs import SCORED_POSITIONS
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan

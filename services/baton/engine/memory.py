@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from baton.core.errors import InvalidArgument
-from baton.core.kvcache.blocks import blocks_for
+from baton.core.kvcache.block_pool import blocks_for
 from baton.core.request.model import DTYPE_BYTES, KvLayout
 from baton.engine.config import MIB, EngineConfig
 

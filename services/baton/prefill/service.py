@@ -36,12 +36,32 @@ from baton.core.scheduler.ports import CompiledGrammar
 from baton.core.scheduler.prefill import PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.prefill.receivers import LiveReceivers
 from baton.rpc import metrics
 from baton.rpc import trace_names as names
 from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type, now
 from baton.transfer.sender import KvSender, PendingTransfer
+
+# Counts the decode workers that take KV from here.
+
+LIVE_S = 60.0
+MAX_KNOWN = 1024
+
+
+class LiveReceivers:
+    """Decode workers by instance id and when each was named last, in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, float] = OrderedDict()
+
+    def saw(self, instance_id: str, now: float) -> int:
+        """A decode worker will collect. Returns how many were named within the last minute."""
+        self._seen[instance_id] = now
+        self._seen.move_to_end(instance_id)
+        while len(self._seen) > MAX_KNOWN or next(iter(self._seen.values())) < now - LIVE_S:
+            self._seen.popitem(last=False)
+        return len(self._seen)
+
 
 PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
 CACHED = metrics.counter(metrics.CACHED_TOKENS)

@@ -12,10 +12,9 @@ from typing import cast
 from baton.core.errors import InvalidArgument
 from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.request.stops import StopRule
 from baton.core.scheduler.intake import AttemptIntake
 from baton.core.scheduler.ports import CompiledGrammar
-from baton.core.scheduler.sequence import Sequence
+from baton.core.scheduler.sequence import Sequence, StopRule
 from baton.core.scheduler.sequence_group import SequenceGroup
 from baton.sim.prompts import NamedChain, Prompt, Text
 

@@ -9,7 +9,7 @@ from baton.core.routing.speed import WorkerSpeed
 from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
 from baton.core.scheduler.prefill import PrefillScheduler
-from baton.core.scheduler.prefill_cost import reads
+from baton.core.scheduler.step_cost import reads
 from baton.sim.intake import TOKEN, CountingIntake
 from baton.sim.queue import STEP_ENDS, EventQueue
 from baton.sim.reports import Tell

@@ -21,7 +21,7 @@ from jinja2 import Template
 
 from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request.request import ChatPrompt
-from baton.core.request.template_kwargs import parse_template_kwargs
+from baton.core.request.validation import parse_template_kwargs
 from baton.tokenizer import chat_values
 from baton.tokenizer.renderers import Setup, too_much
 from baton.tokenizer.sandbox import OverBudget, Sandbox

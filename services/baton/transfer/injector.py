@@ -8,20 +8,175 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
+import secrets
 import signal
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.core.handover.messages import Failed, KvChunkReady, Tokens
-from baton.transfer.damage import Damage
+from baton.core.handover.messages import (
+    Failed,
+    KvChunkHeader,
+    KvChunkReady,
+    StagingPoolDescription,
+    Tokens,
+)
 from baton.transfer.fault_spec import FaultSpec, Kind, Rule
-from baton.transfer.faults import MESSAGES, Faults, In, Out
-from baton.transfer.faulty_transport import FaultyTransport
-from baton.transfer.transport import KvTransport
+from baton.transfer.faults import MESSAGES, TRANSPORT_READ, Faults, In, Out
+from baton.transfer.kv_chunk import HEADER_BYTES
+from baton.transfer.transport import KvTransport, ReadState
+
+# A KV transport whose reads go wrong at the point `transport.read`.
+#
+# It can tell a read as done late or never, read only half of it, or read another buffer, as through
+# a reference that is out of date. What it never does is release a read that the transport below has
+# not decided: it goes wrong as a transport may, within the port's contract.
+
+LEFT_OUT = 16
+"""Bytes that a truncated read lacks at least: fewer could be there from before by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """hidden_until: on the monotonic clock; before it the read counts as running."""
+
+    handle: object
+    hidden_until: float
+
+
+class FaultyTransport:
+    """See the port `baton.transfer.transport.KvTransport`."""
+
+    def __init__(self, inner: KvTransport, faults: Injector) -> None:
+        self._inner, self._faults = inner, faults
+        self._num_buffers: dict[str, int] = {}
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def metadata(self) -> bytes:
+        return self._inner.metadata()
+
+    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+        self._inner.add_peer(peer, metadata, ring)
+        self._num_buffers[peer] = ring.num_buffers
+
+    def remove_peer(self, peer: str) -> None:
+        self._inner.remove_peer(peer)
+
+    def post(self, peer: str, remote_buffer: int, local_buffer: int, num_bytes: int) -> object:
+        hidden_until = -math.inf
+        due = self._faults.due(TRANSPORT_READ)
+        for rule, draw in due:
+            match rule.kind:
+                case Kind.TRUNCATE if num_bytes > LEFT_OUT:
+                    num_bytes = draw.randint(1, num_bytes - LEFT_OUT)
+                case Kind.SWAP if peer in self._num_buffers:
+                    remote_buffer = (remote_buffer + 1) % self._num_buffers[peer]
+                case Kind.DELAY | Kind.DROP:
+                    hidden_until = time.monotonic() + rule.seconds
+                case _:
+                    continue
+            self._faults.happened(rule)
+        handle = self._inner.post(peer, remote_buffer, local_buffer, num_bytes)
+        for rule, _ in due:
+            self._faults.stop_here(rule)
+        return _Read(handle, hidden_until)
+
+    def poll(self, handle: object) -> ReadState:
+        assert isinstance(handle, _Read)
+        if time.monotonic() < handle.hidden_until:
+            return ReadState.RUNNING
+        return self._inner.poll(handle.handle)
+
+    def release(self, handle: object) -> None:
+        assert isinstance(handle, _Read)
+        self._inner.release(handle.handle)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+# Ways to damage a KV chunk, in its buffer or in what is told of it; decides nothing about when.
+#
+# Every function returns whether it changed anything: what changed nothing is no fault.
+
+# Where fields of the binary header lie; see baton.transfer.kv_chunk.
+_INSTANCE_ID, _LAYOUT, _LENGTH = slice(8, 24), slice(68, 76), slice(76, 84)
+
+KEPT = 8
+
+
+class Damage:
+    """Damages KV chunks of one sender or receiver. Keeps a few old ones, to bring them back."""
+
+    def __init__(self) -> None:
+        self._kv_chunks: deque[bytes] = deque(maxlen=KEPT)
+        self._headers: deque[KvChunkHeader] = deque(maxlen=KEPT)
+
+    def keep(self, kv_chunk: memoryview) -> None:
+        self._kv_chunks.append(bytes(kv_chunk))
+
+    def keep_told(self, told: KvChunkReady) -> None:
+        self._headers.append(told.header)
+
+    def in_buffer(self, kind: Kind, part: str, kv_chunk: memoryview, draw: random.Random) -> bool:
+        """KV chunk: header and payload as they lie in a buffer."""
+        before = bytes(kv_chunk)
+        match kind:
+            case Kind.CORRUPT:
+                _flip(kv_chunk, _part(part, kv_chunk), draw)
+            case Kind.STALE:
+                kv_chunk[_INSTANCE_ID] = draw.randbytes(16)
+            case Kind.LAYOUT:
+                kv_chunk[_LAYOUT] = draw.randbytes(8)
+            case Kind.LENGTH:
+                length = int.from_bytes(kv_chunk[_LENGTH], "little")
+                kv_chunk[_LENGTH] = draw.randrange(1, length).to_bytes(8, "little")
+            case Kind.REPLAY if self._kv_chunks:
+                old = draw.choice(self._kv_chunks)
+                where = _part(part, kv_chunk)
+                where = slice(where.start, min(where.stop, len(old)))
+                kv_chunk[where] = old[where]
+            case _:
+                return False
+        return bytes(kv_chunk) != before
+
+    def told(self, kind: Kind, told: KvChunkReady, draw: random.Random) -> KvChunkReady:
+        """The announcement of a KV chunk, changed, or as it was when there is nothing to change to.
+
+        Another hand-over's KV chunk comes back with the buffer of this one.
+        """
+        header = told.header
+        match kind:
+            case Kind.STALE:
+                header = replace(header, instance_id=secrets.token_hex(16))
+            case Kind.LAYOUT:
+                header = replace(header, num_heads=header.num_heads + draw.randrange(1, 8))
+            case Kind.LENGTH:
+                header = replace(header, payload_bytes=draw.randrange(1, header.payload_bytes))
+            case Kind.REPLAY if self._headers:
+                header = draw.choice(self._headers)
+        return replace(told, header=header)
+
+
+def _part(part: str, kv_chunk: memoryview) -> slice:
+    return {
+        "header": slice(0, HEADER_BYTES),
+        "payload": slice(HEADER_BYTES, len(kv_chunk)),
+    }.get(part, slice(0, len(kv_chunk)))
+
+
+def _flip(kv_chunk: memoryview, where: slice, draw: random.Random) -> None:
+    """One bit."""
+    kv_chunk[draw.randrange(where.start, where.stop)] ^= 1 << draw.randrange(8)
+
 
 log = logging.getLogger(__name__)
 

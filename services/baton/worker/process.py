@@ -13,31 +13,37 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from baton.core.errors import InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.kvcache.cache_log import CacheLog
 from baton.core.kvcache.cached_units import Change
-from baton.core.request.model import WorkerIdentity
+from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.routing.load import TenantUse, WorkerState
 from baton.core.scheduler.events import Event
-from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.loop import EngineLoop, SchedulerT
+from baton.core.scheduler.plan import StepPlan
 from baton.core.scheduler.ports import ModelRunner
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import MIB
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
+from baton.grammar.vocabulary import load
 from baton.rpc import garbage, metrics
 from baton.rpc.address import join, split
 from baton.rpc.channels import Channels
 from baton.rpc.lifecycle import exit_at_once, new_instance_id, run_until_stopped
 from baton.rpc.logs import setup
+from baton.rpc.model_folder import special_tokens
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
@@ -48,12 +54,50 @@ from baton.transfer.staging import Staging
 from baton.transfer.stats import HandoverStats
 from baton.worker.engine import open_runner
 from baton.worker.fitness import KvSelfTest
-from baton.worker.grammars import open_book
 from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
-from baton.worker.poison import PoisonedLoop
 from baton.worker.ranks import end_with_ranks, share_ring
 from baton.worker.report import Report, count_step, describe
+
+# A worker that dies of a certain prompt, on purpose: how quarantine is tested.
+#
+# Only a worker that was told so twice (`poison_token`, `allow_poison`) does it.
+
+
+class PoisonedLoop(EngineLoop[SchedulerT]):
+    """An engine loop that ends its process, as by a fault of the machine, when a step computes an
+    input that begins with the token. Wherever else it stands, it does no harm."""
+
+    def __init__(self, runner: ModelRunner, scheduler: SchedulerT, token_id: int) -> None:
+        super().__init__(runner, scheduler)
+        self._token_id = token_id
+
+    def submit(self, plan: StepPlan) -> None:
+        if any(c.first_position == 0 and c.token_ids[0] == self._token_id for c in plan.chunks):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().submit(plan)
+
+
+# Opens what a worker follows grammars with.
+
+
+def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
+    """May take a second. A model without a tokenizer in its folder follows no grammars."""
+    folder = Path(options.model)
+    if not (folder / "tokenizer.json").is_file():
+        return GrammarBook(None)
+    try:
+        tokenizer = load(
+            folder,
+            special=special_tokens(folder).values(),
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+    except InvalidArgument as error:
+        log.warning("%s; requests for structured output will be refused", error.message)
+        return GrammarBook(None)
+    return GrammarBook(tokenizer)
+
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from baton.core.errors import InvalidArgument
-from baton.detokenizer.incremental import IncrementalText
+from baton.detokenizer.text import IncrementalText
 from baton.detokenizer.vocabulary import Vocabulary
 from tests.services.detokenizer.drawn_ids import encoded, vocabulary
 from tests.services.tokenizer.made_tokenizers import (

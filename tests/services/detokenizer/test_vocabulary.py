@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.core.errors import InvalidArgument
-from baton.detokenizer.incremental import IncrementalText
+from baton.detokenizer.text import IncrementalText
 from baton.detokenizer.vocabulary import Vocabulary
 from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder

@@ -12,7 +12,7 @@ from baton.core.routing.load import WorkerState
 from baton.core.scheduler.plan import Extents
 from baton.engine.fake import FakeRunner
 from baton.prefill import service as service_module
-from baton.prefill.receivers import LIVE_S, MAX_KNOWN, LiveReceivers
+from baton.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, counter
 from baton.transfer import nixl

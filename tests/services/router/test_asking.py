@@ -11,7 +11,7 @@ from baton.core.observe.load_monitor import LoadMonitor
 from baton.core.request.request import FinishReason
 from baton.core.request.token_log import TokenLog
 from baton.router.request.deferred_calls import TICK_S, DeferredCalls
-from baton.router.request.token_coalescer import TokenCoalescer
+from baton.router.request.runner import TokenCoalescer
 
 PATIENCE_S = 10.0
 

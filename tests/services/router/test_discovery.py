@@ -259,7 +259,7 @@ async def test_kubernetes_goes_on_from_the_newest_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watches end often; none begins with a list again, and bookmarks count."""
-    monkeypatch.setattr("baton.router.workers.slice_watch.PAGE", 1)
+    monkeypatch.setattr("baton.router.workers.discovery_k8s.PAGE", 1)
     with kubernetes_api.serving(tmp_path) as (api, config_file):
         api.longest_watch_s = 0.05
         place = KubernetesPlace(api, config_file)

@@ -17,8 +17,13 @@ from baton.core.request.model import WorkerIdentity
 from baton.core.routing.breaker import Breaker
 from baton.core.routing.load import WorkerDescription
 from baton.core.routing.routing import Decision
-from baton.router.request.dispatcher import Blocked, Dispatcher, PendingAttempt, WorkerClass
-from baton.router.request.placement import Placement
+from baton.router.request.dispatcher import (
+    Blocked,
+    Dispatcher,
+    PendingAttempt,
+    Placement,
+    WorkerClass,
+)
 from baton.router.workers.discovery import Discovery
 from baton.router.workers.fleet import Fleet
 from baton.router.workers.worker import Worker

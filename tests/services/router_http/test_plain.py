@@ -14,8 +14,8 @@ from baton.core.request.request import Accepted, Delta, FinishReason, TextLogpro
 from baton.router.api.http.answer import Answer
 from baton.router.api.http.chat import ChatAnswer
 from baton.router.api.http.completions import CompletionAnswer
+from baton.router.api.http.generation import PlainChunks
 from baton.router.api.http.parse import parse_chat, parse_completion
-from baton.router.api.http.plain import PlainChunks
 from baton.router.api.http.respond import Json, encode
 
 ACCEPTED = [Accepted(f"r{prompt}", 'a "model"', 3, 7, ()) for prompt in range(2)]

@@ -22,19 +22,123 @@ each one at another time.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_bound import FairBound
 from baton.core.admission.fair_queue import FairQueue
-from baton.core.admission.pending_encodes import PendingEncodes
 from baton.core.admission.refusal import Limit, Refusal
 from baton.core.admission.shares import NO_USE, Use
 from baton.core.admission.tenant_budgets import TenantBudgets
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument
+
+# FairBound, a bound on what all callers hold together that no caller can exhaust.
+#
+# A caller may hold up to `factor` times what is then still free, by its weight (dynamic thresholds:
+# Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998).
+# One caller alone gets factor / (1 + factor) of the bound; when several are greedy, each gets its
+# weight's share as soon as what they held before has been given back; and some of it is always
+# free. A caller that holds nothing is let in whenever its first amount is free.
+#
+# The invariant, for callers of equal weight whose amounts are at most M: whatever k others take and
+# give back, in any order, F = most / (1 + factor)^k - M / factor of the bound stays free of them.
+# So a caller that never holds more than factor / (1 + factor) x F is never kept out because of
+# others.
+
+
+class FairBound:
+    """factor: see the module."""
+
+    def __init__(self, factor: float) -> None:
+        self.total = 0
+        """Held by all callers together."""
+        self._factor = factor
+        self._held: dict[str, int] = {}
+        self._weights: dict[str, float] = {}
+        """Of those who hold something."""
+        self._num_of_weight: Counter[float] = Counter()
+        """How many of those there are of each weight."""
+
+    def held(self, caller: str) -> int:
+        return self._held.get(caller, 0)
+
+    def has_room(self, caller: str, weight: float, amount: int, most: float) -> bool:
+        """Whether a caller may hold so much more, while all may hold `most`. Larger amounts only
+        have less room. A caller without a name has nobody to share with."""
+        # One alone is let in whatever its size, or it could never be.
+        if not self.total:
+            return True
+        left = most - self.total - amount
+        held = self._held.get(caller, 0)
+        if left < 0 or not (held and caller):
+            return left >= 0
+        heaviest = max(weight, *self._num_of_weight)
+        return held + amount <= self._factor * weight / heaviest * left
+
+    def take(self, caller: str, weight: float, amount: int) -> None:
+        """Whether there is room is the caller's to ask, with `has_room`."""
+        if not amount:
+            return
+        if caller not in self._held:
+            self._held[caller] = 0
+            self._weights[caller] = weight
+            self._num_of_weight[weight] += 1
+        self._held[caller] += amount
+        self.total += amount
+
+    def give_back(self, caller: str, amount: int) -> None:
+        """As much as was taken, all in all."""
+        if not amount:
+            return
+        self.total -= amount
+        self._held[caller] -= amount
+        if not self._held[caller]:
+            del self._held[caller]
+            weight = self._weights.pop(caller)
+            self._num_of_weight[weight] -= 1
+            if not self._num_of_weight[weight]:
+                del self._num_of_weight[weight]
+
+
+# PendingEncodes, what is on its way to the queue: let in, and not encoded yet.
+#
+# What is not counted here is let in again and again by the same short queue: many ask in the time
+# that one prompt takes to be encoded, and then meet where there was room for one.
+
+
+class PendingEncodes:
+    """Tokens as the queue counts them, by tenant and priority (smaller is more urgent)."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, Counter[int]] = {}
+
+    def add(self, tenant: str, priority: int, tokens: int) -> None:
+        self._tokens.setdefault(tenant, Counter())[priority] += tokens
+
+    def remove(self, tenant: str, priority: int, tokens: int) -> None:
+        """As many as were added, together."""
+        of_tenant = self._tokens[tenant]
+        of_tenant[priority] -= tokens
+        if not of_tenant[priority]:
+            del of_tenant[priority]
+        if not of_tenant:
+            del self._tokens[tenant]
+
+    def ahead(self, tenant: str, priority: int) -> int:
+        """Of the same tenant, and at least as urgent. What others send comes in between by their
+        shares alone, and is seen when it waits."""
+        of_tenant = self._tokens.get(tenant)
+        if of_tenant is None:
+            return 0
+        return sum(tokens for urgency, tokens in of_tenant.items() if urgency <= priority)
+
+    def __len__(self) -> int:
+        """Tenants with something on its way."""
+        return len(self._tokens)
+
 
 MAX_INPUT_BYTES = 32 << 20
 """Of all requests that are being received or wait to be encoded. In memory they take about three

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from baton.core.observe.attempt_record import AttemptRecord
+from baton.core.observe.request_record import AttemptRecord
 from baton.core.routing.candidates import Candidate, FilterReason
 from baton.core.routing.routing import ALONE, CHEAPER, NO_PREFILL, SHORT, Decision, RoutingPolicy
 

@@ -4,7 +4,7 @@ Pure: told what happened, it says what to run next. It knows neither which worke
 nor how; the router's relay carries its decisions out.
 
 An attempt runs choices that share all accepted tokens; its input is prompt + those tokens, so an
-accepted position is never sampled again. `baton.core.request.attempt_states` is where it may stand.
+accepted position is never sampled again. `baton.core.request.attempt` is where it may stand.
 
 A choice that decodes may be given away by its worker, with its KV. It leaves its attempt, which
 has not failed, and goes on in another one of its own, MOVING until its KV is complete. The input
@@ -16,24 +16,80 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from baton.core.admission.tenants import ANYONE, Tenant
-from baton.core.errors import BatonError, Internal, Quarantined, WorkerLost
-from baton.core.request.attempt import Attempt, ChoiceTokens
-from baton.core.request.attempt_states import (
+from baton.core.errors import BatonError, Internal, Quarantined, Reason, WorkerLost
+from baton.core.request.attempt import (
     HOLDERS,
     LOST,
     OVER,
     TRANSITIONS,
+    Attempt,
     AttemptEvent,
     AttemptState,
+    ChoiceTokens,
     Phase,
 )
 from baton.core.request.grammar import Grammar
-from baton.core.request.losses import VERDICTS, FailureAction
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.request.token_log import PositionGap, TokenLog
 from baton.core.routing.quarantine import Suspicion
+
+# What a failed attempt means for its request, and for the worker that lost it.
+
+
+class FailureAction(Enum):
+    """What a phase's failure means for the request."""
+
+    FATAL = auto()
+    ELSEWHERE = auto()
+    """Another attempt; counts, and against the retry budget if nothing was accepted yet."""
+    LATER = auto()
+    """Another attempt after a pause; does not count, the deadline bounds it."""
+
+
+VERDICTS: dict[Reason, FailureAction] = {
+    Reason.INVALID_ARGUMENT: FailureAction.FATAL,
+    Reason.CONTEXT_LENGTH_EXCEEDED: FailureAction.FATAL,
+    Reason.DEADLINE_EXCEEDED: FailureAction.FATAL,
+    Reason.UNIMPLEMENTED: FailureAction.FATAL,
+    Reason.QUARANTINED: FailureAction.FATAL,
+    Reason.OVERLOADED: FailureAction.LATER,
+    Reason.UNAVAILABLE: FailureAction.ELSEWHERE,
+    Reason.HANDOVER_FAILED: FailureAction.ELSEWHERE,
+    Reason.INCOMPATIBLE: FailureAction.ELSEWHERE,
+    Reason.CANCELLED: FailureAction.ELSEWHERE,
+    Reason.INTERNAL: FailureAction.ELSEWHERE,
+    Reason.NOT_FOUND: FailureAction.ELSEWHERE,
+    Reason.MODEL_NOT_FOUND: FailureAction.ELSEWHERE,
+    Reason.UNAUTHENTICATED: FailureAction.ELSEWHERE,
+}
+
+_FAULTS = frozenset(
+    {
+        Reason.HANDOVER_FAILED,
+        Reason.INTERNAL,
+        Reason.NOT_FOUND,
+        Reason.MODEL_NOT_FOUND,
+        Reason.UNAUTHENTICATED,
+    }
+)
+
+
+def is_fault(error: BatonError) -> bool:
+    """Whether a failure speaks against the worker, rather than of the request, of others' load, or
+    of a worker that leaves."""
+    return isinstance(error, WorkerLost) or error.reason in _FAULTS
+
+
+def leaves(error: BatonError | None) -> bool:
+    """Whether a worker said that it takes nothing any more, rather than was lost."""
+    return (
+        error is not None
+        and error.reason is Reason.UNAVAILABLE
+        and not isinstance(error, WorkerLost)
+    )
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.core.scheduler.prefill_cost import reads
+from baton.core.scheduler.step_cost import reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from baton.core.errors import InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import AttemptKey
 from baton.core.scheduler.plan import StepWork
 from baton.core.scheduler.sequence import Sequence
 from baton.core.scheduler.sequence_group import SequenceGroup
@@ -20,6 +21,45 @@ from baton.core.scheduler.sequence_table import SequenceTable
 from baton.core.scheduler.step_cost import StepCost
 from baton.core.scheduler.swapping import Swapping
 from baton.core.scheduler.waiting import rank
+
+# Claim, room that is being made for one reservation.
+#
+# What was taken for it from the less important comes free only with the steps in flight. Until then
+# nobody may take it who is not more important than the claim. One claim is held at a time, for a
+# short while; whoever has it asks again.
+
+CLAIM_S = 0.5
+"""Longer than steps take, and short for those who wait if nobody asks again."""
+
+
+class Reservation:
+    """Times are readings of the scheduler's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._key: AttemptKey | None = None
+        self._priority = 0
+        self._until = 0.0
+
+    def hold(self, key: AttemptKey, priority: int, now: float) -> None:
+        self._key, self._priority, self._until = key, priority, now + CLAIM_S
+
+    def drop(self, key: AttemptKey) -> None:
+        """Ends the claim if it is this attempt's."""
+        if self._key == key:
+            self._key = None
+
+    def is_of(self, key: AttemptKey, now: float) -> bool:
+        return self._key == key and now < self._until
+
+    def outranks(self, priority: int, now: float) -> bool:
+        """Whether room must not go to somebody of this priority now."""
+        return self._key is not None and now < self._until and self._priority <= priority
+
+    @property
+    def until(self) -> float | None:
+        """When it lapses, or None when there is none."""
+        return None if self._key is None else self._until
+
 
 RECOMPUTE = "recompute"
 

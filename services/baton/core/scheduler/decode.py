@@ -30,22 +30,121 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import ModelDescription
 from baton.core.routing.speed import WorkerSpeed
-from baton.core.scheduler.block_budget import BlockBudget
+from baton.core.scheduler.block_budget import BlockBudget, Reservation
 from baton.core.scheduler.decode_policy import DecodePolicy as DecodePolicy
 from baton.core.scheduler.events import Event, Failed, Held, Started, Tokens
 from baton.core.scheduler.intake import AttemptIntake
 from baton.core.scheduler.launched import InputChunk, Launched
-from baton.core.scheduler.local_prefill import LocalPrefill
-from baton.core.scheduler.meter import DecodeMeter
-from baton.core.scheduler.plan import BlockCopy, Extents, StepPlan, StepResult, StepWork
+from baton.core.scheduler.plan import BlockCopy, Chunk, Extents, StepPlan, StepResult, StepWork
 from baton.core.scheduler.ports import CompiledGrammar
-from baton.core.scheduler.reservation import Reservation
 from baton.core.scheduler.scheduler import Load, earliest
 from baton.core.scheduler.sequence import Sequence, SequenceEvent, SequenceState, next_chunks
 from baton.core.scheduler.sequence_group import SequenceGroup
 from baton.core.scheduler.sequence_table import SequenceTable
+from baton.core.scheduler.step_cost import PrefillCost, StepCost
 from baton.core.scheduler.swap_space import SwapSpace
 from baton.core.scheduler.swapping import Swapping
+from baton.core.scheduler.waiting import rank
+
+# DecodeMeter, what a decode worker's steps teach about its speed.
+
+
+class DecodeMeter:
+    """cost: for whoever plans the next step. prefill_step_tokens: what a step prefills at most
+    beside sequences that run."""
+
+    def __init__(self, prefill_step_tokens: int) -> None:
+        self.cost = StepCost()
+        self._prefill = PrefillCost()
+        self._prefill_step_tokens = prefill_step_tokens
+
+    @property
+    def speed(self) -> WorkerSpeed:
+        """May be read by any thread."""
+        return WorkerSpeed(*self.cost.curve, *self._prefill.curve, self._prefill_step_tokens)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        # What moving blocks takes is told apart, in StepResult.swap_s. Rows of logits, with which a
+        # prompt is scored, take time that no other step's positions do.
+        if plan.swap_out or plan.swap_in or plan.scores:
+            return
+        if plan.work.prefill:
+            added_s = self.cost.added(plan.work, seconds)
+            self._prefill.observe(plan.chunks[plan.work.rows :], added_s)
+        self.cost.observe(plan.work, seconds)
+
+
+# LocalPrefill, which inputs a decode step computes and how much of them.
+#
+# They share the step with running sequences under a budget, which bounds the latter's inter-token
+# latency. At least one block is always computed, so nothing starves.
+
+
+class LocalPrefill:
+    """alone, beside: positions of a step when nothing runs and when something does. target_step_s:
+    the latter are cut so that the step's predicted seconds stay below it; 0: they are not.
+    pipelined: inputs of which a chunk is in flight go on. Budgets are at least one block.
+    """
+
+    def __init__(
+        self,
+        roster: SequenceTable,
+        cost: StepCost,
+        *,
+        block_size: int,
+        alone: int,
+        beside: int,
+        target_step_s: float,
+        pipelined: bool,
+    ):
+        self._roster = roster
+        self._cost = cost
+        self._block_size = block_size
+        self._alone = alone
+        self._beside = beside
+        self._target_step_s = target_step_s
+        self._pipelined = pipelined
+
+    def budget(self, rows: Many[Sequence]) -> int:
+        """Positions that may be computed in a step with these rows."""
+        # One that waits to run on may join the step, too.
+        if not self._roster.running and not self._roster.num_stored:
+            return self._alone
+        budget = self._beside
+        if self._target_step_s:
+            context = sum(sequence.reach for sequence in rows)
+            most = self._cost.most_prefill(len(rows), context, self._target_step_s)
+            if most is not None:
+                budget = min(budget, max(most, self._block_size))
+        return budget
+
+    def left(self, rows: Many[Sequence]) -> int:
+        """What the inputs that have begun leave of the budget; below 0 when it is too small."""
+        begun = sum(s.remaining for s in self._roster.prefilling if self._goes_on(s))
+        return self.budget(rows) - begun
+
+    def plan(self, rows: Many[Sequence]) -> tuple[list[Chunk], list[InputChunk]]:
+        """Chunks of inputs that have their blocks, the most important first, in the budget; one of
+        an input that is scored at most."""
+        chunks: list[Chunk] = []
+        inputs: list[InputChunk] = []
+        budget = self.budget(rows)
+        may_score = True
+        for shared in sorted(self._roster.prefilling, key=rank):
+            if not self._goes_on(shared) or (shared.scores is not None and not may_score):
+                continue
+            if budget < min(shared.remaining, self._block_size):
+                break
+            chunk = shared.next_chunk(budget, self._block_size)
+            chunks.append(chunk)
+            may_score = may_score and chunk.scored is None
+            inputs.append(InputChunk(shared, chunk.end_position, not shared.remaining))
+            budget -= len(chunk.token_ids)
+        return chunks, inputs
+
+    def _goes_on(self, shared: SequenceGroup) -> bool:
+        return not shared.must_wait and (self._pipelined or not shared.in_flight)
 
 
 class DecodeScheduler:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.blocks import BlockTable, blocks_for
+from baton.core.kvcache.block_pool import BlockPool, BlockTable, blocks_for
 from baton.core.kvcache.prefix import PrefixChain
 from baton.core.request.attempt import AttemptKey
 from baton.core.request.prompt_logprobs import SCORED_POSITIONS, Gathered, PromptLogprobs

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.blocks import blocks_for
+from baton.core.kvcache.block_pool import BlockPool, blocks_for
 from baton.core.scheduler.plan import BlockSwap
 from baton.core.scheduler.sequence import Sequence
 from baton.core.scheduler.sequence_group import SequenceGroup

@@ -5,20 +5,49 @@ Chosen from what it asks for, what the operator set and what the model's chat te
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.answer_deltas import AnswerDeltas
 from baton.core.request.answer_parts import AnswerParts, Reader
-from baton.core.request.call_ids import CallIds
 from baton.core.request.grammar import Grammar
 from baton.core.request.model import AnswerFormat
 from baton.core.request.reasoning import REASONING_FORMATS, ReasoningFormat
 from baton.core.request.request import ChatPrompt, Request, ToolUse
 from baton.core.request.tool_formats.forms import DEFAULT, TOOL_FORMATS, ToolFormat
 from baton.core.request.tool_grammar import grammar_for
+
+# Ids of calls of tools: the same wherever and whenever the same request is run.
+
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_PREFIX = "call_"
+
+
+class CallIds:
+    """Prompts differ from turn to turn of a conversation, and so do the ids. length: in characters;
+    a short id has letters and digits only."""
+
+    def __init__(self, prompt: Sequence[int], seed: int, length: int) -> None:
+        said = array("q", prompt).tobytes() + seed.to_bytes(8, "little")
+        self._key = blake2b(said, digest_size=32).digest()
+        self._prefix = _PREFIX if length > 2 * len(_PREFIX) else ""
+        self._length = length
+
+    def of(self, choice: int, index: int) -> str:
+        """The id of a choice's call."""
+        name = f"{choice} {index}".encode()
+        digest = blake2b(name, digest_size=32, key=self._key).digest()
+        number = int.from_bytes(digest, "little")
+        letters = []
+        for _ in range(self._length - len(self._prefix)):
+            number, digit = divmod(number, len(_ALPHABET))
+            letters.append(_ALPHABET[digit])
+        return self._prefix + "".join(letters)
+
 
 AUTO, NONE = "auto", "none"
 TOOL_CHOICES = (AUTO, *TOOL_FORMATS, NONE)

@@ -17,14 +17,13 @@ from typing import Protocol
 from baton.core.errors import BatonError, DeadlineExceeded, Reason, Unavailable
 from baton.core.handover.messages import HANDOVER_ID_BYTES
 from baton.core.observe.stages import Stage
-from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
-from baton.core.request.attempt_states import AttemptState, Phase
+from baton.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
 from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.request.request_state import AttemptRun, RequestState
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.stage_timer import StageTimer
+from baton.router.request.dispatcher import Placement, Placer
 from baton.router.request.migration import Migration
-from baton.router.request.placement import Placement, Placer
 from baton.router.workers.decode_session import KvComplete
 from baton.router.workers.prefill_client import PrefillClient
 from baton.router.workers.worker import Worker

@@ -8,10 +8,10 @@ Knows neither HTTP nor gRPC.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from baton.core.admission.admission import Holding
 from baton.core.admission.refusal import Refusal
@@ -20,7 +20,7 @@ from baton.core.errors import BatonError, DeadlineExceeded
 from baton.core.observe.load_monitor import LoadMonitor
 from baton.core.observe.request_record import RequestRecord
 from baton.core.request.model import ModelDescription
-from baton.core.request.request import Request
+from baton.core.request.request import Accepted, Delta, Event, Finished, FinishReason, Request
 from baton.core.request.validation import validate
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
@@ -29,7 +29,6 @@ from baton.router.observe.request_trace import trace_of
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.admission import AdmissionController, Permit
 from baton.router.request.deferred_calls import DeferredCalls
-from baton.router.request.empty_stream import EmptyStream
 from baton.router.request.event_stream import EventStream, left
 from baton.router.request.guards import Guards
 from baton.router.request.preparation import Preparation, new_id
@@ -37,6 +36,31 @@ from baton.router.request.runner import RequestRunner
 from baton.router.workers.fleet import Fleet
 from baton.router.workers.tokenizer_client import Encoded
 from baton.rpc.tracing import OFF, Tracer, now
+
+# A request's events where all of them are known at once: nothing of it runs.
+
+
+class EmptyStream(AsyncIterator[Event]):
+    """Of a request that generates nothing: every choice has reached its length."""
+
+    cached_tokens: Final = 0
+
+    def __init__(self, accepted: Accepted, n: int) -> None:
+        ends = [Delta(choice, finish_reason=FinishReason.LENGTH) for choice in range(n)]
+        finished = Finished(accepted.prompt_tokens, 0, 0)
+        self._events: deque[Event] = deque((accepted, *ends, finished))
+
+    async def __anext__(self) -> Event:
+        if not self._events:
+            raise StopAsyncIteration
+        return self._events.popleft()
+
+    def call_off(self) -> None:
+        """Nothing runs that could be."""
+
+    async def aclose(self) -> None:
+        self._events.clear()
+
 
 T = TypeVar("T")
 

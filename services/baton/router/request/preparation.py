@@ -12,14 +12,22 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.core.errors import InvalidArgument, ModelNotFound, Unavailable
+from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound, Unavailable
+from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.observe.load_monitor import LoadMonitor
 from baton.core.observe.replay import Replay, packed
 from baton.core.observe.stages import Stage
 from baton.core.observe.trace_context import UNTRACED, TraceContext
 from baton.core.request.answer_deltas import AnswerDeltas
 from baton.core.request.model import ModelDescription
-from baton.core.request.request import Accepted, Request, TextPrompt, TokenLogprobs, TokenPrompt
+from baton.core.request.request import (
+    Accepted,
+    Request,
+    StopParams,
+    TextPrompt,
+    TokenLogprobs,
+    TokenPrompt,
+)
 from baton.core.request.request_state import RequestState
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
@@ -28,10 +36,8 @@ from baton.router.request.admission import Permit
 from baton.router.request.answers import AnswerRules
 from baton.router.request.choice_text import PROMPT_TAIL, TextOptions
 from baton.router.request.deferred_calls import DeferredCalls
-from baton.router.request.dispatcher import Dispatcher
-from baton.router.request.fit import check_vocabulary, resolve_stop, truncated
+from baton.router.request.dispatcher import Dispatcher, QueueEntry
 from baton.router.request.guards import Guards
-from baton.router.request.placement import QueueEntry
 from baton.router.request.runner import RequestRunner, RequestRunnerLimits
 from baton.router.request.scoring import UNREAD, check_size, score, scoring_request_state
 from baton.router.request.spelling import Speller
@@ -40,6 +46,63 @@ from baton.router.workers.tokenizer_client import Encoded
 from baton.router.workers.tokenizers import AskedBy, Tokenizers
 from baton.rpc.trace_names import SCORE
 from baton.rpc.tracing import now
+
+# Whether a request fits the model that it asks for, and what it leaves open.
+
+
+def resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> StopParams:
+    """Checks that prompt and output fit the model, and fills in the longest output."""
+    if num_prompt == 0:
+        raise InvalidArgument("The prompt has no tokens.", field="prompt")
+    room = model.max_model_len - num_prompt
+    if room < max(1, request.max_tokens or 0):
+        raise ContextLengthExceeded(
+            f"This model's context is {model.max_model_len} tokens: {num_prompt} of prompt and "
+            f"{request.max_tokens or 'at least 1'} of output do not fit.",
+            field="prompt" if room < 1 else "max_tokens",
+        )
+    max_tokens = room if request.max_tokens is None else request.max_tokens
+    if request.min_tokens > max_tokens:
+        raise InvalidArgument(
+            f"min_tokens must be at most {max_tokens}, the longest output.", field="min_tokens"
+        )
+    return StopParams(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        stop_strings=request.stop_strings,
+        include_stop_string=request.include_stop_string,
+    )
+
+
+def check_vocabulary(request: Request, model: ModelDescription) -> None:
+    """Token ids that a worker would index with."""
+    fields = {
+        "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": request.sampling.allowed_token_ids,
+        "logit_bias": tuple(token_id for token_id, _ in request.sampling.logit_bias),
+    }
+    for field, token_ids in fields.items():
+        if any(token_id >= model.vocab_size for token_id in token_ids):
+            raise InvalidArgument(
+                f"{field} must hold token ids below {model.vocab_size}.", field=field
+            )
+
+
+def truncated(
+    request: Request, prompt: tuple[int, ...], prefix_hashes: bytes, model: ModelDescription
+) -> tuple[tuple[int, ...], bytes]:
+    """The prompt as far as the request wants it, and the hashes that still hold of it."""
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        most = model.max_model_len - max(1, request.max_tokens or 1)
+    if most is None or most < 1 or len(prompt) <= most:
+        return prompt, prefix_hashes
+    if request.truncation_side == "right":
+        return prompt[:most], prefix_hashes[: most // UNIT_TOKENS * HASH_BYTES]
+    return prompt[-most:], b""
+
 
 NAMED_AT_ONCE = 4096
 """Tokens whose names are asked for together."""

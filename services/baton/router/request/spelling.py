@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError, Internal
-from baton.core.request.losses import VERDICTS, FailureAction
+from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.router.request.texts import PAUSE_S
 from baton.router.workers.detokenizer_session import TextNews, TextOpening, TextTokens
 from baton.router.workers.detokenizers import pick_detokenizer

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from baton.core.errors import BatonError
-from baton.core.request.losses import VERDICTS, FailureAction
+from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.core.request.token_log import TokenLog
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.choice_text import ChoiceText, TextOptions

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.request.losses import leaves
+from baton.core.request.request_state import leaves
 from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.detokenizer_session import DetokenizerSession
 from baton.router.workers.pools import Pool

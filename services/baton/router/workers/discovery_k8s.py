@@ -8,15 +8,285 @@ service account needs get, list and watch on endpointslices, and nothing else.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from baton.core.errors import InvalidArgument
-from baton.router.workers.endpoint_slices import MAX_ENDPOINTS, Endpoint, Json, endpoints
-from baton.router.workers.slice_watch import ApiFailed, SliceApi, SliceWatch
+from baton.rpc.address import join
+
+# What Kubernetes' EndpointSlices say of a service's endpoints; speaks to nobody.
+#
+# Objects are the API's own JSON, discovery.k8s.io/v1. How the conditions are read, null being the
+# first choice of each:
+#
+#     terminating   null, false   the pod is meant to run
+# true          it was told to end: not listed. Whoever it is known to drains by its own word and is
+# followed until it is gone ready         null, true    it may be sent to. Counted where nobody
+# tells more, as for routers false         it starts, or its probe fails: listed all the same. A
+# worker says itself what it can do, and sooner than a probe serving       -             `ready` of
+# a pod that may be terminating: says nothing more here
+
+MAX_ENDPOINTS = 4096
+
+Json = Mapping[str, Any]
+
+_FAMILIES = ("IPv4", "IPv6")
+"""Best first: a pod with both is one endpoint. Names (FQDN) are no addresses of pods."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One pod. address: host:port."""
+
+    address: str
+    ready: bool
+    terminating: bool
+
+
+def endpoints(slices: Iterable[Json], port: str) -> tuple[Endpoint, ...]:
+    """All endpoints of a service, each once, in order of address.
+
+    port: digits, used as they are, or the name of one of the slices' ports; a slice without such a
+    port has none of the endpoints.
+    """
+    found: dict[str, Endpoint] = {}
+    held = list(slices)
+    for family in _FAMILIES:
+        for entry in held:
+            number = _port(entry, port)
+            if entry.get("addressType") == family and number is not None:
+                for pod, endpoint in _of_slice(entry, number):
+                    # While an endpoint moves from one slice to another it is in both for a moment.
+                    if pod not in found or found[pod].terminating:
+                        found[pod] = endpoint
+    return tuple(sorted(found.values(), key=lambda each: each.address))[:MAX_ENDPOINTS]
+
+
+def _of_slice(entry: Json, port: int) -> Iterable[tuple[str, Endpoint]]:
+    for endpoint in entry.get("endpoints") or ():
+        addresses = endpoint.get("addresses") or ()
+        if not addresses:
+            continue
+        conditions = endpoint.get("conditions") or {}
+        pod = (endpoint.get("targetRef") or {}).get("uid") or addresses[0]
+        yield (
+            pod,
+            Endpoint(
+                join(addresses[0], port),
+                ready=conditions.get("ready") is not False,
+                terminating=conditions.get("terminating") is True,
+            ),
+        )
+
+
+def _port(entry: Json, wanted: str) -> int | None:
+    if wanted.isdecimal():
+        return int(wanted)
+    for port in entry.get("ports") or ():
+        if port.get("name") == wanted and port.get("port"):
+            return int(port["port"])
+    return None
+
+
+# Follows the EndpointSlices of one Kubernetes service: list, then watch from there, for ever.
+#
+# Blocks, so it runs on a thread of its own (`KubernetesSource`). The rules of the API:
+#
+#     list            all slices, in pages, with the version they are true at
+# watch           what changed since a version, until the server's time for it is over; a bookmark
+# moves the version on and changes nothing 410             the version is too old, as the HTTP
+# status or as an event: list again anything else   the connection or the server failed: a pause
+# that grows, then list again
+#
+# A watch that ends well is continued from the newest version at once. Each watch is short, so that
+# a server which vanished without a word is noticed within `WATCH_S` and a little.
+
+WATCH_S = 60
+CONNECT_S = 5.0
+READ_S = WATCH_S + 5.0
+LIST_READ_S = 30.0
+PAGE = 500
+MAX_LINE_BYTES = 8 << 20
+"""Of one event; a slice with the most endpoints that Kubernetes allows has about a megabyte."""
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+
+_GONE = 410
+
+
+class SliceApi(Protocol):
+    """The one call of the API that is made."""
+
+    def get(self, namespace: str, query: dict[str, Any], timeout_s: tuple[float, float]) -> Any:
+        """GET of the namespace's endpointslices: urllib3's response, its body not read yet.
+        query: in the client's words. timeout_s: to connect, and between two reads. Raises ApiFailed
+        for whatever is not a 200.
+        """
+
+
+class ApiFailed(Exception):
+    """status: HTTP's, or 0 when there was no answer."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class SliceWatch:
+    """tell: given all slices whenever they may have changed, on the thread that runs this."""
+
+    def __init__(
+        self, api: SliceApi, namespace: str, service: str, tell: Callable[[list[Json]], None]
+    ) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._service = service
+        self._tell = tell
+        self._slices: dict[str, Json] = {}
+        self._stopped = threading.Event()
+        self._response: Any = None
+        self._failures = 0
+
+    def run(self) -> None:
+        """Until stopped. Never raises."""
+        while not self._stopped.is_set():
+            try:
+                version = self._list()
+                while not self._stopped.is_set():
+                    version = self._follow(version)
+            except Exception as failure:
+                if not self._stopped.is_set():
+                    self._failed(failure)
+
+    def stop(self) -> None:
+        """Lets `run` return soon. May be called on any thread, and more than once."""
+        self._stopped.set()
+        response = self._response
+        if response is not None:
+            with suppress(Exception):
+                response.shutdown()
+
+    def _failed(self, failure: Exception) -> None:
+        # A version that was just listed and is too old already must not be asked for in a loop.
+        self._failures += 1
+        level = logging.WARNING if self._failures == 1 else logging.DEBUG
+        where = f"{self._namespace}/{self._service}"
+        if not isinstance(failure, ApiFailed):
+            log.error("watching service %s fails by a fault of ours", where, exc_info=failure)
+        elif failure.status != _GONE:
+            log.log(level, "cannot watch service %s: %s", where, failure)
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_S)
+        self._stopped.wait(pause_s * random.uniform(0.7, 1.3))
+
+    def _list(self) -> str:
+        """Learns all slices anew. Returns the version they are true at."""
+        found: dict[str, Json] = {}
+        query: dict[str, Any] = {"limit": PAGE}
+        while True:
+            with self._asked(query, LIST_READ_S) as parts:
+                page = _json(b"".join(parts))
+            metadata = page.get("metadata") or {}
+            for entry in page.get("items") or ():
+                found[_name(entry)] = entry
+            if not metadata.get("continue"):
+                break
+            query["_continue"] = metadata["continue"]
+        self._slices = found
+        if self._failures:
+            log.info("service %s/%s is watched again", self._namespace, self._service)
+        self._tell(list(found.values()))
+        return str(metadata.get("resourceVersion", ""))
+
+    def _follow(self, version: str) -> str:
+        """One watch, to its end. Returns the newest version seen."""
+        query = {
+            "watch": True,
+            "resource_version": version,
+            "allow_watch_bookmarks": True,
+            "timeout_seconds": WATCH_S,
+        }
+        with self._asked(query, READ_S) as parts:
+            for line in _lines(parts):
+                version = self._take(_json(line), version)
+                self._failures = 0
+        return version
+
+    @contextmanager
+    def _asked(self, query: dict[str, Any], read_s: float) -> Iterator[Iterator[bytes]]:
+        """The body of one answer, in parts as they come; closed on leaving, whatever happened."""
+        selector = f"kubernetes.io/service-name={self._service}"
+        whole = {"label_selector": selector, **query}
+        response = self._response = self._api.get(self._namespace, whole, (CONNECT_S, read_s))
+        try:
+            if self._stopped.is_set():
+                raise ApiFailed(0, "stopped")
+            yield _parts(response)
+        finally:
+            self._response = None
+            response.close()
+
+    def _take(self, event: Json, version: str) -> str:
+        entry = event.get("object") or {}
+        match event.get("type"):
+            case "ADDED" | "MODIFIED":
+                self._slices[_name(entry)] = entry
+            case "DELETED":
+                self._slices.pop(_name(entry), None)
+            case "BOOKMARK":
+                return _version(entry, version)
+            case "ERROR":
+                status = int(entry.get("code") or 0)
+                raise ApiFailed(status, f"the server ended the watch with {status}")
+            case _:
+                return version
+        self._tell(list(self._slices.values()))
+        return _version(entry, version)
+
+
+def _parts(response: Any) -> Iterator[bytes]:
+    """The body as it comes."""
+    import urllib3
+
+    try:
+        yield from response.stream(1 << 16)
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise ApiFailed(0, type(error).__name__) from error
+
+
+def _lines(parts: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        yield from (line for line in whole if line.strip())
+        if len(rest) > MAX_LINE_BYTES:
+            raise ApiFailed(0, "an event is too large")
+
+
+def _json(text: bytes) -> Json:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise ApiFailed(0, "the answer is not JSON") from None
+    if not isinstance(found, dict):
+        raise ApiFailed(0, "the answer is not an object")
+    return found
+
+
+def _name(entry: Json) -> str:
+    return str((entry.get("metadata") or {}).get("name", ""))
+
+
+def _version(entry: Json, version: str) -> str:
+    return str((entry.get("metadata") or {}).get("resourceVersion") or version)
+
 
 log = logging.getLogger(__name__)
 

@@ -3,23 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import OrderedDict
 
 import grpc
 
+from baton.core.handover.fit import refusal
 from baton.core.request.model import AnswerFormat, ModelDescription, WorkerIdentity
 from baton.core.routing.load import WorkerDescription
 from baton.core.routing.model_choice import model_for, models_of, replacement_model
 from baton.core.routing.prefix_index import MAX_ENTRIES, PrefixIndex
+from baton.core.routing.routing import Decision, FilterReason
 from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.decode_session import DecodeSession
 from baton.router.workers.detokenizer_session import DetokenizerSession
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.incompatible_pairs import IncompatiblePairs
 from baton.router.workers.pools import Pool
 from baton.router.workers.prefill_client import PrefillClient
 from baton.router.workers.tokenizer_client import TokenizerClient
 from baton.rpc.awake import AwakeClock
 from baton.rpc.channels import Channels
+
+# Tells the log, once a pair, which workers cannot be paired and why; decides nothing.
+
+log = logging.getLogger(__name__)
+
+MAX_TOLD = 4096
+
+
+class IncompatiblePairs:
+    """An operator's mistake that costs no request: decode prefills by itself, only slower."""
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def note(self, decision: Decision) -> None:
+        """Looks through the candidates of a decision."""
+        if decision.decode is None:
+            return
+        for candidate in decision.candidates:
+            if candidate.filter_reason is FilterReason.OTHER_LAYOUT:
+                pair = candidate.identity.instance_id, decision.decode.instance_id
+                if pair not in self._told:
+                    error = refusal(candidate.identity, decision.decode, candidate.detail)
+                    log.warning("%s (they are not paired)", error.message)
+                self._told[pair] = None
+                self._told.move_to_end(pair)
+        while len(self._told) > MAX_TOLD:
+            self._told.popitem(last=False)
 
 
 class Fleet:

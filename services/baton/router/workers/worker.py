@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from baton.core.errors import BatonError
-from baton.core.request.losses import is_fault
 from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.request.request_state import is_fault
 from baton.core.routing.breaker import Breaker
 from baton.core.routing.load import WorkerDescription, WorkerLoad
 from baton.core.routing.worker_cost import WorkerSnapshot

@@ -20,8 +20,7 @@ from baton.router.api.http.door import HttpDoor
 from baton.router.api.http.errors import HttpError, described
 from baton.router.api.http.frontend import Frontend
 from baton.router.api.http.generation import Generation
-from baton.router.api.http.health import health_routes
-from baton.router.api.http.models import model_routes
+from baton.router.api.http.models import health_routes, model_routes
 from baton.router.api.http.parse import parse_chat, parse_completion
 from baton.router.api.http.requests import request_routes
 from baton.router.api.http.respond import send_json

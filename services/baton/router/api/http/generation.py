@@ -11,7 +11,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,19 +23,90 @@ from baton.core.request.request import Accepted, Delta, Finished, Request
 from baton.router.api.http import timings
 from baton.router.api.http.answer import Answer
 from baton.router.api.http.body import Bodies
-from baton.router.api.http.collect import WholeAnswer
 from baton.router.api.http.door import caller
 from baton.router.api.http.errors import described
 from baton.router.api.http.frontend import EventStream, Frontend
 from baton.router.api.http.parse import Call, listed, most_urgent
-from baton.router.api.http.plain import PlainChunks
-from baton.router.api.http.respond import Header, Json, send_json
+from baton.router.api.http.respond import Header, Json, encode, encode_text, send_json
 from baton.router.api.http.sse import EventWriter
 from baton.router.api.http.tasks import in_parallel, while_connected
+from baton.router.api.http.tools import joined
 from baton.router.api.http.usage import Usage
 from baton.router.request.event_stream import left
 from baton.rpc.logs import named
 from baton.rpc.tracing import context_of
+
+# Chunks that say nothing but text, put together from bytes: nearly all of a stream are such.
+
+_MARK = "\ue000text\ue001"
+
+_told = attrgetter(
+    *(f.name for f in fields(Delta) if f.name not in ("choice", "text", "token_ids"))
+)
+_NOTHING = _told(Delta(0))
+"""Whatever a delta may say besides its text, unsaid."""
+
+
+class PlainChunks:
+    """Of one prompt's choices. words: the chunks of a delta as they are sent; of one that is only
+    text there is one, and always the same but for the text.
+    """
+
+    def __init__(self, words: Callable[[Delta], list[Json]]) -> None:
+        self._words = words
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, delta: Delta) -> bytes | None:
+        """The whole event, or None when the delta says more than text, or no text."""
+        if not delta.text or _told(delta) != _NOTHING:
+            return None
+        around = self._around.get(delta.choice)
+        if around is None:
+            around = self._around[delta.choice] = self._ask(delta)
+        return around[0] + encode_text(delta.text) + around[1]
+
+    def _ask(self, delta: Delta) -> tuple[bytes, bytes]:
+        (chunk,) = self._words(replace(delta, text=_MARK))
+        head, _, tail = encode(chunk).partition(encode_text(_MARK))
+        return b"data: " + head, tail + b"\n\n"
+
+
+# Adds up one prompt's events until all its choices are whole, for an answer in one document.
+
+
+class WholeAnswer:
+    """Keeps what came of each choice; joins it once, at the end."""
+
+    def __init__(self, n: int):
+        self._parts: list[list[Delta]] = [[] for _ in range(n)]
+        self.finished: list[Finished] = []
+        """One, at the end."""
+
+    async def collect(self, stream: EventStream, usage: Usage) -> None:
+        async for event in stream:
+            if isinstance(event, Delta):
+                usage.add(event)
+                self._parts[event.choice].append(event)
+            elif isinstance(event, Finished):
+                usage.add(event)
+                self.finished.append(event)
+
+    def choices(self) -> list[Delta]:
+        return [_joined(choice, parts) for choice, parts in enumerate(self._parts)]
+
+
+def _joined(choice: int, parts: list[Delta]) -> Delta:
+    """One Delta that says all; how it ended is in the last part."""
+    last = parts[-1] if parts else Delta(choice)
+    return replace(
+        last,
+        text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        tool_calls=joined(parts),
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+    )
+
 
 log = logging.getLogger(__name__)
 
