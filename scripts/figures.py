@@ -1,4 +1,4 @@
-"""Measures again what docs/benchmarks has, and writes the tables; knows no benchmark's inside.
+"""Measures again what docs/benchmarks has, and writes the tables.
 
     python scripts/figures.py              # all of it
     python scripts/figures.py relay cost   # some of it

@@ -1,4 +1,4 @@
-"""Makes deploy/k8s/base of what helm renders of the chart; knows nothing of overlays.
+"""Makes deploy/k8s/base of what helm renders of the chart.
 
 What is Helm's own is left out: labels that say so, and the pod of `helm test`. So is the namespace,
 which an overlay says: workers are looked for in the router's own. `--check` writes nothing and

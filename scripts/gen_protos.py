@@ -1,4 +1,4 @@
-"""Generates services/baton/v1 from protos/baton/v1; knows nothing of what the messages mean.
+"""Generates services/baton/v1 from protos/baton/v1.
 
 `--check` writes nothing and fails when the committed stubs differ from what the protos give.
 """

@@ -1,4 +1,4 @@
-"""Tells which shared memory nobody uses; knows nothing of who made it.
+"""Tells which shared memory nobody uses.
 
 Other tests may run beside the one that asks, and their processes come and go: so what counts is not
 what is there, but what no living process has.

@@ -1,4 +1,4 @@
-"""Attention by its definition, in float64: what kernels are held against. Knows no kernel."""
+"""Attention by its definition, in float64: what kernels are held against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives a runner as the engine's loop does, with steps planned ahead; knows no scheduler."""
+"""Drives a runner as the engine's loop does, with steps planned ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic behind the figures of a GPU check; knows no torch and no clock."""
+"""The arithmetic behind the figures of a GPU check."""
 
 from __future__ import annotations
 

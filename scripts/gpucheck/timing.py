@@ -1,4 +1,4 @@
-"""Times work on a GPU with events of its own clock; knows not what the work is."""
+"""Times work on a GPU with events of its own clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strings questions into conversations, to train on and to judge by; knows no tokens or tensors.
+"""Strings questions into conversations, to train on and to judge by.
 
 Everything is drawn from a seeded `random.Random`: the same seed gives the same text.
 """

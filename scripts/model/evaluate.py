@@ -1,4 +1,4 @@
-"""Asks a saved model the questions of an evaluation set; knows nothing of how it was trained.
+"""Asks a saved model the questions of an evaluation set.
 
     python scripts/model/evaluate.py services/baton/models/baton-tiny --json result.json
 

@@ -1,4 +1,4 @@
-"""Tables of facts the bundled model is taught; knows nothing of questions, tokens or training.
+"""Tables of facts the bundled model is taught.
 
 Countries whose capital is disputed, shared between cities or about to move are left out: the
 model is held to one right answer per question.

@@ -1,4 +1,4 @@
-"""Makes up single questions, each with its one right answer; knows no conversations or tokens.
+"""Makes up single questions, each with its one right answer.
 
 Everything is drawn from the `random.Random` that the caller passes in, so a seed fixes the text.
 A *kind* is a function from that generator to a `Turn`.

@@ -1,4 +1,4 @@
-"""Prose the bundled model can recite: about Baton, stories, small talk; knows nothing of tokens.
+"""Prose the bundled model can recite: about Baton, stories, small talk.
 
 Every question list maps to one fixed text, so that greedy decoding has one right answer.
 """

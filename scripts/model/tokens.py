@@ -1,4 +1,4 @@
-"""The bundled model's tokenizer and chat template; knows nothing of questions or weights."""
+"""The bundled model's tokenizer and chat template."""
 
 from collections.abc import Iterable
 from typing import Any, cast

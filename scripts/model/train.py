@@ -1,4 +1,4 @@
-"""Trains the bundled model from nothing on made-up text; knows no file but the ones it writes.
+"""Trains the bundled model from nothing on made-up text.
 
 PYTHONPATH=scripts python -m model.train --out services/baton/models/baton-tiny
 """

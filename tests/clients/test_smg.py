@@ -1,6 +1,5 @@
 """SMG's own gateway, unmodified, with a whole Baton as its one engine.
 
-It knows nothing of Baton: it asks for the tokenizer, renders and tokenizes, and gets tokens back.
 What it says is what Baton says itself: answers are greedy.
 """
 

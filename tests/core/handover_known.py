@@ -1,5 +1,5 @@
 """What the hand-over explorer computes once: the states of one hand-over and of the rings as
-numbers, and what can come of each by production's own code. Knows not which states are reached.
+numbers, and what can come of each by production's own code.
 """
 
 from __future__ import annotations

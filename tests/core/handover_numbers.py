@@ -1,4 +1,4 @@
-"""Numbers in place of values, millions at a time; knows not what the values mean."""
+"""Numbers in place of values, millions at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a Dockerfile into its stages; knows nothing of what any of them should hold."""
+"""Reads a Dockerfile into its stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats that have to call a tool, over gRPC, and what comes of them; knows no disturbance."""
+"""Chats that have to call a tool, over gRPC, and what comes of them."""
 
 from __future__ import annotations
 

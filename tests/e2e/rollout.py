@@ -1,4 +1,4 @@
-"""A Baton whose workers are upgraded one after the other, under load; knows no particular upgrade.
+"""A Baton whose workers are upgraded one after the other, under load.
 
 A new worker is started, then the old one is told to leave, as a rolling update does it. Unlike
 `baton up` this starts and ends single processes, of more than one build.

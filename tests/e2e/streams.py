@@ -1,4 +1,4 @@
-"""Many streams at once, greedy and sampled, read as they come; knows not what disturbs them."""
+"""Many streams at once, greedy and sampled, read as they come."""
 
 from __future__ import annotations
 

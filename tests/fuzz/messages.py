@@ -2,8 +2,8 @@
 
 They write the wire format themselves, so that also what no protobuf library would write comes out:
 text that is no UTF-8, enum values that nobody knows, fields of another wire type, unknown fields.
-Knows no service. `Words` says what is worth writing into a field of some name, which is how the
-messages get past the first check.
+`Words` says what is worth writing into a field of some name, which is how the messages get past the
+first check.
 """
 
 from __future__ import annotations

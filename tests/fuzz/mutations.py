@@ -1,4 +1,4 @@
-"""Damage to bytes that were well formed, as a transport or an attacker does it; knows no format."""
+"""Damage to bytes that were well formed, as a transport or an attacker does it."""
 
 from __future__ import annotations
 

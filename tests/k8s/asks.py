@@ -1,4 +1,4 @@
-"""What clients ask under load: the same requests for a seed; knows nobody who answers them."""
+"""What clients ask under load: the same requests for a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders the chart with helm and reads what came out; knows no cluster.
+"""Renders the chart with helm and reads what came out.
 
 Helm must be on PATH: it comes with whatever KUBECONFIG comes from.
 """

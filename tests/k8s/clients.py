@@ -1,4 +1,4 @@
-"""Clients of one router over gRPC and HTTP, and how they fail; knows nothing of clusters."""
+"""Clients of one router over gRPC and HTTP, and how they fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kubectl and helm as a user has them, within one namespace; knows nothing of Baton."""
+"""kubectl and helm as a user has them, within one namespace."""
 
 from __future__ import annotations
 

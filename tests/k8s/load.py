@@ -1,7 +1,7 @@
 """Continuous load of real clients over gRPC and HTTP, each answer compared with its reference.
 
 A stream fails when it ends in any error, before its first token too: clients here ask once, unless
-a test lets them do what clients of a leaving router do. Knows nothing of clusters.
+a test lets them do what clients of a leaving router do.
 """
 
 from __future__ import annotations

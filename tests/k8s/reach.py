@@ -1,4 +1,4 @@
-"""How this machine reaches a router's Service; knows nothing of what is asked there."""
+"""How this machine reaches a router's Service."""
 
 from __future__ import annotations
 

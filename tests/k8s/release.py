@@ -1,4 +1,4 @@
-"""One Baton that helm installs, and how to ask about it; knows the chart's names and no load."""
+"""One Baton that helm installs, and how to ask about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled model is small, loads everywhere, and is right; knows nothing of how it is served."""
+"""The bundled model is small, loads everywhere, and is right."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""A simulated machine: one process with its tasks, what it serves, and how it can be disturbed.
-
-Knows nothing of what is served.
-"""
+"""A simulated machine: one process with its tasks, what it serves, and how it can be disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of all kinds, and the one right answer to each; knows no router and no worker."""
+"""Requests of all kinds, and the one right answer to each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spans of every process of a schedule, each start of one by itself; knows no network."""
+"""The spans of every process of a schedule, each start of one by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The four kinds of worker process, made of the real services and servicers; knows no router.
+"""The four kinds of worker process, made of the real services and servicers.
 
 Only engines (`engine`), hand-overs (`kv`) and encoding are simulated.
 """

@@ -1,4 +1,4 @@
-"""One conversation with a router, turn by turn; knows neither terminals nor flags.
+"""One conversation with a router, turn by turn.
 
 Ctrl-C cancels a task. Raised by a signal wherever it finds the thread, KeyboardInterrupt can get
 lost within gRPC, and the answer would go on.

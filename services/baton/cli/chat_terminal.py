@@ -1,4 +1,4 @@
-"""A conversation on a terminal: prompts in, text out as it comes. Knows neither flags nor gRPC."""
+"""A conversation on a terminal: prompts in, text out as it comes."""
 
 from __future__ import annotations
 

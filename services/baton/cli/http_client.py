@@ -1,4 +1,4 @@
-"""Sends requests over HTTP/1.1 on connections that are kept alive; knows no route and no body.
+"""Sends requests over HTTP/1.1 on connections that are kept alive.
 
 Many at a time, each on a connection of its own; whoever calls bounds how many.
 """

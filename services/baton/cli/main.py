@@ -1,4 +1,4 @@
-"""The `baton` command: finds the subcommand and runs it; knows nothing of what they do.
+"""The `baton` command: finds the subcommand and runs it.
 
 Subcommands import what they need when they run, so that `baton --help` and `baton chat` never load
 torch.

@@ -1,4 +1,4 @@
-"""The one JSON form of every measurement; knows nothing of what was measured."""
+"""The one JSON form of every measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a process's /metrics; knows no metric by name but the router's count of its workers."""
+"""Reads a process's /metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CA for one `baton up --tls`, and a certificate for each role; knows no processes.
+"""A CA for one `baton up --tls`, and a certificate for each role.
 
 Nobody can have more certificates from it: the CA's key is never written.
 """

@@ -1,5 +1,4 @@
-"""Reads recorded traffic, Mooncake's JSON lines or Azure's CSV, and says which line is broken;
-knows no prompt and no schedule.
+"""Reads recorded traffic, Mooncake's JSON lines or Azure's CSV, and says which line is broken.
 
 Mooncake: one object a line with timestamp (ms), input_length, output_length, hash_ids: one for each
 512 tokens of the prompt, the last of which may be fewer; equal ids stand for equal tokens.

@@ -1,4 +1,4 @@
-"""`baton up`: runs all five stages on this machine; knows no stage's insides.
+"""`baton up`: runs all five stages on this machine.
 
 In front it is the supervisor itself. With --detach it starts itself once more in a session of its
 own, passes on what that one reports, and prints one JSON line when everything is ready.

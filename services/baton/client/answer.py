@@ -1,4 +1,4 @@
-"""A whole answer, gathered from a stream's events; knows no channel."""
+"""A whole answer, gathered from a stream's events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of `baton.v1.Inference` to core values; knows no channel."""
+"""Events of `baton.v1.Inference` to core values."""
 
 from __future__ import annotations
 

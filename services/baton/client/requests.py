@@ -1,4 +1,4 @@
-"""Keyword arguments to requests of `baton.v1.Inference`; knows no channel.
+"""Keyword arguments to requests of `baton.v1.Inference`.
 
 What is not named is left to the server, whose ranges are not repeated here.
 """

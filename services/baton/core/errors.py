@@ -1,4 +1,4 @@
-"""Every failure Baton speaks of, as exceptions; knows neither gRPC codes nor HTTP statuses.
+"""Every failure Baton speaks of, as exceptions.
 
     BatonError
     ├── InvalidArgument          a field has a value it cannot have

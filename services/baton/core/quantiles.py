@@ -1,4 +1,4 @@
-"""Quantiles of what was measured; knows nothing of what that was."""
+"""Quantiles of what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trace of a request tells of one attempt at a decode worker; knows no tracer.
+"""What the trace of a request tells of one attempt at a decode worker.
 
 Its KV comes, or is computed here, and then its tokens: two spans that follow each other, below one
 that lasts as long as the attempt is here. Nothing is said once per token.

@@ -1,7 +1,7 @@
 """Brings one attempt's input to the scheduler, with KV collected or to be computed here.
 
-Knows neither routers nor what becomes of the attempt. Whatever it has reserved when it ends early,
-the caller frees, with the scheduler's `cancel` after this has ended.
+Whatever it has reserved when it ends early, the caller frees, with the scheduler's `cancel` after
+this has ended.
 """
 
 from __future__ import annotations

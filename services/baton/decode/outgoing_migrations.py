@@ -1,4 +1,4 @@
-"""Stops running sequences and gives their KV to other decode workers; knows no router.
+"""Stops running sequences and gives their KV to other decode workers.
 
 The engine holds a sequence: what it launched for it still counts, nothing more is launched. Then
 all its KV goes on offer at once, with its newest token, which has none yet. Whatever becomes of it,

@@ -1,4 +1,4 @@
-"""Runs attempts on the engine, with KV collected or computed here; knows neither gRPC nor tensors.
+"""Runs attempts on the engine, with KV collected or computed here.
 
 An attempt lives from `start` until all its choices ended, failed or were cancelled. Until its input
 is with the scheduler for good (added, or collected and admitted) a task owns it; afterwards the

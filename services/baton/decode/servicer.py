@@ -1,4 +1,4 @@
-"""The gRPC face of decode: one Session stream per router. Knows no business."""
+"""The gRPC face of decode: one Session stream per router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each router is owed: tokens of its sequences, grouped into StepFrames; knows no gRPC.
+"""What each router is owed: tokens of its sequences, grouped into StepFrames.
 
 A session belongs to a router's instance id and outlives its stream by the resume window. Tokens of
 a sequence are kept until the router lets go of it (cancel), or for the window after its end went

@@ -1,4 +1,4 @@
-"""The text of one choice, from its tokens to what may be sent. Knows nothing of the wire.
+"""The text of one choice, from its tokens to what may be sent.
 
 Tokens become whole characters (`incremental`), stop strings are searched in them (`stops`), and
 what can be part of no stop string any more is ready. Everything here is a function of the token ids

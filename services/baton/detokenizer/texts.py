@@ -1,4 +1,4 @@
-"""All open texts of one session, and what of them is not sent yet. Knows neither gRPC nor protos.
+"""All open texts of one session, and what of them is not sent yet.
 
 News of a text gathers here until the writer takes it: one entry a text, however many tokens came.
 What a peer can make us keep is bounded: the number of texts by `max_texts`, what is not sent by

@@ -1,4 +1,4 @@
-"""The bytes that each token id adds to a text. Knows nothing of streams or stop strings.
+"""The bytes that each token id adds to a text.
 
 Every decoder of the `tokenizers` library that language models use is local: a token adds the same
 bytes wherever it stands, but for the first token of a text, which may lose a leading space

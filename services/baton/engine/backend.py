@@ -1,7 +1,7 @@
 """What a runner needs of one kind of device: KV memory, and attention over it.
 
-Knows plans, places and tensors; neither the model's layers nor sampling. There is one backend for
-CPUs, which is also the plain one for every device, and one of Triton kernels for GPUs.
+There is one backend for CPUs, which is also the plain one for every device, and one of Triton
+kernels for GPUs.
 """
 
 from __future__ import annotations

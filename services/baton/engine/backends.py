@@ -1,4 +1,4 @@
-"""Which backend a device and a model get; knows all of them, and no step."""
+"""Which backend a device and a model get."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The block pool's memory on a GPU: block-major, and its ways to the wire and to swap memory.
 
-Knows shapes and places (block id x block size + offset), not who owns a block.
-
 All KV of a block, over all layers, is one run of memory, so that moving a block is one copy. In it
 lie, layer by layer, the keys and then the values, each [head, offset, element]: what one head reads
 of a block is one run too. The wire is position-major: packing and unpacking permute.

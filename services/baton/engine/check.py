@@ -1,4 +1,4 @@
-"""Checks that a StepPlan fits a runner's memory; knows block ids and positions, but no tensors.
+"""Checks that a StepPlan fits a runner's memory.
 
 A plan that fails here is a fault of the scheduler. Refusing it before anything is computed keeps
 the fault from becoming wrong KV in another sequence's blocks.

@@ -1,4 +1,4 @@
-"""Chooses the form of every weight at load, once per shape; knows no model.
+"""Chooses the form of every weight at load, once per shape.
 
 In exact mode bits come first, and bits must not hang on a timing: two workers on the same kind of
 machine may time differently, but must agree. So a rule that looks at the shape alone names the

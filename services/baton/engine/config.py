@@ -1,4 +1,4 @@
-"""What the operator chooses about the engine; knows no torch, so every process may print it."""
+"""What the operator chooses about the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that copies KV between a pool's memory and KV chunks; knows neither.
+"""A thread that copies KV between a pool's memory and KV chunks.
 
 On a CPU a copy may run beside a step: a hand-over's positions are written by nobody once they are
 computed, and read by nobody before they are complete. What was pinned or reserved for the copy must

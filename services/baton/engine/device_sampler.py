@@ -1,4 +1,4 @@
-"""Samples the rows of a step on the model's device; knows plans, but nothing of KV or attention.
+"""Samples the rows of a step on the model's device.
 
 Everything is put in the device's queue and nothing waited for until the step is collected: whether
 a row failed travels with its token. A row's token does not depend on its neighbours, see `sampler`.

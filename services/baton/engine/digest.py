@@ -1,4 +1,4 @@
-"""The digest that says whether two workers serve the same weights; knows files, but not tensors.
+"""The digest that says whether two workers serve the same weights.
 
 Weights are read in pieces by many threads at once, because one reader leaves most of a disk or a
 network idle. What was read is in the page cache then, and loading reads it from there. Pieces are

@@ -1,7 +1,6 @@
 """Makes everything in a forward pass beside linear layers and attention independent of neighbours.
 
-Knows torch functions and modules, not models. Two kinds of calls are caught, wherever modelling
-code makes them:
+Two kinds of calls are caught, wherever modelling code makes them:
 
 - products of rows with one matrix (routers and experts multiply by bare parameters): computed in
   proven numbers of rows, see `products`;

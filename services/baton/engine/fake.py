@@ -1,4 +1,4 @@
-"""A runner without torch: the ModelRunner port over a memory of hashes; knows no model at all.
+"""A runner without torch: the ModelRunner port over a memory of hashes.
 
 Its KV is real in the one way that matters: every position's state is written into blocks, and the
 next token is a keyed hash of *all* states that the extents point at. A block that was lost, stale,

@@ -1,4 +1,4 @@
-"""How many bytes a model takes on its device, from shapes alone; knows no free memory, no blocks.
+"""How many bytes a model takes on its device, from shapes alone.
 
 Works alike on a loaded network and on one without weights, before linear layers are packed.
 """

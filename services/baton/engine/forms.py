@@ -1,4 +1,4 @@
-"""The forms in which a matrix can lie in memory to be multiplied with; knows no model, no timing.
+"""The forms in which a matrix can lie in memory to be multiplied with.
 
 A form is one copy of the weights and the product that reads it. Which one is fastest depends on the
 CPU, the shape and the number of rows; `choice` finds out.

@@ -1,7 +1,5 @@
 """Reads how much host memory this process may still take, and gives back what it took and freed.
 
-Knows Linux's files and glibc's malloc, not what memory is for.
-
 The kernel's own estimate for the machine, or what the process's control groups leave, whichever is
 less. In both, file cache counts as free, because the kernel drops it when memory runs short.
 """

@@ -1,4 +1,4 @@
-"""Decode steps as recorded CUDA graphs; knows batch sizes and buffers, not what a forward pass is.
+"""Decode steps as recorded CUDA graphs.
 
 A step in which every sequence computes one token runs the same kernels every time, on the same
 memory if its inputs are put where they were when it was recorded. So the host has one launch to do

@@ -1,4 +1,4 @@
-"""Turns a StepPlan into the tensors of one forward pass; knows places, but no layers and no tiles.
+"""Turns a StepPlan into the tensors of one forward pass.
 
 All chunks are laid out one behind the other without padding.
 """

@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit integers: weights scaled per output, activations per row. Knows no model.
+"""Linear layers in 8-bit integers: weights scaled per output, activations per row.
 
 A row is scaled by its own largest element, never by the batch's, so that it does not change with
 its neighbours. The sum over inputs is one of integers, which has no order: rows are bit-equal for

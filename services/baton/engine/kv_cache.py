@@ -1,7 +1,5 @@
 """The block pool's memory: keys and values of all layers, and their way to and from the wire.
 
-Knows shapes and places (block id x block size + offset), not who owns a block.
-
 Storage is head-major, [layer, head, place, element]: what one head reads for an extent is then one
 contiguous run, which the CPU kernel takes without a copy. The wire is position-major, so packing
 and unpacking permute.

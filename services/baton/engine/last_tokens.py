@@ -1,4 +1,4 @@
-"""The token that each sequence sampled last, on the model's device; knows no logits.
+"""The token that each sequence sampled last, on the model's device.
 
 It fills in the tokens that a plan leaves open because their step still runs (`plan.PENDING`), so
 that the host need not see a token before the next step begins.

@@ -1,4 +1,4 @@
-"""Linear layers with weights packed once for this CPU; knows modules, but not their meaning.
+"""Linear layers with weights packed once for this CPU.
 
 `swap` replaces every linear layer and, on CPUs, all experts of a model in place, one at a time, so
 that memory never holds two copies of the whole model.

@@ -1,4 +1,4 @@
-"""Who sees whom within attention: masks of query tiles; knows positions, but no sequences."""
+"""Who sees whom within attention: masks of query tiles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decides how many blocks a worker's pool gets, and says where its memory goes.
 
-Pure arithmetic: knows neither torch nor where its numbers were read. The worker and `baton plan
-memory` both ask here, so that the plan is what the worker does.
+Pure arithmetic: The worker and `baton plan memory` both ask here, so that the plan is what the
+worker does.
 """
 
 from __future__ import annotations

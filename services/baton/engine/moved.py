@@ -1,4 +1,4 @@
-"""What moving blocks to and from swap memory means for a step; knows ids, not memory."""
+"""What moving blocks to and from swap memory means for a step."""
 
 from __future__ import annotations
 

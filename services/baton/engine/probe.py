@@ -1,4 +1,4 @@
-"""Finds the shape of a model's attention and KV by running it once; knows no memory, no steps."""
+"""Finds the shape of a model's attention and KV by running it once."""
 
 from __future__ import annotations
 

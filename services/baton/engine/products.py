@@ -1,4 +1,4 @@
-"""Matrix products whose rows do not depend on how many rows there are; knows no model.
+"""Matrix products whose rows do not depend on how many rows there are.
 
 A BLAS picks its algorithm by the number of rows, and another algorithm sums in another order. So a
 product is only ever computed with numbers of rows that were *proven* at load, on this machine and

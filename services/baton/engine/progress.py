@@ -1,4 +1,4 @@
-"""How far loading has come, from transformers' own bar to a callback; knows bytes, not tensors."""
+"""How far loading has come, from transformers' own bar to a callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the keys and values that tiles read; knows places and masks, neither queries nor kernels.
+"""Finds the keys and values that tiles read.
 
 Computed once a step and window, and used by every layer with that window.
 """

@@ -1,4 +1,4 @@
-"""The ways of query rows into tiles and back; knows tiles and heads, neither keys nor layers.
+"""The ways of query rows into tiles and back.
 
 Computed once a step and used by every layer.
 """

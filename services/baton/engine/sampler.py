@@ -1,4 +1,4 @@
-"""Draws tokens from rows of logits, as tensors on any device; knows neither plans nor sequences.
+"""Draws tokens from rows of logits, as tensors on any device.
 
 A row's token is a function of that row's inputs alone: neighbours, devices' ways to add and the
 number of threads never change it. For that, every token's weight is a *whole number* held in

@@ -1,4 +1,4 @@
-"""Turns a StepPlan into StepTensors; knows rows, blocks and tiles, neither layers nor kernels."""
+"""Turns a StepPlan into StepTensors."""
 
 from __future__ import annotations
 

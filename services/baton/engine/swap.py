@@ -1,4 +1,4 @@
-"""SwapMemory, where KV of preempted sequences waits; knows blocks of bytes, not whose they are.
+"""SwapMemory, where KV of preempted sequences waits.
 
 Blocks move whole and raw, as the pool stores them: nobody but this runner reads them, so nothing is
 permuted, and what a block holds behind its last written place (see `kv_cache`) comes back too.

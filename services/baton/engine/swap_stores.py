@@ -1,4 +1,4 @@
-"""Where swapped blocks lie: in host memory or in a file; knows rows of bytes, not whose they are.
+"""Where swapped blocks lie: in host memory or in a file.
 
 The file is read and written by calls, not mapped, because a disk that fails under a mapping kills
 the process. With calls it costs only what lay there: every block is sealed with a digest when it is

@@ -1,4 +1,4 @@
-"""EngineThread, the one thread that owns scheduler, pool and runner; knows no torch and no RPC.
+"""EngineThread, the one thread that owns scheduler, pool and runner.
 
 asyncio talks to it through two queues. Inwards: functions that run between submitting or collecting
 one step and the next, in order, with the EngineLoop as their argument. Outwards: two deliveries a

@@ -1,4 +1,4 @@
-"""Cuts chunks into tiles of queries that attention handles together; knows positions, no tensors.
+"""Cuts chunks into tiles of queries that attention handles together.
 
 In exact mode a tile's queries are those of 16 aligned positions, and it reads keys up to the last
 of these: what is computed for a position is then a function of the position alone, never of how the

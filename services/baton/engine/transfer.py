@@ -1,4 +1,4 @@
-"""Moves numbers between host and device without waiting for the device; knows not what they mean.
+"""Moves numbers between host and device without waiting for the device.
 
 On a GPU host memory is pinned, and torch's allocator of pinned memory hands a block out again only
 when the copies that use it are done: dropping a tensor too early is safe. Both directions are

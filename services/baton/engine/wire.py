@@ -1,5 +1,5 @@
 """A KV chunk's payload as tensors, and its numbers' way from the type they are kept in to the
-wire's and back; knows its layout, not where KV is stored.
+wire's and back.
 
 The layout is position-major, [layer][k, v][position][head][element], whatever the memory's is.
 """

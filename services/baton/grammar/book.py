@@ -1,4 +1,4 @@
-"""GrammarBook, a worker's compiled grammars; knows neither attempts nor steps.
+"""GrammarBook, a worker's compiled grammars.
 
 Compiling happens on a thread of its own, beside steps, one after the other: llguidance lets other
 threads run meanwhile. A tokenizer has compiled each of them before, within its limits.

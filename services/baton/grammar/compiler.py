@@ -1,4 +1,4 @@
-"""Turns a Grammar into llguidance's matcher of one vocabulary; knows no process and no deadline.
+"""Turns a Grammar into llguidance's matcher of one vocabulary.
 
 Everything that costs more than it may ends in an error, but for the compilation itself: what takes
 long there cannot be interrupted, so it is tried first in a process that can be killed (`Checker`).

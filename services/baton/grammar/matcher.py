@@ -1,4 +1,4 @@
-"""TokenMatcher, one choice's way through a compiled grammar; knows no scheduler and no runner.
+"""TokenMatcher, one choice's way through a compiled grammar.
 
 The matchers of a grammar share an automaton, which grows with whatever one of them meets first, by
 up to 20 MB, and stays as long as the grammar. llguidance tells nobody how large it is, and asking

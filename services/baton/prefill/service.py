@@ -1,4 +1,4 @@
-"""Runs attempts on the engine and offers their KV; knows neither gRPC nor tensors.
+"""Runs attempts on the engine and offers their KV.
 
 A job lives from `run` until token 0 is answered *and*, when its KV is to be handed over, until the
 hand-over has ended. What ends it early goes through `_finish`, the one place that gives its blocks

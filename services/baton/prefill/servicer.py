@@ -1,4 +1,4 @@
-"""The gRPC face of prefill: converts, calls, converts. Knows no business."""
+"""The gRPC face of prefill: converts, calls, converts."""
 
 from __future__ import annotations
 

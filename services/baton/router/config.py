@@ -1,4 +1,4 @@
-"""What a router can be told; knows nothing of where the values come from."""
+"""What a router can be told."""
 
 from __future__ import annotations
 

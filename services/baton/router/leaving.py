@@ -1,4 +1,4 @@
-"""How a router leaves without losing a request: the order of it. Knows no signals.
+"""How a router leaves without losing a request: the order of it.
 
 At SIGTERM it is not ready, for good. It still takes requests for lame_duck_s, since those who send
 them may not know yet; over HTTP each answer is its connection's last. Then new gRPC connections are

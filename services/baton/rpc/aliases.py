@@ -1,4 +1,4 @@
-"""Baton's metrics under vLLM's names, for what knows only these; knows none of the values.
+"""Baton's metrics under vLLM's names, for what knows only these.
 
 An endpoint picker of the Gateway API Inference Extension reads them, and so do dashboards and
 autoscalers that were made for vLLM. There is no `vllm:lora_requests_info`: there are no adapters.

@@ -1,4 +1,4 @@
-"""How a client shows an API key over gRPC, and when it must not; knows no call."""
+"""How a client shows an API key over gRPC, and when it must not."""
 
 from __future__ import annotations
 

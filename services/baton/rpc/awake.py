@@ -1,4 +1,4 @@
-"""A clock of the time in which this process could see what others send it; knows no peer.
+"""A clock of the time in which this process could see what others send it.
 
 A process that is stopped (SIGSTOP, a frozen container, a suspended machine) or gets no CPU sees
 nothing for a while and then, first of all, that its timers are due: what was sent to it meanwhile

@@ -1,4 +1,4 @@
-"""Ending a streaming call for good, whatever became of it; knows no message and no service."""
+"""Ending a streaming call for good, whatever became of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells whether files were replaced, and how often to look; knows nothing of what is in them."""
+"""Tells whether files were replaced, and how often to look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process's channels to others, one per target and role; knows nothing of what is called."""
+"""One process's channels to others, one per target and role."""
 
 from __future__ import annotations
 

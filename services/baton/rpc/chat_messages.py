@@ -1,4 +1,4 @@
-"""Conversations and tools to messages of baton.v1 and back; knows no RPC and no entry's limits."""
+"""Conversations and tools to messages of baton.v1 and back."""
 
 from __future__ import annotations
 

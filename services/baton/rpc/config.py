@@ -1,4 +1,4 @@
-"""Reads one process's configuration into its frozen dataclass; knows no process's fields.
+"""Reads one process's configuration into its frozen dataclass.
 
 Defaults < `--config FILE` (TOML) < environment `BATON_<FIELD>` < flags `--field-name`. Everything
 is checked once, here; nothing reads `os.environ` afterwards. A wrong value ends the process with

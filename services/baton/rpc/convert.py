@@ -1,4 +1,4 @@
-"""Core values to messages of baton.v1 and back, complete and total; knows no RPC.
+"""Core values to messages of baton.v1 and back, complete and total.
 
 Absent fields become core's defaults. What a message cannot mean is refused with InvalidArgument
 naming the field; ranges that only the model or the operator decides are checked where they are

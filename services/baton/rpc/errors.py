@@ -1,7 +1,7 @@
 """The one table from Baton's failures to gRPC codes, HTTP statuses and OpenAI errors, and back.
 
-Knows no RPC and no route. What leaves a process is `BatonError.message`, `field` and
-`retry_after_s`, never the text of another exception.
+What leaves a process is `BatonError.message`, `field` and `retry_after_s`, never the text of
+another exception.
 """
 
 from __future__ import annotations

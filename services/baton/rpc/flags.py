@@ -1,4 +1,4 @@
-"""One process's command line: `--field-name VALUE` for every field; knows no field's meaning."""
+"""One process's command line: `--field-name VALUE` for every field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector out of the way; knows nothing of what is on the heap."""
+"""Keeps Python's garbage collector out of the way."""
 
 from __future__ import annotations
 

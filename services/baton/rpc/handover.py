@@ -1,7 +1,4 @@
-"""The gRPC edge of hand-overs: both ends of Meet and Collect, messages converted once.
-
-Knows no transport of KV and no state: `kv` does, through the ports that these classes fill.
-"""
+"""The gRPC edge of hand-overs: both ends of Meet and Collect, messages converted once."""
 
 from __future__ import annotations
 

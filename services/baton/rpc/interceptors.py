@@ -1,8 +1,8 @@
 """Turns what a handler raises into a google.rpc.Status, for unary and streaming calls.
 
-Knows no service. A BatonError reaches the client with its details; any other exception becomes
-INTERNAL with a fixed text, and its own text goes to the log under the request's id. CancelledError
-passes through untouched.
+A BatonError reaches the client with its details; any other exception becomes INTERNAL with a fixed
+text, and its own text goes to the log under the request's id. CancelledError passes through
+untouched.
 
 Handlers that are async generators are driven here with `context.write`, so that a generator is
 closed, and its `finally` has run, before the call ends, however it ends: gRPC itself would leave

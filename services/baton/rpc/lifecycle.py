@@ -1,10 +1,9 @@
 """One process's life from start to exit: signals, drain, crash, and the death of its parent.
 
-Knows nothing of what the process does. Exit codes: 0 drained, 1 crashed or not drained in time, 2 a
-wrong configuration, 3 another failure that start-up foresees, 4 worn out (it drained because only a
-new process helps), 128 + signal when told to stop twice, or before it serves. From the end of the
-drain on, the process has EXIT_S to be gone, whatever hangs: then it says where on stderr and ends
-with 1.
+Exit codes: 0 drained, 1 crashed or not drained in time, 2 a wrong configuration, 3 another failure
+that start-up foresees, 4 worn out (it drained because only a new process helps), 128 + signal when
+told to stop twice, or before it serves. From the end of the drain on, the process has EXIT_S to be
+gone, whatever hangs: then it says where on stderr and ends with 1.
 """
 
 from __future__ import annotations

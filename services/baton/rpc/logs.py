@@ -1,4 +1,4 @@
-"""Logs of one process to stderr, readable lines or JSON lines; knows nothing of what is logged.
+"""Logs of one process to stderr, readable lines or JSON lines.
 
 Every line carries role and instance id. What is passed as `extra={"request_id": …}` comes along;
 `named` makes it.

@@ -2,7 +2,7 @@
 
 A thread of grpc.aio writes a byte into a socket for each operation that is done. Whoever reads
 there handles all that are done, but takes one byte: when 64 streams were written to, the loop then
-comes round 63 times more for nothing. Here the other bytes are taken first. Knows no call.
+comes round 63 times more for nothing. Here the other bytes are taken first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The metrics of every process, by name, and where their values go; knows none of the values.
+"""The metrics of every process, by name, and where their values go.
 
 One registry a process. Counters and histograms are added to where things happen; gauges, and counts
 that somebody keeps anyway, are read from a callable when somebody scrapes, so that they are never

@@ -1,4 +1,4 @@
-"""What OpenTelemetry says about itself, as Baton's own log lines; knows no OpenTelemetry.
+"""What OpenTelemetry says about itself, as Baton's own log lines.
 
 Its lines come with every batch that nobody takes, and hold texts that are not for a log: another
 server's words, and headers that carry keys. So only who spoke and the kind of the trouble are kept.

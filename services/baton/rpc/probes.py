@@ -1,4 +1,4 @@
-"""Where a process is looked at: health and /metrics, each on a port of its own; knows no service.
+"""Where a process is looked at: health and /metrics, each on a port of its own.
 
 Both are opened before anything is loaded, so that whoever looks sees a process that starts, and not
 one that is dead. Health here is plain text also where the process speaks TLS: probes show no

@@ -1,4 +1,4 @@
-"""The options of all five processes; knows not where values come from."""
+"""The options of all five processes."""
 
 from __future__ import annotations
 

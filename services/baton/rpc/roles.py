@@ -2,8 +2,7 @@
 
 A certificate names its role as a DNS name, `ROLE.baton.internal`, and not its host: workers come
 and go with any address. The caller has gRPC check the name of the role that it means to reach; the
-one who is called checks the caller's role here, call by call. Knows nothing of how it is told who
-called.
+one who is called checks the caller's role here, call by call.
 """
 
 from __future__ import annotations

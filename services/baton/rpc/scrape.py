@@ -1,4 +1,4 @@
-"""Serves one registry over HTTP, on threads of its own; knows no metric.
+"""Serves one registry over HTTP, on threads of its own.
 
 A scrape is answered even while the event loop is busy. Nobody is asked for a key. On loopback only
 this machine's own names are answered, so that no web page reads here.

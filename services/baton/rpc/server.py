@@ -1,4 +1,4 @@
-"""One process's gRPC server: its services, health and reflection; knows no business.
+"""One process's gRPC server: its services, health and reflection.
 
 The port is bound by `start`, when everything is loaded: that is what health's "startup" tells.
 Readiness is told by `set_serving`, and liveness ("") answers as long as the event loop does.

@@ -1,4 +1,4 @@
-"""The options of every worker that serves a model over gRPC; knows not where values come from."""
+"""The options of every worker that serves a model over gRPC."""
 
 from __future__ import annotations
 

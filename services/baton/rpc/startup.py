@@ -1,7 +1,7 @@
 """How far a process's start has come: its parts and their times, and how much of the weights is in.
 
 Counts from when the kernel started the process, so that what Python and imports take is seen too.
-Any thread may tell and ask. Knows nothing of what loads.
+Any thread may tell and ask.
 """
 
 from __future__ import annotations

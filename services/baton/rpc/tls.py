@@ -1,4 +1,4 @@
-"""One process's certificate, key and CA, as they are on disk now; knows neither ports nor roles.
+"""One process's certificate, key and CA, as they are on disk now.
 
 Files that were replaced are taken over without a restart: whoever makes a connection asks `current`
 first, and `current` looks at the files, at most once a second. New ones that cannot be used leave

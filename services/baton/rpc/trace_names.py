@@ -1,4 +1,4 @@
-"""Every name that Baton's spans use: spans, attributes and events; knows not when they are used.
+"""Every name that Baton's spans use: spans, attributes and events.
 
 Those with a dot behind `gen_ai` are OpenTelemetry's conventions for generative AI, which still
 change; ours begin with `baton`. No attribute holds text of a client's but the model's name and the

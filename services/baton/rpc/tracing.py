@@ -1,4 +1,4 @@
-"""Spans as Baton's processes speak of them; knows no OpenTelemetry.
+"""Spans as Baton's processes speak of them.
 
 The port and its double for a process that sends its spans nowhere. `baton.rpc.otel` is the real
 one, loaded where an endpoint is configured and only there. Every time is a reading of `now`.

@@ -1,4 +1,4 @@
-"""Opens gRPC ports and channels, plain or with TLS: the only place that does; knows no service."""
+"""Opens gRPC ports and channels, plain or with TLS: the only place that does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns one given value into a field's type and checks its range; knows no source of values."""
+"""Turns one given value into a field's type and checks its range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves `baton.v1.Worker`, and converts what it tells; knows nothing of what a worker does.
+"""Serves `baton.v1.Worker`, and converts what it tells.
 
 A watcher gets the description first, then the prefix cache of a worker that has one, then cache and
 load: whenever they change, but not more often than every 50 ms, and the load every 500 ms as a sign

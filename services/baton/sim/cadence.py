@@ -1,4 +1,4 @@
-"""Cadence, the times at which a row of quiet decode steps ends; knows no rows and no worker.
+"""Cadence, the times at which a row of quiet decode steps ends.
 
 While the same sequences run, each step reads as many positions more than the one before as there
 are sequences, so steps grow longer by the same time each.

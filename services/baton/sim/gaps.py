@@ -1,6 +1,6 @@
 """Gaps, times between tokens in classes that grow by 2 %; keeps no single one.
 
-Also of many steps at once, by their Cadence. Knows nothing of requests.
+Also of many steps at once, by their Cadence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """CountingIntake, the door by which a scheduler takes inputs whose tokens are only counted.
 
-It is the one part of a scheduler that the simulator replaces; it takes one choice a request. Knows
-no queue.
+It is the one part of a scheduler that the simulator replaces; it takes one choice a request.
 """
 
 from __future__ import annotations

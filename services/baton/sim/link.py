@@ -1,4 +1,4 @@
-"""Link, a worker's end of the network that KV moves on; knows neither hand-overs nor workers."""
+"""Link, a worker's end of the network that KV moves on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EventQueue, virtual time and what happens when; knows nothing of what that is."""
+"""EventQueue, virtual time and what happens when."""
 
 from __future__ import annotations
 

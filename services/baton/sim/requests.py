@@ -1,4 +1,4 @@
-"""Request, what comes in, and Record, what became of it; knows no workers but by number."""
+"""Request, what comes in, and Record, what became of it."""
 
 from __future__ import annotations
 

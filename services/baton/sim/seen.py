@@ -1,7 +1,6 @@
 """Seen and SeenPool, a fleet's workers as the router sees them: from reports that are a little old.
 
-What the router has given to a worker since counts at once, as in the router itself. Knows no
-worker.
+What the router has given to a worker since counts at once, as in the router itself.
 """
 
 from __future__ import annotations

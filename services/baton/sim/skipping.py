@@ -3,7 +3,7 @@
 A step is quiet when all that it does is to make one more token for everybody who runs: nobody
 joins, ends, waits or is prefilled, and there is a block for everyone who needs one. Of such steps
 all that changes is counted here, in the order in which single steps would have done it, so that the
-block pool is afterwards as it would have been. Everything else is core's. Knows no clock.
+block pool is afterwards as it would have been. Everything else is core's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Use, how busy one worker was; knows not with what."""
+"""Use, how busy one worker was."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Renders a conversation with a chat template, and finds which control tokens the template wrote.
 
 The text is the one that `transformers`' `apply_chat_template(tokenize=False)` gives for the same
-model. Runs in a process that may die of it. Knows no token ids.
+model. Runs in a process that may die of it.
 
 Whose a control token in that text is, is found by rendering once more with the first character of
 everything in the client's texts that could begin one *marked*: replaced by a rare symbol that

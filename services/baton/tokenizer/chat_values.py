@@ -1,7 +1,7 @@
 """A conversation and its tools as the plain values that chat templates are written for.
 
 These are the ones that `transformers` documents: OpenAI's form, but with the arguments of a call as
-an object. Knows no template.
+an object.
 """
 
 from __future__ import annotations

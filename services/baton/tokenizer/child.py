@@ -1,4 +1,4 @@
-"""Child, a process of Baton's own that answers each line by one; knows no meaning of lines.
+"""Child, a process of Baton's own that answers each line by one.
 
 `subprocess` starts it, without the handlers that Python and gRPC have for forks. uvloop runs them,
 and of its children beside threads of gRPC some die before they begin (measured: 2 in 100).

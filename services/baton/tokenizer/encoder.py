@@ -1,4 +1,4 @@
-"""Turns prompts into checked token ids and prefix hashes, and ids back. Knows nothing of gRPC.
+"""Turns prompts into checked token ids and prefix hashes, and ids back.
 
 Called on several threads at once; the tokenizer releases the GIL while it encodes and decodes.
 """

@@ -1,4 +1,4 @@
-"""Checker, grammars tried in processes that may die of them; knows no wire.
+"""Checker, grammars tried in processes that may die of them.
 
 What a grammar may cost is CPU time and memory of one process, so a busy machine refuses nothing
 that an idle one takes. The time on the clock is bounded too, generously: then it is the machine

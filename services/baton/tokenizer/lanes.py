@@ -1,4 +1,4 @@
-"""Has short and long inputs worked on side by side, on a few threads. Knows not what is done.
+"""Has short and long inputs worked on side by side, on a few threads.
 
 A thread takes several short inputs at once, since handing one over costs more than encoding a
 short text. A long input goes alone, and long ones never have all threads: a text that takes seconds

@@ -1,4 +1,4 @@
-"""Renderers, processes that render chat templates and may die of it. Knows no template's language.
+"""Renderers, processes that render chat templates and may die of it.
 
 A template is a program, of a model or of a client, and runs on what clients say. What it may cost
 is CPU time and memory of a process of its own, which the kernel takes away with it; what comes back

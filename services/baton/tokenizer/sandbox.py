@@ -1,4 +1,4 @@
-"""A jinja2 environment in which a model's chat template can do no harm. Knows nothing of chats.
+"""A jinja2 environment in which a model's chat template can do no harm.
 
 Templates come with models, so they are somebody else's programs, and clients choose what they loop
 over. They run in jinja2's immutable sandbox with the few extras that templates are written for, on

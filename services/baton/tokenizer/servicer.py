@@ -1,4 +1,4 @@
-"""The gRPC face of the tokenizer: what may wait, and how much. Knows not what is done with it."""
+"""The gRPC face of the tokenizer: what may wait, and how much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging memory in equal buffers, and who owns each; knows nothing of what lies in them.
+"""Staging memory in equal buffers, and who owns each.
 
 `core.buffer_states` says when a buffer is free again. Too much of the ring orphaned, waiting for
 transfers that nothing can stop, and only a restart of the process helps.

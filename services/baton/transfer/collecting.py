@@ -1,7 +1,5 @@
 """One Collect stream from the receiver's end: reserve, credit, read, verify, unpack, confirm.
 
-Knows the peer and the line it speaks on, neither gRPC nor the engine.
-
 A credit stands for a landing buffer that is held here. A KV chunk goes: read into its landing
 buffer, header and digest verified, unpacked into blocks in the order of KV chunks, buffer released,
 confirmed. Nothing is unpacked that did not verify. When the work ends early, a read may still be

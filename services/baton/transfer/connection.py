@@ -1,4 +1,4 @@
-"""How a receiver speaks to a sender, as ports; knows neither gRPC nor what is said when.
+"""How a receiver speaks to a sender, as ports.
 
 `baton.rpc.handover` fills them.
 """

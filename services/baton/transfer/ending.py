@@ -1,7 +1,4 @@
-"""How a hand-over ends early: as one exception that carries the table's event.
-
-Knows neither side in particular.
-"""
+"""How a hand-over ends early: as one exception that carries the table's event."""
 
 from __future__ import annotations
 

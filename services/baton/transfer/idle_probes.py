@@ -1,4 +1,4 @@
-"""Keeps the ways to known senders proven while nothing moves on them; knows no hand-overs.
+"""Keeps the ways to known senders proven while nothing moves on them.
 
 One peer at a time, only one that moved nothing for half an interval, and none while hand-overs run:
 those prove the ways better. One failed probe may be a pause of the sender, so nothing follows from

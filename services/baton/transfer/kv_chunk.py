@@ -1,4 +1,4 @@
-"""A KV chunk's fixed binary form, its seal and its verification; knows no transport and no engine.
+"""A KV chunk's fixed binary form, its seal and its verification.
 
 A KV chunk lies in a buffer as a 128-byte header followed by the payload. The header is
 little-endian:

@@ -1,7 +1,4 @@
-"""One end of a Collect stream: sending in order, heartbeats, and noticing silence.
-
-Knows neither gRPC nor what the messages mean.
-"""
+"""One end of a Collect stream: sending in order, heartbeats, and noticing silence."""
 
 from __future__ import annotations
 

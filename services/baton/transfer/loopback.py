@@ -1,4 +1,4 @@
-"""The KV transport without NIXL, between processes of one machine; knows nothing of hand-overs.
+"""The KV transport without NIXL, between processes of one machine.
 
 A ring's memory is an anonymous file (memfd). A peer opens it through /proc/<pid>/fd and maps it
 read-only; a read is a copy. The file is sealed against shrinking, so a mapped peer that misbehaves

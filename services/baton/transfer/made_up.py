@@ -1,7 +1,4 @@
-"""What a probe carries: KV that no model computed and both sides can tell from its id.
-
-Knows no hand-over and no transport.
-"""
+"""What a probe carries: KV that no model computed and both sides can tell from its id."""
 
 from __future__ import annotations
 

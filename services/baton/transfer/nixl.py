@@ -1,4 +1,4 @@
-"""The KV transport over NIXL and UCX; knows nothing of hand-overs.
+"""The KV transport over NIXL and UCX.
 
 The agent sees the buffer ring and nothing else. Facts it is built around: a transfer cannot be
 timed out or aborted, so a handle is released only once its transfer is decided; a peer that was

@@ -1,4 +1,4 @@
-"""One offered hand-over as the worker that computes the KV sees it; knows nothing of streams."""
+"""One offered hand-over as the worker that computes the KV sees it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The senders we have met: one meeting per instance id, shared by all hand-overs with it.
-
-Knows how workers meet, neither gRPC nor what is handed over.
-"""
+"""The senders we have met: one meeting per instance id, shared by all hand-overs with it."""
 
 from __future__ import annotations
 

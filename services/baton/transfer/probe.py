@@ -1,8 +1,7 @@
 """A probe: a hand-over of made-up KV that proves the whole way from a sender's buffer to ours.
 
 It differs from others in this only: the receiver asks for it and no worker offers it, its KV
-follows from its id, and it does not count as traffic. Knows neither when to probe nor what a failed
-probe means.
+follows from its id, and it does not count as traffic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a transport on a thread of its own and gives asyncio awaitable reads; knows no hand-overs.
+"""Runs a transport on a thread of its own and gives asyncio awaitable reads.
 
 The thread sleeps while nothing is in flight, polls in short growing naps while a read is awaited,
 and once a second when all that is left are reads orphaned: those whose awaiting side gave up. Their

@@ -1,7 +1,6 @@
 """The collecting side of hand-overs: meets senders and collects KV from them.
 
-Knows neither gRPC nor the engine. One stream's work is
-`baton.transfer.collecting.IncomingTransfer`.
+One stream's work is `baton.transfer.collecting.IncomingTransfer`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moves one KV chunk from our own ring into our own ring, as if we were two workers.
 
 It proves what a worker can prove before it knows another: packing, the seal, the transport's memory
-and thread, verification and unpacking. Knows no peer and no stream.
+and thread, verification and unpacking.
 """
 
 from __future__ import annotations

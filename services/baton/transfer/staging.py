@@ -1,4 +1,4 @@
-"""A worker's staging memory with every transport that can reach it; knows nothing of hand-overs."""
+"""A worker's staging memory with every transport that can reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts what hand-overs do, as plain numbers; knows nothing of how metrics are exported."""
+"""Counts what hand-overs do, as plain numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to wait for work that leave none of it behind; knows nothing of what the work is."""
+"""Ways to wait for work that leave none of it behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What is to be collected, what came of it, and what the collecting engine has to offer.
 
-Values and call signatures only; knows nothing of how a hand-over goes.
+Values and call signatures only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The port through which KV chunks move between rings; knows nothing of hand-overs or KV chunks.
+"""The port through which KV chunks move between rings.
 
 A transport READs from a peer's ring into buffers of our own. It has no timeout, no abort and no
 revocation, because what it stands for (NIXL over UCX) has none: a posted read ends when `poll` says

@@ -1,7 +1,6 @@
 """Opens the runner that a worker's options ask for and tells how far loading has come.
 
-Knows no scheduler. torch is imported only when a torch runner is opened, after the thread policy is
-set.
+torch is imported only when a torch runner is opened, after the thread policy is set.
 """
 
 from __future__ import annotations

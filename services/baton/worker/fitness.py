@@ -1,7 +1,5 @@
 """Whether this worker's own way for KV works: proven at start, and again while nothing happens.
 
-Knows no peer: those are probed by whoever collects from them.
-
 The rule: a worker that cannot prove it at start does not start. Later, two failed probes in a row
 make it not ready, and two good ones in a row make it ready again, probed once a second in between;
 a single failure changes nothing. Probes run only while there is no attempt here, and one at a time.

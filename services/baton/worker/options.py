@@ -1,4 +1,4 @@
-"""The options that prefill and decode workers share; knows not where values come from."""
+"""The options that prefill and decode workers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts a prefill or decode worker together and runs it from start to exit; knows neither role.
+"""Puts a prefill or decode worker together and runs it from start to exit.
 
 It listens only when everything is there: a port that answers means a worker that works. Health and
 metrics alone answer while it loads. SIGTERM drains; an engine thread that died ends the process at

@@ -1,4 +1,4 @@
-"""A made-up model: the next token is a hash of everything before it. Knows no workers.
+"""A made-up model: the next token is a hash of everything before it.
 
 Token ids below 256 are bytes, EOS ends an answer. The same input, seed and choice always give the
 same answer, so whatever a test does to the workers, the answer is known.

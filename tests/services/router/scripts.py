@@ -1,6 +1,6 @@
 """Answers that a test writes itself: what the last message holds between two signs is said.
 
-One token a byte. Knows no workers.
+One token a byte.
 """
 
 from __future__ import annotations

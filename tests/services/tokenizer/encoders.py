@@ -1,4 +1,4 @@
-"""A tokenizer's port over an encoder that a test made; knows no tokenizer."""
+"""A tokenizer's port over an encoder that a test made."""
 
 from __future__ import annotations
 

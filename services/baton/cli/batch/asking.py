@@ -1,4 +1,4 @@
-"""Asks the lines of a batch over HTTP until each has its result; knows no files.
+"""Asks the lines of a batch over HTTP until each has its result.
 
 answered            2xx, and refusals that would come again (4xx): the line's result
 refused             429: asked again when the server says so, however often, within the window

@@ -1,4 +1,4 @@
-"""The output of a batch, which is also its journal; knows neither requests nor servers.
+"""The output of a batch, which is also its journal.
 
 A result is one line, written in one go once it is whole, and never changed. Whatever ends the
 process, at most the last line is torn: it is cut off when the batch goes on, and what it answered

@@ -1,4 +1,4 @@
-"""Reads the lines of a batch in OpenAI's input format; knows neither answers nor servers.
+"""Reads the lines of a batch in OpenAI's input format.
 
 One line at a time: a batch may be larger than memory. What is wrong with a line is its own error,
 and stops no other line.

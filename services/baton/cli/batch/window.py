@@ -1,4 +1,4 @@
-"""Window, how many requests of a batch may be out at a time; knows no clock and no request.
+"""Window, how many requests of a batch may be out at a time.
 
 It opens by one for every windowful of answers, and closes by half when the server refuses: who
 shares the server with somebody more urgent has less of it, and has it back when they leave

@@ -1,6 +1,6 @@
 """Runs open-loop phases against a fleet, the load in a process of its own, and follows its memory.
 
-What `overload` and `fairness` have in common; knows neither's figures.
+What `overload` and `fairness` have in common.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A second process that a measuring one talks to in lines of JSON; knows no benchmark.
+"""A second process that a measuring one talks to in lines of JSON.
 
 Both ends are here: `Beside` asks, `answer` is the main of who is asked. Whatever a library prints
 there goes to stderr, never between the lines.

@@ -1,4 +1,4 @@
-"""Flags that several benchmarks have, and how their values are read; knows no benchmark."""
+"""Flags that several benchmarks have, and how their values are read."""
 
 from __future__ import annotations
 

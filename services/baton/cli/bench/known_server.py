@@ -1,5 +1,5 @@
 """A server of streamed completions whose latencies are drawn, kept and recorded, in a process of
-its own; knows no model and no load generator.
+its own.
 
 What a load generator says of it can so be compared with what really was. The first line it prints
 is its port. `GET /records` returns what was recorded since the last time, and forgets it. Times are

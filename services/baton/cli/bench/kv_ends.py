@@ -1,7 +1,4 @@
-"""What both ends of a measured hand-over are made of: rings that can be read, a gRPC server.
-
-Knows which process is which no more than what is measured.
-"""
+"""What both ends of a measured hand-over are made of: rings that can be read, a gRPC server."""
 
 from __future__ import annotations
 

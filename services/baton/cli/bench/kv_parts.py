@@ -1,7 +1,4 @@
-"""The parts that a hand-over is made of, each timed alone: pack, seal, verify, unpack.
-
-Knows KV memory and KV chunks, neither transports nor streams.
-"""
+"""The parts that a hand-over is made of, each timed alone: pack, seal, verify, unpack."""
 
 from __future__ import annotations
 

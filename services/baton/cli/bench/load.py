@@ -1,4 +1,4 @@
-"""A closed-loop gRPC load over token-id prompts; knows nothing of what serves it."""
+"""A closed-loop gRPC load over token-id prompts."""
 
 from __future__ import annotations
 

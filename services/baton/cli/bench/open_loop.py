@@ -1,5 +1,5 @@
 """An open-loop HTTP load in a process of its own: requests leave when they are due, whatever became
-of those before. Knows nothing of what serves it.
+of those before.
 
 Kept-alive connections with as little work as can be, so that it sustains what it is told; how late
 its own requests left is part of what it tells.

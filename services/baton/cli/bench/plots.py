@@ -1,4 +1,4 @@
-"""Draws a report's charts as one SVG file; knows no benchmark.
+"""Draws a report's charts as one SVG file.
 
 matplotlib is imported when something is drawn, so that measuring does not need it.
 """

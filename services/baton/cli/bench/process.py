@@ -1,4 +1,4 @@
-"""Runs a contender's job in a process of its own, pinned and bounded in time; knows no job."""
+"""Runs a contender's job in a process of its own, pinned and bounded in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a workload on Baton's own engine in this process; knows schedulers and runners, no rivals.
+"""Runs a workload on Baton's own engine in this process.
 
 Modules that are called by `child` in a process of its own build on it. torch is imported when a
 runner is opened, after threads are set.

@@ -1,4 +1,4 @@
-"""An OTLP receiver in a process of its own, which counts what it is sent; knows no Baton.
+"""An OTLP receiver in a process of its own, which counts what it is sent.
 
 Its processor time is nobody's who is measured. `do="open"` answers with its endpoint, anything else
 with how many spans and traces came since the last time.

@@ -1,4 +1,4 @@
-"""Times single steps of a runner at a chosen batch and context; knows no scheduler and no request.
+"""Times single steps of a runner at a chosen batch and context.
 
 What KV holds does not change how long a step takes, so memory is filled with random numbers once
 and every sequence of a plan is given a run of blocks in it. A runner's memory must be filled before

@@ -1,7 +1,4 @@
-"""What texts meant to be hard cost a tokenizer and its neighbours, and what growing chats do not.
-
-Knows no comparison with anybody else.
-"""
+"""What texts meant to be hard cost a tokenizer and its neighbours; what growing chats do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tokenizer or detokenizer process under load, and the processor time it took; knows no goal.
+"""One tokenizer or detokenizer process under load, and the processor time it took.
 
 The process has a core of its own; whoever asks it runs on another one where the machine has two.
 """

@@ -1,4 +1,4 @@
-"""The requests that every contender of a benchmark gets; knows nothing of who serves them."""
+"""The requests that every contender of a benchmark gets."""
 
 from __future__ import annotations
 

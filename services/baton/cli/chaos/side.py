@@ -1,7 +1,4 @@
-"""What both sides' processes have: a guarded ring, a transport, faults, and counts of it all.
-
-Knows nothing of who asks, and of hand-overs only that somebody gives or takes with these.
-"""
+"""What both sides' processes have: a guarded ring, a transport, faults, and counts of it all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each preset of the chart needs of a cluster; knows no cluster."""
+"""What each preset of the chart needs of a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers of an installed Baton say they are, and how they differ; knows no Kubernetes."""
+"""What workers of an installed Baton say they are, and how they differ."""
 
 from __future__ import annotations
 

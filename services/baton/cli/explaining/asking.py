@@ -1,5 +1,4 @@
-"""Asks routers what they remember of a request, one after the other; knows nothing of how it is
-shown."""
+"""Asks routers what they remember of a request, one after the other."""
 
 from __future__ import annotations
 

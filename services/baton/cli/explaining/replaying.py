@@ -1,4 +1,4 @@
-"""Makes the tokens of a replay file again on a router, and compares; knows no flags."""
+"""Makes the tokens of a replay file again on a router, and compares."""
 
 from __future__ import annotations
 

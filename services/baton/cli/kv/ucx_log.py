@@ -1,4 +1,4 @@
-"""Reads from UCX's own log which way its remote reads took; knows nothing of who read what.
+"""Reads from UCX's own log which way its remote reads took.
 
 UCX is made to write tables of the protocols it selects (UCX_PROTO_INFO). A table's first line names
 the endpoint, its second the operation; its rows are `range | description | way`, the way as

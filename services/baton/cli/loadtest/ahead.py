@@ -1,4 +1,4 @@
-"""Makes requests before they are due, as far ahead as memory allows; knows no clock.
+"""Makes requests before they are due, as far ahead as memory allows.
 
 Making one takes time that answers to others need, and several may be due at once.
 """

@@ -1,5 +1,4 @@
-"""One kept-alive HTTP/1.1 connection whose answers are read as they stream; knows no route and no
-body, and takes no times.
+"""One kept-alive HTTP/1.1 connection whose answers are read as they stream.
 
 As little work for each piece as can be: what a load generator spends itself, it measures.
 """

@@ -1,4 +1,4 @@
-"""Reads the events of a streamed completion and counts its tokens; knows no connection."""
+"""Reads the events of a streamed completion and counts its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a router's `Inference.Generate` for streamed tokens; knows no schedule, takes no times."""
+"""Asks a router's `Inference.Generate` for streamed tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a router's `/v1/completions` for streamed tokens; knows no schedule and takes no times."""
+"""Asks a router's `/v1/completions` for streamed tokens."""
 
 from __future__ import annotations
 

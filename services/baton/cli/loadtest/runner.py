@@ -1,5 +1,5 @@
 """Sends a workload's requests when they are due, whatever became of those before, and takes their
-times; knows no protocol.
+times.
 
 A request's latency counts from when it was due: what waits in this process, because the process or
 the server was busy, is waited for by a user as well (coordinated omission).

@@ -1,4 +1,4 @@
-"""What became of each request, as its client saw it; knows no server, and takes no times itself.
+"""What became of each request, as its client saw it.
 
 All times are in seconds from the run's beginning.
 """

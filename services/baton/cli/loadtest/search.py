@@ -1,4 +1,4 @@
-"""Looks for the highest rate that is still served well; knows nothing of how that is found out."""
+"""Looks for the highest rate that is still served well."""
 
 from __future__ import annotations
 

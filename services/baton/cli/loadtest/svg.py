@@ -1,4 +1,4 @@
-"""Draws a chart as an SVG element for a page, with nothing but text; knows no load test."""
+"""Draws a chart as an SVG element for a page, with nothing but text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids of prompts, the same for the same key and seed; knows neither schedule nor server.
+"""Token ids of prompts, the same for the same key and seed.
 
 Real ids say nothing about speed, but equal prefixes do: so whatever has one key has equal tokens,
 and the shorter of two pieces of one key is the beginning of the longer.

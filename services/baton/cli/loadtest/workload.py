@@ -1,5 +1,4 @@
-"""What is asked, by whom and when: sessions of turns, drawn for a scenario before anything leaves;
-knows no server and no clock.
+"""What is asked, by whom and when: sessions of turns, drawn for a scenario before anything leaves.
 
 A session's first turn is due at a time of its own; each further one a pause after the answer to the
 one before, whose prompt and answer it begins with. Lengths are in tokens.

@@ -1,4 +1,4 @@
-"""What a fleet is planned for: traffic, targets and margins; knows no model and no device."""
+"""What a fleet is planned for: traffic, targets and margins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long prefill and decode take, by a roofline or as workers measured it; knows no traffic.
+"""How long prefill and decode take, by a roofline or as workers measured it.
 
 A roofline is a bound: a step takes as long as its arithmetic or as what it reads, whichever is
 longer, at a stated share of what the data sheet says, and a constant besides.

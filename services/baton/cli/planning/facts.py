@@ -1,4 +1,4 @@
-"""ModelFacts, what a token of a model computes, reads and leaves behind; knows no device, no time.
+"""ModelFacts, what a token of a model computes, reads and leaves behind.
 
 Counts multiplications and bytes of weights and KV. What else a layer does (norms, rotations, the
 activations that are written and read) is small beside them, and is left to the efficiency that

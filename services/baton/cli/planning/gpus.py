@@ -1,4 +1,4 @@
-"""What data sheets say of GPUs, for rooflines; knows no model, and measures nothing.
+"""What data sheets say of GPUs, for rooflines.
 
 A data sheet's figure is what the device cannot exceed, not what anything reaches.
 """

@@ -1,4 +1,4 @@
-"""Lengths, how long prompts or outputs are, from a mean and a 95th percentile; knows no traffic.
+"""Lengths, how long prompts or outputs are, from a mean and a 95th percentile.
 
 Taken as log-normal, which real chat, code and agent traffic resembles: many short, few very long.
 What grows with a length's square depends on the few, so a mean alone would flatter a plan.

@@ -1,4 +1,4 @@
-"""Asks running workers how fast they are by their own measurements; knows no model and no traffic.
+"""Asks running workers how fast they are by their own measurements.
 
 A worker tells it in the load that its Watch repeats, the same that routers go by.
 """

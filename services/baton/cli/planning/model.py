@@ -1,6 +1,6 @@
 """Reads a model's facts from its config.json alone, as the engine would build it, without weights.
 
-Knows no traffic. Takes torch, which finds shapes without computing anything.
+Takes torch, which finds shapes without computing anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long requests wait for one of several workers, a formula; knows nothing of what they do.
+"""How long requests wait for one of several workers, a formula.
 
 Erlang's formula for arrivals at random and one queue, and the usual correction for service times
 that do not spread as an exponential's do. Baton's router gives a request to the worker that has

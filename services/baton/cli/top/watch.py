@@ -1,4 +1,4 @@
-"""Reads all processes' metrics again and again; knows not what they mean but for whose they are."""
+"""Reads all processes' metrics again and again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission, whether a request is let in: budgets, queue, KV room and time; knows no worker.
+"""Admission, whether a request is let in: budgets, queue, KV room and time.
 
 First room for its bytes, before they are read: a Holding, which lasts until its prompt is encoded.
 Then, while nothing but its tenant is known, whether any request could be let in at all: what is

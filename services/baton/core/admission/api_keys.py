@@ -1,4 +1,4 @@
-"""API keys, as their hashes, and whose they are; knows neither files nor clocks.
+"""API keys, as their hashes, and whose they are.
 
 A key is `baton-` and 256 random bits; what is kept is its BLAKE2b, keyed with the book's salt. That
 is a fast hash on purpose. Slow ones make up for secrets that people choose: a list of likely ones

@@ -1,4 +1,4 @@
-"""DrainRate, how fast a queue is emptied, as it was seen; knows no queue.
+"""DrainRate, how fast a queue is emptied, as it was seen.
 
 Only time in which somebody waited counts, and only who had to wait: an idle fleet takes a burst at
 once, which says nothing of how fast it works. Older sightings are forgotten exponentially.

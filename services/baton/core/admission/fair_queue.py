@@ -1,4 +1,4 @@
-"""FairQueue, requests that were admitted and have no place yet; knows neither places nor clocks.
+"""FairQueue, requests that were admitted and have no place yet.
 
 Who goes first: priority class; then deficit round robin over tenants, by tokens and weights; then,
 within a tenant, deadline and arrival. It is bounded by tokens and by entries, and so that no tenant

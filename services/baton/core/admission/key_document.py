@@ -1,4 +1,4 @@
-"""A KeyBook as one JSON document, and back; knows neither files nor hashing.
+"""A KeyBook as one JSON document, and back.
 
     {"salt": "64 hex digits",
      "tenants": {"acme": {"tokens_per_minute": 100000, "weight": 2.0}},

@@ -1,4 +1,4 @@
-"""Refusal, why a request is not let in; knows none of those who refuse.
+"""Refusal, why a request is not let in.
 
 It is an `Overloaded` with the name of the limit that was reached, for the metrics.
 """

@@ -1,4 +1,4 @@
-"""What of a tenant's limits is this router's, when several routers serve it; knows no router.
+"""What of a tenant's limits is this router's, when several routers serve it.
 
 A router's share of a limit is an equal part of it, and whatever the others leave unused: a tenant
 whose one connection sticks to one router gets all of its quota there, and one that asks at every

@@ -1,4 +1,4 @@
-"""TenantBudgets, what each tenant may still use here; knows no queue, no workers and no clock.
+"""TenantBudgets, what each tenant may still use here.
 
 Rates are token buckets that hold ten seconds' worth of this router's equal part of the rate, and
 are full at first: what they fill with may be lent by the other routers, what they hold may not,

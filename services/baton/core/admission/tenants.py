@@ -1,4 +1,4 @@
-"""Tenant, who pays for a request and what that party may use; knows no keys and counts nothing.
+"""Tenant, who pays for a request and what that party may use.
 
 A limit of None is no limit. All token limits count prompt and output alike.
 """

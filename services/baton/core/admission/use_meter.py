@@ -1,4 +1,4 @@
-"""UseMeter, what tenants use of one worker, by the router that asks for it; knows no streams.
+"""UseMeter, what tenants use of one worker, by the router that asks for it.
 
 Routers learn from it what a tenant uses elsewhere. It remembers a bounded number of tenants, those
 that were active last; routers that are gone are forgotten with theirs.

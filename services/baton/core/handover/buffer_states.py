@@ -1,4 +1,4 @@
-"""The life of a staging buffer as one table; knows neither memory nor transfers.
+"""The life of a staging buffer as one table.
 
 A buffer has up to two owners: its holder, who took it, and a transfer that may still write into it.
 

@@ -1,4 +1,4 @@
-"""Whether KV of one worker fits another, and the difference in words; knows no meeting.
+"""Whether KV of one worker fits another, and the difference in words.
 
 The router pairs by this rule and both workers check it again when they meet.
 """

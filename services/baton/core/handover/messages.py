@@ -1,4 +1,4 @@
-"""What sender and receiver say to each other, as plain values; knows no protobuf and no transport.
+"""What sender and receiver say to each other, as plain values.
 
 These mirror `protos/baton/v1/handover.proto` one to one. KV bytes never travel in them.
 """

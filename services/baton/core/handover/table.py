@@ -1,4 +1,4 @@
-"""The hand-over as one table and two counters-keeping sides; knows no clock, stream or memory.
+"""The hand-over as one table and two counters-keeping sides.
 
 A hand-over moves the KV of one input from a sender to a receiver. Both sides walk the same road,
 each in its own states, told by messages on one FIFO stream whose end is the end of the hand-over:

@@ -1,4 +1,4 @@
-"""CacheLog, the numbered changes of a worker's prefix cache; knows units, neither blocks nor wires.
+"""CacheLog, the numbered changes of a worker's prefix cache.
 
 Every change has a number, from 0. A reader gets a snapshot first, which carries the number of the
 first change after it, and then all changes in order; one that falls behind what is kept gets a

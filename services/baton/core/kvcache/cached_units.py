@@ -1,5 +1,4 @@
-"""CachedUnits, which units of 64 tokens a prefix cache holds; knows links, neither blocks nor who
-asks.
+"""CachedUnits, which units of 64 tokens a prefix cache holds.
 
 A unit is in the cache when every block up to its end is: a block whose predecessor was evicted
 cannot be found, so its units are gone with the predecessor's, and back with it. A block that is

@@ -1,4 +1,4 @@
-"""Names prefixes of token histories by chained, keyed hashes; knows nothing of who stores them.
+"""Names prefixes of token histories by chained, keyed hashes.
 
 A prefix is cut into units of equal size. The hash of a unit is keyed by the hash before it, and the
 first one by a namespace made of {tenant salt, model, adapter}. Equal hashes therefore mean equal

@@ -1,8 +1,7 @@
 """How far apart a stream's events are kept while a process has no time for one a token.
 
 What an event costs hardly depends on how many tokens are in it. With time to spare every token goes
-out as it comes; without, waiting a little makes one event of several. Knows no clock: it is told
-how busy the process was.
+out as it comes; without, waiting a little makes one event of several.
 """
 
 from __future__ import annotations

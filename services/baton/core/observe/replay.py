@@ -1,7 +1,4 @@
-"""What makes a request's tokens again elsewhere: the ids it started from and how they were drawn.
-
-Knows no text: stop strings are left out, because a replay compares no more tokens than there were.
-"""
+"""What makes a request's tokens again elsewhere: the ids it started from how they were drawn."""
 
 from __future__ import annotations
 

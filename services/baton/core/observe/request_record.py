@@ -1,7 +1,7 @@
 """What is remembered of one request while it runs and for a while afterwards.
 
 Counts, times, decisions and names only. Its prompt's token ids are here when replays are kept
-(`replay`), its text never. Knows no clock and no wire.
+(`replay`), its text never.
 """
 
 from __future__ import annotations

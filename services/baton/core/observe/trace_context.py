@@ -1,4 +1,4 @@
-"""Where in a trace something belongs, as W3C Trace Context writes it; knows no tracer."""
+"""Where in a trace something belongs, as W3C Trace Context writes it."""
 
 from __future__ import annotations
 

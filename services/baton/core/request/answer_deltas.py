@@ -1,4 +1,4 @@
-"""Deltas of one choice of a chat, their text split into parts. Knows neither wire nor workers."""
+"""Deltas of one choice of a chat, their text split into parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer's text as it comes, for readers that take it from left to right; knows no format.
+"""An answer's text as it comes, for readers that take it from left to right.
 
 A reader is a generator: it yields when it needs text that is not here yet. What it takes depends on
 the characters alone, never on how they were cut into pieces, so what it makes of an answer does not

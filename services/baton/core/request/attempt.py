@@ -1,7 +1,4 @@
-"""One try at running a request on one set of workers, and the tokens that come out of it.
-
-Knows nothing of how workers run it.
-"""
+"""One try at running a request on one set of workers, and the tokens that come out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of single values, for whoever validates what clients sent; knows no request."""
+"""Checks of single values, for whoever validates what clients sent."""
 
 from __future__ import annotations
 

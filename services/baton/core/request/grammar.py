@@ -1,4 +1,4 @@
-"""A grammar that an answer has to follow; knows neither how one is compiled nor tokens."""
+"""A grammar that an answer has to follow."""
 
 from __future__ import annotations
 

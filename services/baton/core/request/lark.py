@@ -1,4 +1,4 @@
-"""Writes a grammar in llguidance's dialect of Lark, rule by rule; knows no tools.
+"""Writes a grammar in llguidance's dialect of Lark, rule by rule.
 
 A marker that is one token of the model's vocabulary is asked for as that token, by its id: spelled
 out in letters it would be something else to the model.

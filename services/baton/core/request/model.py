@@ -1,4 +1,4 @@
-"""What a model is and what shape its KV has; knows nothing of weights or tensors."""
+"""What a model is and what shape its KV has."""
 
 from __future__ import annotations
 

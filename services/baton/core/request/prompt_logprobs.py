@@ -1,4 +1,4 @@
-"""PromptLogprobs, how likely a prompt's own tokens are; knows neither texts nor messages.
+"""PromptLogprobs, how likely a prompt's own tokens are.
 
 There is one entry for every token but the first, which nothing comes before. Numbers are packed: a
 prompt has more tokens than a process can afford objects for.

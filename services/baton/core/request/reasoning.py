@@ -1,5 +1,6 @@
 """What a model thinks aloud before it answers: between two markers, at the beginning of its answer
-or, where the prompt holds the first marker, from there on. Knows no tokens."""
+or, where the prompt holds the first marker, from there on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client asked for, frozen; knows nothing of workers, progress or the wire."""
+"""What a client asked for, frozen."""
 
 from __future__ import annotations
 

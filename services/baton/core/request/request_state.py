@@ -1,7 +1,6 @@
 """One request's life: its choices, the attempts that run them, and what a failure means.
 
-Pure: told what happened, it says what to run next. It knows neither which workers run an attempt
-nor how; the router's relay carries its decisions out.
+Pure: told what happened, it says what to run next.
 
 An attempt runs choices that share all accepted tokens; its input is prompt + those tokens, so an
 accepted position is never sampled again. `baton.core.request.attempt` is where it may stand.

@@ -1,7 +1,6 @@
 """The output of one choice: accepted tokens, who may append to them, and where they end.
 
-This log is the buffer of a request and all that is needed to continue it elsewhere. It knows
-nothing of workers or of text.
+This log is the buffer of a request and all that is needed to continue it elsewhere.
 
 Fencing. Tokens come as (attempt, position, ids); a message may start below the next position and
 reach beyond it.

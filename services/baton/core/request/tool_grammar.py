@@ -1,4 +1,4 @@
-"""The grammar that a choice of tools asks for; knows nothing of how one is compiled."""
+"""The grammar that a choice of tools asks for."""
 
 from __future__ import annotations
 

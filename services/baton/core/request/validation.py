@@ -1,8 +1,7 @@
 """The one check that every public entry (HTTP, gRPC) puts a Request through.
 
-Knows neither wire formats nor any model: what depends on the model (its name, its context, its
-vocabulary) is checked where the model is known. Field names in errors are those of `Request`, its
-parts and `SamplingParams`; an entry whose clients use other names translates them.
+Field names in errors are those of `Request`, its parts and `SamplingParams`; an entry whose clients
+use other names translates them.
 
 A request that passes costs a bounded amount of memory and work, whatever it says.
 """

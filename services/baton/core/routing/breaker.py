@@ -1,7 +1,7 @@
 """When a worker that loses attempts gets no new ones: a circuit breaker, and those of a whole pool.
 
-Pure: told what became of attempts and what time it is. Knows neither workers nor what an attempt
-is. A worker that died needs no breaker: its next instance id is another worker.
+Pure: told what became of attempts and what time it is. A worker that died needs no breaker: its
+next instance id is another worker.
 
     CLOSED ──TRIPPED──► OPEN ──COOLED──► HALF_OPEN ──PLACED──► PROBING ──GAINED──► CLOSED
                                              ▲                  │  └────LOST────► OPEN, for longer

@@ -1,4 +1,4 @@
-"""What a worker tells about itself: what it is, and how busy; knows nothing of who asks."""
+"""What a worker tells about itself: what it is, and how busy."""
 
 from __future__ import annotations
 

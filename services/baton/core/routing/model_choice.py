@@ -1,4 +1,4 @@
-"""Which model a new request runs on; knows models and who serves them, no request's contents.
+"""Which model a new request runs on.
 
 While another version of a model rolls out under the same name, there are two of it for a time. A
 request is bound to one from its start: a stream never goes on with another model's tokens. So a new

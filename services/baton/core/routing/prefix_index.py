@@ -1,4 +1,4 @@
-"""PrefixIndex, which workers hold which prefixes; knows workers by number, and no models.
+"""PrefixIndex, which workers hold which prefixes.
 
 Fed by every worker's numbered cache events (see `core.cache_log`). One dictionary has for each unit
 the workers that hold it, as the bits of an int: what a prompt's hashes have in common with a

@@ -1,4 +1,4 @@
-"""Which requests may be what kills workers, and how they are kept apart; knows no worker.
+"""Which requests may be what kills workers, and how they are kept apart.
 
 A request that had gained no token in an attempt whose worker died (or hung) is a suspect: it may
 have done it. Suspects run at most one per worker at a time, so that the next death tells who it

@@ -1,4 +1,4 @@
-"""How many retries a router may add to the load of a fleet that fails; knows no request.
+"""How many retries a router may add to the load of a fleet that fails.
 
 A token bucket (as in "Handling Overload", Site Reliability Engineering, 2016, and as Finagle has
 it): every request that starts pays in a share of a retry, time pays in a little, so that a quiet

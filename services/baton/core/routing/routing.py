@@ -3,8 +3,7 @@
 Conditional disaggregation: a prompt gets a prefill worker of its own when that takes all who are
 concerned less time, by the speeds that the workers have measured themselves; while they have not, a
 long enough prompt gets one. A prefill worker that is merely busy is waited for: its load must not
-spill over into decode's steps. Knows nothing of requests beyond the numbers in `Demand`; every
-candidate's fate is in the Decision.
+spill over into decode's steps.
 """
 
 from __future__ import annotations

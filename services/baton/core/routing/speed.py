@@ -1,4 +1,4 @@
-"""WorkerSpeed, how fast a worker is by its own measurements; knows neither queues nor prices.
+"""WorkerSpeed, how fast a worker is by its own measurements.
 
 The same numbers predict a prompt's time to first token, what it does to sequences that run, and
 whether a hand-over is worth it.

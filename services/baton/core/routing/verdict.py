@@ -1,7 +1,4 @@
-"""A verdict that does not flap: only several observations in a row against it change it.
-
-Knows nothing of what is judged.
-"""
+"""A verdict that does not flap: only several observations in a row against it change it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""WorkerLedger, what a router has given to one worker, and when that worker is full; knows no
-clock.
+"""WorkerLedger, what a router has given to one worker, and when that worker is full.
 
 A worker's report is a little old and tells of all routers' work. What this router has given to a
 worker it knows exactly; what others have there is taken from the newest report, less what was this

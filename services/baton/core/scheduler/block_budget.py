@@ -2,8 +2,7 @@
 
 Blocks come with growth headroom: nothing is let in unless it and all that runs can grow by
 `headroom` positions, so nobody is let in only to push somebody out. When blocks run out all the
-same, or something more important does not fit, the least important and latest is preempted. Knows
-neither steps nor tokens.
+same, or something more important does not fit, the least important and latest is preempted.
 """
 
 from __future__ import annotations

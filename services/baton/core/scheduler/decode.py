@@ -1,4 +1,4 @@
-"""DecodeScheduler, which sequences get their next token; knows neither routers nor transfers.
+"""DecodeScheduler, which sequences get their next token.
 
 Every step is continuous batching: what ended is gone, what arrived joins, tables grow by a block
 where the next token needs one, and all that runs gets one token. Inputs that are computed here

@@ -1,4 +1,4 @@
-"""DecodePolicy, how much a decode worker takes on at once; knows no scheduler."""
+"""DecodePolicy, how much a decode worker takes on at once."""
 
 from __future__ import annotations
 

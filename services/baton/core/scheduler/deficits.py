@@ -1,4 +1,4 @@
-"""Whose turn it is: deficit round robin over tenants, by tokens; knows no queue and no request.
+"""Whose turn it is: deficit round robin over tenants, by tokens.
 
 Deficit round robin (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin",
 SIGCOMM 1995) in its surplus form (Adiseshu, Parulkar and Varghese, SIGCOMM 1996): a tenant may

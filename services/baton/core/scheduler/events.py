@@ -1,4 +1,4 @@
-"""What schedulers tell about attempts; knows neither who listens nor how it travels."""
+"""What schedulers tell about attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intake, the door of a scheduler: a valid attempt becomes a SequenceGroup; knows no queue."""
+"""Intake, the door of a scheduler: a valid attempt becomes a SequenceGroup."""
 
 from __future__ import annotations
 

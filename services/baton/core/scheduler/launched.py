@@ -1,4 +1,4 @@
-"""Launched, what a step in flight will make and for whom; knows neither pool nor policy."""
+"""Launched, what a step in flight will make and for whom."""
 
 from __future__ import annotations
 

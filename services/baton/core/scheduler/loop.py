@@ -1,4 +1,4 @@
-"""EngineLoop, steps one behind the other: plan, submit, collect, apply; knows no thread, no clock.
+"""EngineLoop, steps one behind the other: plan, submit, collect, apply.
 
 As many steps are in flight as the runner wants. With one, a step is planned when the one before it
 is applied. With two, the next step is planned and prepared while one runs, so it may carry tokens

@@ -1,8 +1,7 @@
 """The values between scheduler and runner: what to compute, and what came out.
 
-Plain data: knows neither requests nor tensors. A runner sees nothing else. Nobody changes a value
-once it is made; those that a step has hundreds of are still no frozen dataclasses, which take 1 µs
-each to make.
+Plain data: A runner sees nothing else. Nobody changes a value once it is made; those that a step
+has hundreds of are still no frozen dataclasses, which take 1 µs each to make.
 """
 
 from __future__ import annotations

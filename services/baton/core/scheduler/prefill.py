@@ -1,4 +1,4 @@
-"""PrefillScheduler, which prompts are computed next; knows neither KV chunks nor peers.
+"""PrefillScheduler, which prompts are computed next.
 
 One loop fills steps by token budget. A step is due as soon as enough tokens wait to fill it or the
 oldest of them has waited for the batch window, whichever comes first. Inputs that do not fit go on

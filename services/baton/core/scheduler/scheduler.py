@@ -1,4 +1,4 @@
-"""What both schedulers share: their port, limits, orders and checks; knows no block pool."""
+"""What both schedulers share: their port, limits, orders and checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence, the progress of one choice on one worker; knows no scheduler.
+"""Sequence, the progress of one choice on one worker.
 
 A sequence's KV comes to be in one of two ways: computed here, or collected from another worker.
 Then it either runs here, or is held for the worker that will run it, also after it ran here:

@@ -1,4 +1,4 @@
-"""SequenceGroup, one input on its way to KV and the sequences that go on from it; knows no policy.
+"""SequenceGroup, one input on its way to KV and the sequences that go on from it.
 
 A prompt with n choices is computed or collected once. Its sequences part when KV is complete: one
 takes the table over, each of the others got a fork of it, with room to grow, when blocks were

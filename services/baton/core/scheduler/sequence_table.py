@@ -1,5 +1,4 @@
-"""SequenceTable, who is on a decode worker and where in its life; knows no budgets and decides
-nothing.
+"""SequenceTable, who is on a decode worker and where in its life.
 
 Every sequence is in exactly one place, and its state says which: `waiting` (QUEUED and SWAPPED),
 `prefilling`, `arriving`, `running`, or `held`. The first three hold inputs, shared by sequences

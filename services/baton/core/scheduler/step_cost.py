@@ -1,4 +1,4 @@
-"""StepCost, how long a step will probably take; knows no clock, only what it is told.
+"""StepCost, how long a step will probably take.
 
 A best guess, unlike `StepTimes`, which is pessimistic for those who watch whether a worker lives.
 Steps without prefill teach a + b * rows + c * context. Steps with prefill teach only the seconds

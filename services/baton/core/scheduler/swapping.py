@@ -3,7 +3,7 @@
 The cheaper one is taken, as measured: seconds per swapped block, both ways, against seconds per
 prefilled position. While one of them is not known, all but short contexts are swapped, which
 teaches it. Every choice against swapping lets the measured time fade a little, so that one slow
-move is not held against it for ever. Knows neither who is preempted nor how blocks are moved.
+move is not held against it for ever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells when another process of this machine ends; knows nothing of what it did."""
+"""Tells when another process of this machine ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks add up and agree on, over gloo; knows tensors and ranks, no model.
+"""What ranks add up and agree on, over gloo.
 
 Sums are made of gathered parts in the order of the ranks. gloo's own sum cuts a tensor into pieces
 and adds each in another order: what a row comes to would then hang on how many rows there are.

@@ -1,4 +1,4 @@
-"""What a ranked runner and its ranks say to each other, as plain values; knows no transport.
+"""What a ranked runner and its ranks say to each other, as plain values.
 
 Encoded with msgspec, field types checked on arrival: no pickle, whatever carries the bytes.
 """

@@ -1,4 +1,4 @@
-"""One rank: a TorchRunner over its heads, told what to do by messages; knows no other rank's part.
+"""One rank: a TorchRunner over its heads, told what to do by messages.
 
 Ranks run the same messages in the same order, which is all the order their sums need.
 """

@@ -1,4 +1,4 @@
-"""Builds a rank's network and reads its slices of the weights; knows files, not steps.
+"""Builds a rank's network and reads its slices of the weights.
 
 The network is laid out without memory, its layers made as small as the rank's, and only then given
 memory: a rank never holds what is another's.

@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share by a file without a name; knows not what lies in it.
+"""Memory that processes of one machine share by a file without a name.
 
 The file (memfd) is another process's, found through /proc/<pid>/fd, and is gone when the last one
 that maps it is, however that one ended.

@@ -1,4 +1,4 @@
-"""Which slice of each weight a rank has; knows modules and transformers' own plans, no files.
+"""Which slice of each weight a rank has.
 
 Models say themselves how their layers split (`base_model_tp_plan`): linear layers by outputs
 (colwise) or by inputs (rowwise), whose results are summed over ranks. Anything else in a plan is

@@ -1,4 +1,4 @@
-"""What the attention kernels are told beside queries, keys and values; knows no kernel."""
+"""What the attention kernels are told beside queries, keys and values."""
 
 from __future__ import annotations
 

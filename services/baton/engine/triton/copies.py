@@ -1,7 +1,4 @@
-"""Copies KV into block-major memory and between it and the wire's layout, one kernel each.
-
-Knows places (block id x block size + offset) and shapes; neither extents nor owners.
-"""
+"""Copies KV into block-major memory and between it and the wire's layout, one kernel each."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Paged attention of one query per sequence, split over a sequence's parts and merged after.
 
-Knows block tables and lengths; neither layers nor steps. A decode step reads all KV of its
-sequences once and computes little, so that what counts is that all of a GPU reads: one sequence's
-parts go to several programs (flash decoding: Dao, Haziza, Massa, Sizov, 2023). All query heads of a
-KV head make one tile, so that KV is read once for all of them.
+A decode step reads all KV of its sequences once and computes little, so that what counts is that
+all of a GPU reads: one sequence's parts go to several programs (flash decoding: Dao, Haziza, Massa,
+Sizov, 2023). All query heads of a KV head make one tile, so that KV is read once for all of them.
 
 How a sequence is cut depends on its own length alone, and what a program makes of a part does not
 depend on which program it is: no result depends on the batch. Grids depend on the number of

@@ -1,4 +1,4 @@
-"""Gives triton.jit a type; knows no kernel."""
+"""Gives triton.jit a type."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Merges the states that decode left of a sequence's parts into attention's output.
-
-Knows parts; not how they came about.
-"""
+"""Merges the states that decode left of a sequence's parts into attention's output."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Paged attention of chunks: tiles of queries at consecutive positions of one sequence.
 
-Knows block tables and tiles; neither layers nor steps. Tiles lie at multiples of their size,
-counted in positions of the sequence. What a row reads thus depends on its position, never on how
-its prompt was cut into chunks. With `NESTED` it goes further and repeats what decode does: the same
-tiles, the same parts, merged in the same order. A row then has the bits that decode would give it.
+Tiles lie at multiples of their size, counted in positions of the sequence. What a row reads thus
+depends on its position, never on how its prompt was cut into chunks. With `NESTED` it goes further
+and repeats what decode does: the same tiles, the same parts, merged in the same order. A row then
+has the bits that decode would give it.
 """
 
 from __future__ import annotations

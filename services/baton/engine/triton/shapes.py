@@ -1,4 +1,4 @@
-"""How large the tiles of the attention kernels are; knows sizes, but no GPU and no Triton.
+"""How large the tiles of the attention kernels are.
 
 There is no tuning at run time: it would cost minutes at start, differ from start to start, and with
 it the last bits of logits. The figures follow from two bounds: keys and values that are read ahead

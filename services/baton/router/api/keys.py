@@ -1,4 +1,4 @@
-"""Who calls: turns what a caller shows into a Tenant; knows neither HTTP nor gRPC.
+"""Who calls: turns what a caller shows into a Tenant.
 
 Nothing that a caller shows is logged or told back.
 """

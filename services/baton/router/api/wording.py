@@ -1,4 +1,4 @@
-"""Failures in the words of whoever asked: core's field names become theirs. Knows no face."""
+"""Failures in the words of whoever asked: core's field names become theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router's own load and its decode pool's memory under vLLM's names; knows no scraper.
+"""A router's own load and its decode pool's memory under vLLM's names.
 
 Running and waiting are the requests of this router: whoever picks among routers, or adds them up,
 counts each request once. KV is that of all decode workers: every router uses them all.

@@ -1,4 +1,4 @@
-"""What a router counts; knows nothing of how it is scraped.
+"""What a router counts.
 
 Of tenants there is a label for each that called, as the file of API keys names it, and one for all
 others: callers choose no label.

@@ -1,4 +1,4 @@
-"""Tells a Pace how busy this process is; knows nothing of what it is busy with."""
+"""Tells a Pace how busy this process is."""
 
 from __future__ import annotations
 

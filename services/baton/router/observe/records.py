@@ -1,5 +1,4 @@
-"""Records, what a router remembers of its requests and tells of their use; knows neither HTTP nor
-files."""
+"""Records, what a router remembers of its requests and tells of their use."""
 
 from __future__ import annotations
 

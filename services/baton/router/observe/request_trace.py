@@ -1,7 +1,6 @@
 """What the trace of one request tells: its stages, its attempts and its end; nothing of its text.
 
-Its stages are spans that follow each other without a gap, so that they cover all of its time. Knows
-no tracer, and nothing of why things happen.
+Its stages are spans that follow each other without a gap, so that they cover all of its time.
 """
 
 from __future__ import annotations

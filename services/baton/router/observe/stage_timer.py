@@ -1,5 +1,4 @@
-"""Tells a request's StageClock, its record and its trace what happens, with the time; knows nothing
-of why it happens."""
+"""Tells a request's StageClock, its record and its trace what happens, with the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Use, what a router's requests and its decode workers do now; knows nobody who asks.
+"""Use, what a router's requests and its decode workers do now.
 
 Running and waiting are the requests of this router: whoever adds up routers counts each once. What
 workers report is of all routers' work.

@@ -1,9 +1,9 @@
 """Gate, where every request of every public route is let in: core's admission with this router's
 clock and fleet.
 
-Knows no attempts and no streams. `receive` comes first, before a request's bytes are read, or, over
-gRPC, before they are looked at. What is let in gets a Pass, which holds everything that the request
-was granted until it is released.
+`receive` comes first, before a request's bytes are read, or, over gRPC, before they are looked at.
+What is let in gets a Pass, which holds everything that the request was granted until it is
+released.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the answers of one request are read and what they are bound to; knows no wire, no workers.
+"""How the answers of one request are read and what they are bound to.
 
 Chosen from what it asks for, what the operator set and what the model's chat template tells.
 """

@@ -1,7 +1,7 @@
 """Runs one attempt: places it, starts its phases, and frees what they hold when it is over.
 
 Tells the request state whatever happens; the request state says when the attempt is over and who
-still holds something for it. Knows nothing of text or of the request's other attempts.
+still holds something for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells one's own cancellation from a peer's; knows nothing of either's reasons."""
+"""Tells one's own cancellation from a peer's."""
 
 from __future__ import annotations
 

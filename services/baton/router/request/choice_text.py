@@ -1,7 +1,6 @@
 """The text of one choice: what is asked of a detokenizer, what came back, what the client has.
 
-A cursor over the token log on each side. Knows neither the stream to the detokenizer nor the one to
-the client, and never waits.
+A cursor over the token log on each side.
 """
 
 from __future__ import annotations

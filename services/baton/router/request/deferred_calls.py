@@ -1,4 +1,4 @@
-"""Does things about when they are due, many together: one timer for all of them. Knows no thing."""
+"""Does things about when they are due, many together: one timer for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatcher, where attempts wait for workers with room, in fair order; knows nothing of requests.
+"""Dispatcher, where attempts wait for workers with room, in fair order.
 
 An attempt gets workers when it is its turn in the FairQueue, the router's ConcurrencyLimiter has
 room, and there are workers that fit it and are not full. What it takes of them until its first

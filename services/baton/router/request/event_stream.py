@@ -1,4 +1,4 @@
-"""What a client reads of one request: Accepted, deltas, Finished. Knows no wire.
+"""What a client reads of one request: Accepted, deltas, Finished.
 
 There is no queue: whatever is new since the last event becomes one delta a choice when it is asked
 for. A slow reader gets fewer, larger deltas, and so does everyone while the router is too busy to

@@ -1,7 +1,7 @@
 """One running sequence on its way to another decode worker; a value that is passed along.
 
 The mover makes it, the attempt that runs the sequence asks its worker, and the attempt that is to
-go on takes it over. Knows nothing of how KV travels.
+go on takes it over.
 """
 
 from __future__ import annotations

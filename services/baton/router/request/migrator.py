@@ -2,8 +2,7 @@
 
 Texts are opened again elsewhere from the token log, all at once. Of sequences a few of each worker
 move at a time, so that both rings and both engines keep serving the rest; the others go on where
-they are until it is their turn. What cannot move finishes there. Knows nothing of requests but
-which of their sequences could go.
+they are until it is their turn. What cannot move finishes there.
 """
 
 from __future__ import annotations

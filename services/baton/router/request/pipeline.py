@@ -2,7 +2,6 @@
 
 is there room for its bytes → is anything let in → validate → is it let in → prepare (see
 `preparation`) → runner (its turn, attempts on prefill and decode, tokens to text) → events.
-Knows neither HTTP nor gRPC.
 """
 
 from __future__ import annotations

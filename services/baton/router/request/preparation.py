@@ -1,4 +1,4 @@
-"""From a request that was let in to the runner that will run it; knows nothing of its end.
+"""From a request that was let in to the runner that will run it.
 
 which model → encode → does it fit → resolve what the client left open → is it still let in → how
 likely the prompt is, if that is asked → a runner, not started yet.

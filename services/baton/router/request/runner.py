@@ -1,7 +1,6 @@
 """Carries one request through the fleet: attempts on workers, tokens to text, until all ended.
 
-The request state (core) decides; this starts what it wants and feeds it what happens. Knows nothing
-of the client: what is there for it is taken from `texts`.
+The request state (core) decides; this starts what it wants and feeds it what happens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Asks a detokenizer for the bytes of single tokens, by another one when it is lost.
-
-Knows nothing of what the tokens are needed for.
-"""
+"""Asks a detokenizer for the bytes of single tokens, by another one when it is lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keeps the texts of one request at a detokenizer, and moves them to another when it is lost.
-
-Knows nothing of the workers that make the tokens, nor of the client.
-"""
+"""Keeps the texts of one request at a detokenizer, and moves them to another when it is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ends a stream of which one step takes too long, with one timer for all its steps.
 
-A timer for each step would cost as much as what is read or written. Knows neither stream nor peer.
+A timer for each step would cost as much as what is read or written.
 """
 
 from __future__ import annotations

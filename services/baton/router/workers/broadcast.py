@@ -1,4 +1,4 @@
-"""Wakes everyone who waits for something to change; knows not what changed."""
+"""Wakes everyone who waits for something to change."""
 
 from __future__ import annotations
 

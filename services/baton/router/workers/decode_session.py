@@ -1,8 +1,8 @@
 """The one stream between this router and a decode worker, shared by all requests that run there.
 
 Takes StepFrames apart and hands each piece to the attempt it belongs to, at once and without
-waiting. Knows nothing of what an attempt does with it. After a break the stream is resumed from
-the attempts' next positions; what the worker no longer has is told as lost.
+waiting. After a break the stream is resumed from the attempts' next positions; what the worker no
+longer has is told as lost.
 """
 
 from __future__ import annotations

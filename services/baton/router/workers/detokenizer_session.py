@@ -1,8 +1,8 @@
 """The one stream between this router and a detokenizer, shared by the texts of all requests.
 
-Pulls from each text what is new when there is room on the stream, so that nothing queues up here.
-Knows nothing of choices or log-probabilities. A break loses the texts' state at the worker: each
-text is told and opened again elsewhere by its owner.
+Pulls from each text what is new when there is room on the stream, so that nothing queues up here. A
+break loses the texts' state at the worker: each text is told and opened again elsewhere by its
+owner.
 """
 
 from __future__ import annotations

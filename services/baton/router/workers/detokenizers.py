@@ -1,4 +1,4 @@
-"""Which detokenizer gets a text; knows nothing of what becomes of it there."""
+"""Which detokenizer gets a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where workers are: addresses by role, as they come and go. Knows nothing of the workers.
+"""Where workers are: addresses by role, as they come and go.
 
 What a source leaves out is not given up for that: the pools go on with whoever still answers. So a
 source that fails, or that is a moment behind, keeps silent, and nothing is lost by it.

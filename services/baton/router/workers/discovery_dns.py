@@ -1,4 +1,4 @@
-"""Workers behind a DNS name, such as a headless service's; knows nothing of workers.
+"""Workers behind a DNS name, such as a headless service's.
 
 The name is looked up again on a timer, and sooner when a worker does not answer. A failed look-up
 changes nothing, and that a name has no address is believed only when it is told several times in a

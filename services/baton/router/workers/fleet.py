@@ -1,4 +1,4 @@
-"""All pools of one router, with the clients it needs to each role; knows no requests."""
+"""All pools of one router, with the clients it needs to each role."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ Discovery only says where to look. Whether a worker is there, and what it can do
     not listed, silent      gone, and forgotten, with its channel
 
 An address that comes back is listed again. Who is met at two addresses at once, as a pod with IPv4
-and IPv6 is, is followed at the first. Knows no requests.
+and IPv6 is, is followed at the first.
 """
 
 from __future__ import annotations

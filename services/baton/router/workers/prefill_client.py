@@ -1,4 +1,4 @@
-"""Speaks to one prefill worker; knows nothing of what its answer means for the request."""
+"""Speaks to one prefill worker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """When a stream that broke counts as lost, and how long to pause before the next try.
 
-Knows nothing of gRPC. A stream is lost when its worker was silent for the window, or when the
-worker's address refused several tries in a row: then nobody listens there and waiting is no use.
+A stream is lost when its worker was silent for the window, or when the worker's address refused
+several tries in a row: then nobody listens there and waiting is no use.
 """
 
 from __future__ import annotations

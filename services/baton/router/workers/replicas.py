@@ -1,4 +1,4 @@
-"""How many routers are live: what shares of budgets are counted by. Knows no budget."""
+"""How many routers are live: what shares of budgets are counted by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speaks to one tokenizer; knows nothing of retries."""
+"""Speaks to one tokenizer."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A tokenizer works in the order in which things come, so what decides is what it 
 router sends each one only as much as keeps its threads busy, and the rest waits here, by deficit
 round robin over tenants and bytes (`FairQueue`). There are three lanes, as there are at the
 tokenizer, so that none waits for another: short inputs, long ones, and those that bring a grammar,
-which is tried first and may take far longer than its text. Knows nothing of what is done.
+which is tried first and may take far longer than its text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """What tokenizers do for this router's requests, each in its tenant's turn, and by another one when
-one fails; knows no request's life."""
+one fails.
+"""
 
 from __future__ import annotations
 

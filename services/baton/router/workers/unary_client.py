@@ -1,7 +1,7 @@
 """Calls to one worker that has no stream of its own to tell when it is gone.
 
 A call ends when its answer comes, when its caller is cancelled, or when the worker is given up by
-whoever watches it. Knows nothing of what is called.
+whoever watches it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One worker as a router sees it: what it is, what it reports, and what this router gave it.
-
-Knows nothing of how it is reached or of requests.
-"""
+"""One worker as a router sees it: what it is, what it reports, and what this router gave it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Follows the worker at one address and keeps a client for its present instance id.
 
 Another instance id at the same address is another worker: the old one's client is closed, which
-tells everyone who used it. Knows nothing of requests or of other workers.
+tells everyone who used it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which of our processes holds the other end of a TCP connection on this machine (Linux).
 
 The kernel's tables name the socket of a port, and a process's open files name its sockets; neither
-needs more rights than one has on one's own processes. Knows nothing of what is said there.
+needs more rights than one has on one's own processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two of each worker and a router or two, supervised, for one run; knows no streams.
+"""Two of each worker and a router or two, supervised, for one run.
 
 The first start and every restart are the supervisor's. What ended, and whether it was told to, is
 written down here: a process that ends by itself is a finding.

@@ -1,4 +1,4 @@
-"""Asks for streams, so many at a time, and follows them; knows nothing of processes."""
+"""Asks for streams, so many at a time, and follows them."""
 
 from __future__ import annotations
 

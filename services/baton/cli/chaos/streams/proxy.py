@@ -2,7 +2,7 @@
 
 What is cut is neither lost nor refused: it stays where it is, connections stay open, a connection's
 end is not passed on, as when a network drops all packets of a direction. What TCP would send again
-flows when the edge is whole again. Knows no protocol above TCP; who a caller is, it is told.
+flows when the edge is whole again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads JSON as it comes and passes it on as it is. Knows which text is JSON, not what it means."""
+"""Reads JSON as it comes and passes it on as it is."""
 
 from __future__ import annotations
 

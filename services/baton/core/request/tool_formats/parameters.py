@@ -1,4 +1,4 @@
-"""A tool's parameters as a grammar; knows no format."""
+"""A tool's parameters as a grammar."""
 
 from __future__ import annotations
 

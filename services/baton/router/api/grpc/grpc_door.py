@@ -1,4 +1,4 @@
-"""Asks every gRPC call for its key before anything of the call is read; knows no service.
+"""Asks every gRPC call for its key before anything of the call is read.
 
 Everything but health needs a key: also reflection, and methods that do not exist.
 

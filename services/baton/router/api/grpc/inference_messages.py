@@ -1,4 +1,4 @@
-"""Requests and events of `baton.v1.Inference` to core values and back; knows no RPC.
+"""Requests and events of `baton.v1.Inference` to core values and back.
 
 An absent field takes core's default, which differs from zero.
 """

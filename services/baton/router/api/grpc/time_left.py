@@ -1,4 +1,4 @@
-"""How long a gRPC caller waits, as a request's deadline; knows no service."""
+"""How long a gRPC caller waits, as a request's deadline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How an API words one call: the part that chat and text completions share.
 
-Knows core's events and JSON; knows neither HTTP nor how chunks are framed.
+Knows core's events and JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bytes of a JSON body to a typed struct and the names of parameters that have no effect.
 
-Strict about types; says which field is at fault. Knows no single parameter.
+Strict about types; says which field is at fault.
 """
 
 from __future__ import annotations

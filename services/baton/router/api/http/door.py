@@ -1,5 +1,6 @@
 """Decides of every HTTP request whether it may go on, before it is routed: by the name under which
-it came, and by its key. Knows no route but those with a rule of their own."""
+it came, and by its key.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Answers POST of a generating route: parse, open, then one document or a stream of events.
 
-Raw ASGI: nothing stands between an event and the socket. Knows neither API's words; those are the
-`parse` and the `answer` it is given.
+Raw ASGI: nothing stands between an event and the socket.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The OpenAPI document of the HTTP API, made from the types that bodies are read into and from the
-validator's own ranges, so that it says what is so. Knows no server."""
+validator's own ranges, so that it says what is so.
+"""
 
 from __future__ import annotations
 

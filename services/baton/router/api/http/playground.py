@@ -1,4 +1,4 @@
-"""GET /: the playground, one static page with its scripts and styles; knows nothing of chats.
+"""GET /: the playground, one static page with its scripts and styles.
 
 What the page may do is said to the browser: run these scripts, and speak to this router.
 """

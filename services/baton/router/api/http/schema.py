@@ -1,4 +1,4 @@
-"""The JSON bodies of the OpenAI API as types, with vLLM's extra parameters; knows no meanings.
+"""The JSON bodies of the OpenAI API as types, with vLLM's extra parameters.
 
 A field is here exactly when it is applied. `REFUSED` names those that would change the answer but
 are not offered, so that they are an error rather than silently without effect. All others are

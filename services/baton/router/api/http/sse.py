@@ -1,6 +1,6 @@
 """Server-sent events over raw ASGI: framing, comments against idle proxies, and the end.
 
-Knows JSON documents; knows neither what they say nor where they come from.
+Knows JSON documents.
 """
 
 from __future__ import annotations

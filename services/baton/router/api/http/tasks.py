@@ -1,5 +1,4 @@
-"""Running work together: side by side, or only for as long as the client stays. Knows no HTTP
-but the ASGI message that says the client is gone."""
+"""Running work together: side by side, or only for as long as the client stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway is told of this Baton: its model, its health, its load. Knows no RPC.
+"""What a gateway is told of this Baton: its model, its health, its load.
 
 It is one engine of one model. KV is that of all decode workers; running and waiting are the
 requests of this router.

@@ -1,4 +1,4 @@
-"""The messages of one request, made from its events in order; knows no RPC.
+"""The messages of one request, made from its events in order.
 
 A stream has a chunk for whatever is new of a choice, which counts the new tokens only. Every choice
 ends with a `complete`, which has all tokens and counts them all. Of log-probabilities it has those

@@ -1,4 +1,4 @@
-"""`GenerateRequest` to a core Request; knows no RPC and no answer.
+"""`GenerateRequest` to a core Request.
 
 What is asked for and cannot be applied is refused: whatever field is set and not named here. The
 protocol writes most of its defaults as zero, so zero means them here too.

@@ -1,4 +1,4 @@
-"""Requests that are under way, so that they can be aborted by name. Knows no RPC, no pipeline.
+"""Requests that are under way, so that they can be aborted by name.
 
 A name is its caller's own: nobody aborts what another tenant asked. It may be given to several
 requests at a time; then all of them are meant.

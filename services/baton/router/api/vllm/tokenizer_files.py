@@ -1,4 +1,4 @@
-"""The files of a tokenizer as one zip archive; knows no RPC and reads no tokenizer."""
+"""The files of a tokenizer as one zip archive."""
 
 from __future__ import annotations
 
