@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from baton.cli.ports import HOST, free_ports
@@ -14,6 +16,16 @@ def test_they_are_different_and_free() -> None:
     held = [socket.create_server((HOST, port)) for port in ports]
     for one in held:
         one.close()
+
+
+def test_what_one_process_was_given_no_other_gets() -> None:
+    """The others' choice is made as narrow as can be: all but one of the ports are left out."""
+    (port,) = free_ports(1)
+    ask = (
+        "from baton.cli.ports import LOWEST, free_ports\n"
+        f"print(free_ports(1, avoid=set(range(LOWEST, 65536)) - {{{port}}}))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", ask], text=True).strip() == "[]"
 
 
 def test_the_system_hands_out_none_of_them() -> None:
