@@ -114,7 +114,7 @@ lint: install ## Style, import rules, stubs in step with the protos, locks with 
 	@$(BIN)/python scripts/gen_values_schema.py --check
 
 type: install ## mypy strict
-	@$(BIN)/mypy services scripts tests deploy/image
+	@$(BIN)/mypy services loadtest scripts tests deploy/image
 
 check: lint type test ## What CI runs
 

@@ -82,6 +82,9 @@ def numbers() -> Iterator[tuple[str, list[str], str]]:
     everything = [str(path) for path in modules.values()]
     total = sum(_code_lines(path) for path in modules.values())
     yield "files under services/baton", everything, f"  with {total:,} lines of code"
+    measuring = list((ROOT / "loadtest").rglob("*.py"))
+    total = sum(_code_lines(path) for path in measuring)
+    yield "files under loadtest", list(map(str, measuring)), f"  with {total:,} lines of code"
 
 
 def _module(path: Path) -> str:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.cli.results import Result, compared
 from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.attention import LayerArguments
 from baton.engine.probe import AttentionShape
 from baton.engine.triton_backend import TritonBackend
+from baton_loadtest.results import Result, compared
 from gpucheck.definition import attention
 from gpucheck.timing import seconds
 

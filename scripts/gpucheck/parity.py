@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from baton.cli.results import Result, compared
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
+from baton_loadtest.results import Result, compared
 from gpucheck.driving import generate
 from gpucheck.figures import agreement
 from tests.engine.tiny_models import ARCHS, VOCAB, build, save_tiny_model

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from baton.cli.main import COMMANDS, main
+from baton.cli.main import commands, main
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

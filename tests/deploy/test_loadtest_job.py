@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from baton.cli.loadtest import command
 from baton.rpc.address import split
+from baton_loadtest.load import command
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "loadtest"

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import gpu_check
-from baton.cli.results import Result
 from baton.engine.fake import FakeRunner
+from baton_loadtest.results import Result
 from gpucheck import figures, kernels, parity, speed
 from gpucheck.driving import generate
 from tests.engine import driving

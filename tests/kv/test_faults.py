@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from baton.cli.chaos.corruptions import INJECTIONS
-from baton.cli.chaos.requests import with_settings
 from baton.core.errors import HandoverFailed
 from baton.core.handover.table import LIMITS, Limit, ReceiverState, SenderState
 from baton.transfer.fault_spec import FaultSpec, parse
 from baton.transfer.faults import MESSAGE_POINTS, POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
 from baton.transfer.injector import Injector
 from baton.transfer.kv_chunk import Sealer
+from baton_loadtest.chaos.corruptions import INJECTIONS
+from baton_loadtest.chaos.requests import with_settings
 from tests.kv.rig import POSITIONS_PER_BUFFER, Pool, expected, rig
 
 POSITIONS = 5 * POSITIONS_PER_BUFFER

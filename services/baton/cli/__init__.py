@@ -1,1 +1,1 @@
-"""The command line: baton up, down, chat, doctor, bench."""
+"""What people type who serve: up, down, chat, doctor, keys, batch, top, explain, replay, fetch."""

@@ -10,27 +10,38 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from importlib.util import find_spec
 
 from baton.core.errors import BatonError
 
 COMMANDS = {
-    "up": "up",
-    "down": "down",
-    "top": "top.command",
-    "chat": "chat",
-    "doctor": "doctor",
-    "keys": "keys",
-    "plan": "plan",
-    "explain": "explaining.command",
-    "replay": "explaining.replay_command",
-    "fetch": "fetch",
-    "simulate": "simulating.command",
-    "batch": "batch.command",
-    "loadtest": "loadtest.command",
-    "bench": "bench.command",
-    "chaos": "chaos.command",
+    "up": "baton.cli.up",
+    "down": "baton.cli.down",
+    "top": "baton.cli.top.command",
+    "chat": "baton.cli.chat",
+    "doctor": "baton.cli.doctor",
+    "keys": "baton.cli.keys",
+    "explain": "baton.cli.explaining.command",
+    "replay": "baton.cli.explaining.replay_command",
+    "fetch": "baton.cli.fetch",
+    "batch": "baton.cli.batch.command",
 }
 """Each with the module that has it."""
+
+# Whatever measures, breaks, simulates or plans is a package of its own, which nothing here imports.
+MEASURING = {
+    "plan": "baton_loadtest.planner.plan",
+    "simulate": "baton_loadtest.simulator.command",
+    "loadtest": "baton_loadtest.load.command",
+    "bench": "baton_loadtest.bench.command",
+    "chaos": "baton_loadtest.chaos.command",
+}
+"""The commands of that package, there where it is installed."""
+
+
+def commands() -> dict[str, str]:
+    """Those that this installation has, each with the module that has it."""
+    return COMMANDS | (MEASURING if find_spec("baton_loadtest") else {})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,15 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=metadata.version("baton"))
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in COMMANDS.values():
-        import_module(f"baton.cli.{module}").add_parser(subparsers)
+    for module in commands().values():
+        import_module(module).add_parser(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        return int(import_module(f"baton.cli.{COMMANDS[args.command]}").run(args))
+        return int(import_module(commands()[args.command]).run(args))
     except BatonError as error:
         where = f" ({error.field})" if error.field else ""
         print(f"baton {args.command}: {error.message}{where}", file=sys.stderr)

@@ -14,9 +14,9 @@ import pytest
 
 from baton.cli.access import Access
 from baton.cli.http_client import ConnectionLost, HttpClient
-from baton.cli.loadtest.over_http import OverHttp
 from baton.client import AsyncClient, Client, Delta
 from baton.core.errors import Unavailable
+from baton_loadtest.load.over_http import OverHttp
 from tests.services.router.conftest import World
 from tests.services.router.router_process import RouterProcess, router_process
 from tests.services.router_http.scripted import openai_client

@@ -1,0 +1,109 @@
+"""`baton bench cold`: how long weights take to be read, checked and loaded.
+
+One reader that hashes all in one go with BLAKE2b, as versions before had it, against the pieces
+that the engine reads with several threads and hashes with xxh3; each with the files in memory and
+not. Files are put out of memory by asking the kernel to forget their pages, which a disk's or a
+host's own cache survives. Knows files and the loader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from baton_loadtest.bench import shapes
+from baton_loadtest.bench.child import progress
+from baton_loadtest.bench.process import call, cores
+from baton_loadtest.bench.report import Report
+from baton_loadtest.results import Result, compared
+
+DEADLINE_S = 900.0
+SERIAL_BYTES = 8 << 20
+WAYS = ("serial", "parallel")
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises ContenderFailed when the model cannot be loaded."""
+    threads = min(args.threads, cores())
+    folder = shapes.folder(args.shape)
+    job = {"model": str(folder), "threads": threads, "rounds": args.rounds}
+    found = call("cold", job, threads=threads, deadline_s=DEADLINE_S)
+    gigabytes = found["bytes"] / 1e9
+    results = [Result("weights", gigabytes, "GB")]
+    for name, times in found["times"].items():
+        serial, parallel = (median(times[way]) for way in WAYS)
+        if name.startswith("read"):
+            results.append(compared(name, gigabytes / parallel, "GB/s", gigabytes / serial))
+        else:
+            results.append(Result(name, parallel, "s", serial, parallel / serial))
+    return Report(results)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """job: model, threads, rounds. Returns bytes, and times by figure and way, in seconds."""
+    import torch
+
+    from baton.engine import loader
+    from baton.engine.config import EngineConfig
+    from baton.engine.digest import model_digest
+
+    torch.set_num_threads(job["threads"])
+    folder = Path(job["model"])
+    weights = sorted(folder.glob("*.safetensors"))
+    config = EngineConfig(model=str(folder), dtype="float32")
+
+    def parallel() -> None:
+        model_digest(folder / "config.json", weights)
+
+    def serial() -> None:
+        _read_serially([folder / "config.json", *weights])
+
+    def load(read: Callable[[], None]) -> None:
+        """The loader as it is, but for who reads."""
+        with patch.object(loader, "model_digest", lambda *_: read()):
+            loader.load(config)
+
+    readers = dict(zip(WAYS, (serial, parallel), strict=True))
+    figures: dict[str, tuple[bool, Callable[[Callable[[], None]], None]]] = {
+        "read and check, files not in memory": (True, lambda read: read()),
+        "read and check, files in memory": (False, lambda read: read()),
+        "load, files not in memory": (True, load),
+        "load, files in memory": (False, load),
+    }
+    times: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in figures}
+    for number in range(job["rounds"]):
+        for name, (cold, work) in figures.items():
+            for way, read in readers.items():
+                _forget(weights) if cold else parallel()
+                began = time.perf_counter()
+                work(read)
+                times[name][way].append(time.perf_counter() - began)
+        progress(f"round {number + 1} of {job['rounds']}")
+    return {"bytes": sum(file.stat().st_size for file in weights), "times": times}
+
+
+def _read_serially(files: Sequence[Path]) -> str:
+    digest = blake2b(digest_size=16)
+    for file in files:
+        with file.open("rb") as stream:
+            while piece := stream.read(SERIAL_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _forget(files: Sequence[Path]) -> None:
+    """Their pages leave memory; those not written yet are written first."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

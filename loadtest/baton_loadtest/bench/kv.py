@@ -1,0 +1,208 @@
+"""`baton bench kv`: what a hand-over costs, against the transport alone and against a copy.
+
+Three levels for each size: from buffer to buffer, verified; from pool to pool; the whole of it.
+Then what the digest costs, how much of a hand-over hides behind prefill, and what a prefix saves
+that decode already holds. Whoever gives, with its engine, is pinned to one core, and whoever
+collects to another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from baton.core.errors import InvalidArgument
+from baton.engine.config import MIB
+from baton.transfer import nixl
+from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton_loadtest.bench import shapes
+from baton_loadtest.bench.kv_ends import NO_DIGEST, layout_of
+from baton_loadtest.bench.process import call
+from baton_loadtest.bench.report import Chart, Line, Report
+from baton_loadtest.results import Result, at_most, compared
+
+DEADLINE_S = 300.0
+OF_RAW = 0.8
+OF_PARTS = 1.25
+HIDDEN = {512: 80.0, 256: 90.0}
+"""By chunk: least percent of a hand-over of 4096 tokens that is to hide behind prefill."""
+
+HIDDEN_PROMPT = 4096
+
+Figures = dict[str, dict[str, float]]
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises InvalidArgument for what this machine or model cannot do, ContenderFailed."""
+    if "nixl" in args.transports and not nixl.available():
+        raise InvalidArgument("nixl is not installed", field="transports")
+    model = shapes.folder(args.shape)
+    settings = shapes.config(model)
+    if args.prompt_tokens >= settings["max_position_embeddings"]:
+        raise InvalidArgument("is more than the model has positions", field="prompt_tokens")
+    sender_core, own_core = _cores()
+    rings = {
+        "num_buffers": args.slots,
+        "buffer_bytes": args.slot_mib * MIB,
+        "sender_core": sender_core,
+    }
+    layout = asdict(layout_of(settings))
+
+    def moves(transport: str, digest: str, sizes: Iterable[float], *, buffers: bool) -> Figures:
+        job = {
+            "transport": transport,
+            "layout": layout,
+            "sizes": sizes,
+            "digest": digest,
+            "buffers": buffers,
+            **rings,
+        }
+        found: Figures = call("kv_moves", job, threads=1, deadline_s=DEADLINE_S)
+        return found
+
+    results = [
+        *_pinned(sender_core, own_core),
+        Result("buffers of each ring", args.slots, ""),
+        Result("size of a buffer", args.slot_mib, "MiB"),
+    ]
+    charts = []
+    for transport in args.transports:
+        found = moves(transport, XXH3, args.sizes, buffers=True)
+        results += _levels(transport, found)
+        charts.append(_chart(transport, found))
+    first = args.transports[0]
+    largest = [max(args.sizes)]
+    digests = {
+        digest: moves(first, digest, largest, buffers=True) for digest in (XXH3, BLAKE2B, NO_DIGEST)
+    }
+    results += _digests(str(largest[0]), digests)
+    for chunk in args.chunks:
+        job = {
+            "model": str(model),
+            "vocab": settings["vocab_size"],
+            "threads": 1,
+            "prompt": args.prompt_tokens,
+            "chunk": chunk,
+            "rounds": args.rounds,
+            "seed": args.seed,
+            "transport": first,
+            **rings,
+        }
+        found = call("kv_overlap", job, threads=1, deadline_s=DEADLINE_S)
+        results += _overlap(args.prompt_tokens, chunk, found)
+    return Report(results, tuple(charts))
+
+
+def _cores() -> tuple[int | None, int | None]:
+    """The sender's and ours; None where processes cannot be pinned. `call` pins to the first."""
+    if not hasattr(os, "sched_getaffinity") or not shutil.which("taskset"):
+        return None, None
+    allowed = sorted(os.sched_getaffinity(0))
+    return allowed[-1], allowed[0]
+
+
+def _pinned(sender_core: int | None, own_core: int | None) -> list[Result]:
+    if sender_core is None or own_core is None:
+        return []
+    return [
+        Result("core of the sender and its engine", sender_core, ""),
+        Result("core of everything else", own_core, ""),
+    ]
+
+
+def _levels(transport: str, found: Figures) -> list[Result]:
+    results = []
+    for size, times in found.items():
+        name, moved = f"{transport}, {size} MB", times["bytes"]
+        # A message each way before the first KV chunk, beyond what a hand-over of nothing takes.
+        parts = sum(times[part] for part in ("pack", "seal", "raw", "verify", "unpack"))
+        parts += 2 * times["nothing"]
+        results += [
+            compared(f"{name}: raw against memcpy", *_speeds(moved, times, "raw", "memcpy")),
+            compared(
+                f"{name}: buffer to buffer, verified, against raw",
+                *_speeds(moved, times, "buffers", "raw"),
+                OF_RAW,
+            ),
+            at_most(
+                f"{name}: pool to pool against the sum of its parts",
+                *(1000 * times["pools"], "ms", OF_PARTS, 1000 * parts),
+            ),
+            compared(f"{name}: pool to pool against raw", *_speeds(moved, times, "pools", "raw")),
+            Result(f"{name}: whole hand-over", 1000 * times["whole"], "ms"),
+            Result(
+                f"{name}: whole hand-over of peers that have not met", 1000 * times["first"], "ms"
+            ),
+        ]
+    return results
+
+
+def _speeds(
+    moved: float, times: dict[str, float], one: str, other: str
+) -> tuple[float, str, float]:
+    return moved / times[one] / 1e9, "GB/s", moved / times[other] / 1e9
+
+
+def _digests(size: str, digests: dict[str, Figures]) -> list[Result]:
+    none = digests[NO_DIGEST][size]
+    results = []
+    for digest in (XXH3, BLAKE2B):
+        times = digests[digest][size]
+        speed = 2 * times["bytes"] / (times["seal"] + times["verify"]) / 1e9
+        results.append(Result(f"{digest}: seal and verify", speed, "GB/s"))
+        for level, name in (("buffers", "buffer to buffer"), ("pools", "pool to pool")):
+            cost = 100 * (1 - none[level] / times[level])
+            results.append(Result(f"{digest}: share of {size} MB {name}", cost, "%"))
+    return results
+
+
+def _overlap(prompt: int, chunk: int, found: dict[str, Any]) -> list[Result]:
+    """hidden: 1 - (last chunk's end to last byte landed) / (the same when nothing was hidden)."""
+
+    def typical(kind: str, figure: str) -> float:
+        return float(median(each[figure] for each in found[kind]))
+
+    name = f"{prompt} tokens in chunks of {chunk}"
+    behind, alone = typical("behind", "landed_s"), typical("alone", "landed_s")
+    hidden = 100 * (1 - behind / alone)
+    goal = HIDDEN.get(chunk) if prompt == HIDDEN_PROMPT else None
+    met = None if goal is None else hidden >= goal
+    half, whole = typical("half", "bytes"), typical("alone", "bytes")
+    return [
+        Result(f"{name}: bytes handed over", whole / 1e6, "MB"),
+        Result(f"{name}: hand-over, nothing hidden", 1000 * alone, "ms"),
+        Result(f"{name}: what is left after the last chunk", 1000 * behind, "ms"),
+        Result(f"{name}: hidden behind prefill", hidden, "%", goal=goal, met=met),
+        Result(f"{name}: bound of what can be hidden", 100 * (1 - chunk / prompt), "%"),
+        Result(
+            f"{name}: last chunk to first decode step",
+            1000 * typical("behind", "first_step_s"),
+            "ms",
+        ),
+        compared(f"{name}: bytes when decode holds the first half", half / 1e6, "MB", whole / 1e6),
+        compared(
+            f"{name}: time when decode holds the first half",
+            *(1000 * typical("half", "landed_s"), "ms", 1000 * alone),
+        ),
+    ]
+
+
+def _chart(transport: str, found: Figures) -> Chart:
+    sizes = [float(size) for size in found]
+    levels: Sequence[tuple[str, str]] = (
+        ("memcpy", "memcpy"),
+        ("raw", "raw"),
+        ("buffers", "buffer to buffer, verified"),
+        ("pools", "pool to pool"),
+        ("whole", "whole hand-over"),
+    )
+    lines = tuple(
+        Line(name, sizes, [times["bytes"] / times[level] / 1e9 for times in found.values()])
+        for level, name in levels
+    )
+    return Chart(f"hand-over, {transport}", "MB", "GB/s", lines, log=True)

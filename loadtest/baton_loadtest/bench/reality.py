@@ -1,0 +1,210 @@
+"""`baton bench reality`: what the simulator foretells against what a Baton on this machine does.
+
+For each of five workloads a Baton is started and asked, until its workers have measured their own
+speed. Then, several times: they are asked for it, requests are simulated, and then really sent. A
+machine's speed changes from minute to minute; what is foretold is to be told from what it was just
+before. Latencies are compared as clients see them. What router, tokenizer and detokenizer add to a
+first token, which the simulator takes for constant, is measured with requests alone before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from baton.cli.layout import UpOptions
+from baton.core.errors import BatonError
+from baton.core.quantiles import quantile
+from baton_loadtest.bench import shapes
+from baton_loadtest.bench.process import say
+from baton_loadtest.bench.real import Real, started
+from baton_loadtest.bench.report import Report
+from baton_loadtest.load.arrivals import Arrivals, Kind
+from baton_loadtest.load.lengths import Lengths, fixed, named
+from baton_loadtest.load.workload import Drawn, Workload
+from baton_loadtest.planner.calibrate import calibration_of
+from baton_loadtest.results import Result, at_most
+from baton_loadtest.simulator import drawn
+from baton_loadtest.simulator.calibration import Calibration
+from baton_loadtest.simulator.settings import Delays, FleetFacts
+from baton_loadtest.simulator.simulation import simulate
+from baton_loadtest.simulator.summary import Summary as Foretold
+from baton_loadtest.simulator.summary import summary
+
+ALONE = 20
+"""Requests, one at a time, that say what is added to a first token."""
+
+ALONE_S = 0.5
+MOST_TOKENS = 2048
+CLOSE, CLOSE_TAIL = 15.0, 30.0
+"""Percent that a median or a rate may be off, and a 99th percentile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """prefills: workers; 0: decode prefills. scale: of the lengths. bursts: three times the rate
+    for a quarter of the time, a third of it otherwise."""
+
+    name: str
+    lengths: Lengths
+    scale: float = 1.0
+    prefills: int = 0
+    shared_tokens: int = 0
+    bursts: bool = False
+
+    def drawn(self, rate: float, seconds: float) -> Drawn:
+        arrivals = Arrivals(Kind.POISSON, rate, seconds)
+        if self.bursts:
+            arrivals = Arrivals(
+                Kind.BURSTS, rate / 3, seconds, burst_rate=3 * rate, burst_s=5.0, period_s=20.0
+            )
+        return Drawn(
+            arrivals, self.lengths, self.scale, MOST_TOKENS, self.shared_tokens, shared_groups=4
+        )
+
+
+CASES = (
+    Case("even", fixed(128, 32)),
+    Case("chat", named("chat"), 0.2),
+    Case("code", named("code"), 0.2),
+    Case("chat in bursts, shared beginnings", named("chat"), 0.1, shared_tokens=256, bursts=True),
+    Case("chat, prefill apart", named("chat"), 0.2, prefills=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Seconds, and output tokens a second."""
+
+    first_p50: float
+    first_p99: float
+    between_p50: float
+    between_p99: float
+    throughput: float
+
+
+FIGURES = (
+    ("first token, p50", "first_p50", 1000.0, "ms", CLOSE),
+    ("first token, p99", "first_p99", 1000.0, "ms", CLOSE_TAIL),
+    ("between tokens, p50", "between_p50", 1000.0, "ms", CLOSE),
+    ("between tokens, p99", "between_p99", 1000.0, "ms", CLOSE_TAIL),
+    ("output tokens", "throughput", 1.0, "/s", CLOSE),
+)
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises BatonError when a request fails."""
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = str(shapes.with_tokenizer(shapes.folder(args.shape), Path(place)))
+        for case in CASES:
+            if args.only in case.name:
+                say(f"{case.name}: starting a Baton")
+                results += asyncio.run(_case(args, folder, case))
+    return Report(results)
+
+
+async def _case(args: argparse.Namespace, folder: str, case: Case) -> list[Result]:
+    async with started(UpOptions(model=folder, prefill=case.prefills)) as real:
+        return await _compared(args, case, real)
+
+
+async def _compared(args: argparse.Namespace, case: Case, real: Real) -> list[Result]:
+    seed = args.seed
+    alone = Drawn(Arrivals(Kind.CONSTANT, 1 / ALONE_S, ALONE * ALONE_S), fixed(64, 8)).workload(0)
+    await _seen(real, case.drawn(1.0, args.warm_s).workload(seed + 1), seed + 1)
+    known = calibration_of(await real.told())
+    rate = args.busy / _busy(case, known, seed)
+    await _seen(real, case.drawn(rate, args.warm_s).workload(seed + 2), seed + 2)
+    known = calibration_of(await real.told())
+    lone = await _seen(real, alone, seed + 3)
+    added_s = max(0.0, lone.first_p50 - _foretold(_facts(case, known), alone).first_p50)
+
+    workload = case.drawn(rate, args.seconds).workload(seed)
+    foretold, runs = [], []
+    for number in range(args.rounds):
+        say(f"{case.name}: {workload.requests} requests, {number + 1} of {args.rounds}")
+        known = calibration_of(await real.told())
+        facts = replace(_facts(case, known), delays=Delays(tokenize_s=added_s))
+        foretold.append(_foretold(facts, workload))
+        runs.append(await _seen(real, workload, seed + 10 + number))
+    return [
+        Result(f"{case.name}: requests", workload.requests, ""),
+        Result(f"{case.name}: rate", rate, "/s"),
+        Result(f"{case.name}: added to a first token", 1000 * added_s, "ms"),
+        *(
+            result
+            for name, field, factor, unit, close in FIGURES
+            for result in _figure(
+                f"{case.name}: {name}",
+                [factor * getattr(one, field) for one in foretold],
+                [factor * getattr(run, field) for run in runs],
+                unit,
+                close,
+            )
+        ),
+    ]
+
+
+def _figure(
+    name: str, foretold: Sequence[float], real: Sequence[float], unit: str, close: float
+) -> list[Result]:
+    """The middle of what was foretold and the middle of the runs. Off by 0 where it lies within
+    what the runs were themselves, in a tail."""
+    said, middle = median(foretold), median(real)
+    off = 100 * abs(said / middle - 1)
+    if close == CLOSE_TAIL and min(real) <= said <= max(real):
+        off = 0.0
+    return [
+        Result(f"{name}, foretold", said, unit, middle, said / middle),
+        Result(f"{name}, least and most of the runs", min(real), unit, max(real)),
+        at_most(f"{name}, off by", off, "%", close),
+    ]
+
+
+async def _seen(real: Real, workload: Workload, seed: int) -> Figures:
+    found = await real.run(workload, seed)
+    if found.answered != found.due:
+        raise BatonError(f"{found.due - found.answered} of {found.due} requests were not answered")
+    first, between = found.latencies.first, found.latencies.between
+    tokens = sum(sample.tokens for sample in found.run.samples)
+    return Figures(
+        quantile(first, 0.5),
+        quantile(first, 0.99),
+        quantile(between, 0.5),
+        quantile(between, 0.99),
+        tokens / max(sample.ended_s for sample in found.run.samples),
+    )
+
+
+def _facts(case: Case, known: Calibration) -> FleetFacts:
+    return FleetFacts(
+        known.prefill, known.decode, case.prefills, 1, known.kv_bytes, known.max_model_len
+    )
+
+
+def _run(facts: FleetFacts, workload: Workload) -> Foretold:
+    return summary(facts, simulate(facts, drawn.requests(workload)))
+
+
+def _foretold(facts: FleetFacts, workload: Workload) -> Figures:
+    found = _run(facts, workload)
+    return Figures(
+        found.first_token_s[0.5],
+        found.first_token_s[0.99],
+        found.token_s[0.5],
+        found.token_s[0.99],
+        found.output_tokens / found.window_s,
+    )
+
+
+def _busy(case: Case, known: Calibration, seed: int) -> float:
+    """The share of its time that the busiest worker needs for a request a second, alone."""
+    slow = case.drawn(0.02, 5000.0).workload(seed)
+    found = _run(_facts(case, known), slow)
+    return max(found.decode_busy + found.prefill_busy) * found.window_s / slow.requests

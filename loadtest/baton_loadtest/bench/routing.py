@@ -1,0 +1,210 @@
+"""`baton bench routing`: one routing decision over many workers, and the memory of what it knows.
+
+No process is started: pools, prefix index and policy are the router's own, the workers are made up.
+Each holds beginnings of shared documents, as many as the index keeps of it. A request asks for a
+whole document; its hashes are given, as they come with its token ids. Between two decisions some
+workers report, and every decision is placed, so that snapshots are made again as they are in a
+router.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+import tracemalloc
+from typing import Any
+
+from baton.core.kvcache.cache_log import BATCH_UNITS, CacheBatch
+from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
+from baton.core.quantiles import quantile
+from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from baton.core.routing.breaker import Breaker, Breakers
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
+from baton.core.routing.routing import Demand, RoutingPolicy, decide
+from baton.core.routing.speed import WorkerSpeed
+from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.discovery import Discovery
+from baton.router.workers.pools import Pool
+from baton.router.workers.worker import Worker
+from baton.router.workers.worker_link import WorkerLink
+from baton.rpc.channels import Channels
+from baton_loadtest.bench.report import Report
+from baton_loadtest.results import Result, at_most
+
+DOCUMENTS = 64
+COMMON_UNITS = 8
+"""That all documents begin with: a system prompt."""
+
+REPORTS = 20
+"""Workers whose load is told between two decisions."""
+
+BLOCK = 64
+GOAL_MS = 1.0
+MODEL = ModelDescription("made-up", "model", 1 << 20, 32000, (), "tokenizer")
+LAYOUT = KvLayout("model", "bfloat16", 32, 8, 128, 128)
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Times decisions. Every step of one is timed alone in the same run, too."""
+    draw = random.Random(args.seed)
+    documents = _documents(draw, args.tokens)
+    tracemalloc.start()
+    pools = [_StandingPool(role, args.workers // 2, draw) for role in ("prefill", "decode")]
+    before = tracemalloc.get_traced_memory()[0]
+    for pool in pools:
+        pool.fill(documents, draw)
+    index_bytes = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    entries = sum(len(pool.known) for pool in pools)
+    # As in a router that has run for a while.
+    gc.collect()
+    gc.freeze()
+    whole, looking = _decisions(args.decisions, args.tokens, documents, pools, draw)
+    bound = 2 * MAX_ENTRIES * BYTES_PER_ENTRY
+    return Report(
+        [
+            Result("workers, half of them prefill", args.workers, ""),
+            Result("units of a prompt, hashes given", len(documents[0]) // HASH_BYTES, ""),
+            Result("routing decision, p50", 1000 * quantile(whole, 0.5), "ms"),
+            at_most("routing decision, p99", 1000 * quantile(whole, 0.99), "ms", GOAL_MS),
+            Result("of it the index's look-up, p99", 1000 * quantile(looking, 0.99), "ms"),
+            Result("entries of both indices", entries, ""),
+            at_most("memory of both indices", index_bytes / 1e6, "MB", bound / 1e6),
+            at_most("memory of an entry", index_bytes / entries, "bytes", BYTES_PER_ENTRY),
+        ]
+    )
+
+
+def _decisions(
+    count: int,
+    tokens: int,
+    documents: list[bytes],
+    pools: list[_StandingPool],
+    draw: random.Random,
+) -> tuple[list[float], list[float]]:
+    """Seconds of each decision, and of its look-ups alone."""
+    prefills, decodes = pools
+    policy = RoutingPolicy()
+    whole, looking = [], []
+    clock = time.perf_counter
+    for number in range(count):
+        for pool in pools:
+            for worker in draw.sample(pool.standing, min(REPORTS, len(pool.standing))):
+                worker.report(_load(draw))
+        hashes = draw.choice(documents)
+        demand = Demand(
+            str(number), tokens, 1, True, "made-up", "model", "tokenizer", prefix_hashes=hashes
+        )
+        began = clock()
+        decision = decide(demand, prefills.view(hashes), decodes.view(hashes), policy, 0.0)
+        for identity, pool in ((decision.prefill, prefills), (decision.decode, decodes)):
+            placed = pool.get(identity.instance_id) if identity is not None else None
+            if placed is not None:
+                placed.place(1, decision.uncached_tokens, tokens)
+        whole.append(clock() - began)
+        began = clock()
+        prefills.known.find(hashes)
+        decodes.known.find(hashes)
+        looking.append(clock() - began)
+    return whole, looking
+
+
+class _StandingPool(Pool[Any]):
+    """A pool whose workers are there, though nobody follows them."""
+
+    def __init__(self, role: str, workers: int, draw: random.Random) -> None:
+        self.known = PrefixIndex()
+        me = WorkerIdentity("router", "r" * 32, "")
+        super().__init__(
+            role, Discovery({}), Channels(), me, _Client, Broadcast(), time.monotonic, self.known
+        )
+        self.standing = [self._worker(role, number, draw) for number in range(workers)]
+        nobody: Any = None
+        for worker in self.standing:
+            link: WorkerLink[Any] = WorkerLink(
+                nobody,
+                role,
+                me,
+                _Client,
+                Broadcast(),
+                time.monotonic,
+                Breakers(),
+                doubted=nobody,
+                known=nobody,
+            )
+            link.worker, link.settled = worker, True
+            self._links[worker.identity.address] = (link, nobody)
+
+    def _worker(self, role: str, number: int, draw: random.Random) -> Worker[Any]:
+        identity = WorkerIdentity(role, f"{number:032x}", f"host-{number}:1")
+        description = WorkerDescription(
+            identity,
+            MODEL,
+            LAYOUT,
+            ("nixl",),
+            num_blocks=20_000,
+            block_size=BLOCK,
+            kv_bytes_per_position=LAYOUT.bytes_per_position,
+        )
+        nothing: Any = None
+        worker = Worker(
+            description, _Client(), running=nothing, breaker=Breaker(), number=self.known.join()
+        )
+        worker.report(_load(draw))
+        return worker
+
+    def fill(self, documents: list[bytes], draw: random.Random) -> None:
+        """Every worker holds beginnings of documents, until the index keeps no more of it."""
+        for worker in self.standing:
+            added: dict[bytes, None] = {}
+            while len(added) < max(1024, 2 * MAX_ENTRIES // len(self.standing)):
+                document = draw.choice(documents)
+                units = draw.randint(1, len(document) // HASH_BYTES)
+                # What nobody else has: a conversation that went on from there.
+                own = draw.randbytes(HASH_BYTES * draw.randint(1, 64))
+                for unit in _split(document[: HASH_BYTES * units] + own):
+                    added[unit] = None
+            hashes = list(added)
+            for start in range(0, len(hashes), BATCH_UNITS):
+                part = b"".join(hashes[start : start + BATCH_UNITS])
+                self.known.apply(worker.number, CacheBatch(0, part, snapshot=True))
+
+
+class _Client:
+    """Of a worker that nobody speaks to."""
+
+    ready = True
+
+    def __init__(self, *_: object) -> None:
+        """What a pool makes its clients of is not needed."""
+
+    async def run(self) -> None:
+        """There is nothing to do."""
+
+
+def _documents(draw: random.Random, tokens: int) -> list[bytes]:
+    """Hashes of documents that begin alike."""
+    common, units = draw.randbytes(HASH_BYTES * COMMON_UNITS), -(-tokens // UNIT_TOKENS)
+    own = max(0, units - COMMON_UNITS)
+    return [common + draw.randbytes(HASH_BYTES * own) for _ in range(DOCUMENTS)]
+
+
+def _load(draw: random.Random) -> WorkerLoad:
+    pace = draw.uniform(0.8, 1.25)
+    return WorkerLoad(
+        WorkerState.SERVING,
+        waiting_sequences=draw.randrange(4),
+        waiting_tokens=draw.randrange(40_000),
+        running_sequences=draw.randrange(64),
+        free_blocks=draw.randrange(4_000, 20_000),
+        speed=WorkerSpeed(
+            0.01 * pace, 5e-5 * pace, 2e-9 * pace, 0.005, 5e-5 * pace, 1e-9, 2048, 5e9, 0.01
+        ),
+    )
+
+
+def _split(hashes: bytes) -> list[bytes]:
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]

@@ -1,0 +1,185 @@
+"""`baton bench scaling`: bursts of traffic on simulated fleets that grow and shrink, by core's rule
+and by how busy workers are; workers' speeds are made up.
+
+Also on fleets that are as large as they may be all the time, and as small.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from baton.core.errors import InvalidArgument
+from baton.core.quantiles import quantile
+from baton.core.routing.scaling import Bounds, ScalingPolicy, ScalingRule
+from baton_loadtest.bench.process import say
+from baton_loadtest.bench.report import Chart, Line, Report
+from baton_loadtest.bench.simulator import KV_BYTES, SPEED
+from baton_loadtest.load.arrivals import Arrivals, Kind
+from baton_loadtest.load.lengths import named
+from baton_loadtest.results import Result
+from baton_loadtest.simulator.autoscaler import Autoscaler, Choice, Leading, Reactive
+from baton_loadtest.simulator.requests import Record, Request
+from baton_loadtest.simulator.settings import FleetFacts, WorkerFacts
+from baton_loadtest.simulator.simulation import Simulation
+from baton_loadtest.simulator.summary import Target
+
+TARGET = Target(2.0, 0.05)
+BUSY = 0.7
+PREFILL = WorkerFacts(replace(SPEED, prefill_position_s=1e-4), 4000, 64, 8192)
+DECODE = WorkerFacts(SPEED, 1000, 64, 2048, 64)
+"""Slow and small enough that bursts of chat take several."""
+
+WINDOW_S = 15.0
+"""Of one point of a chart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """paid: (time, workers of both pools) at every look."""
+
+    name: str
+    records: Sequence[Record]
+    worker_s: float
+    paid: Sequence[tuple[float, float]]
+
+    @property
+    def share_met(self) -> float:
+        return sum(TARGET.met(record) for record in self.records) / len(self.records)
+
+    def first_token_s(self, share: float) -> float:
+        """Of those that had one."""
+        waits = (record.first_token_s for record in self.records)
+        return quantile([wait for wait in waits if wait is not None], share)
+
+    def results(self) -> list[Result]:
+        refused = sum(bool(record.refused) for record in self.records)
+        return [
+            Result(f"{self.name}: requests within the targets", 100 * self.share_met, "%"),
+            Result(f"{self.name}: first token, p99", self.first_token_s(0.99), "s"),
+            Result(f"{self.name}: refused", 100 * refused / len(self.records), "%"),
+            Result(f"{self.name}: workers, mean", self.worker_s / self.paid[-1][0], ""),
+            Result(f"{self.name}: workers, most", max(count for _, count in self.paid), ""),
+        ]
+
+
+def measure(args: argparse.Namespace) -> Report:
+    if args.most < 1:
+        raise InvalidArgument("must be at least 1", field="most")
+    for name in ("startup_s", "hold_s"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise InvalidArgument("must not be below 0", field=name)
+    traffic = _traffic(args)
+    bounds = Bounds(1, args.most)
+    policy = ScalingPolicy(
+        TARGET.first_token_s,
+        TARGET.token_s,
+        BUSY,
+        lead_s=args.startup_s,
+        hold_s=args.hold_s,
+    )
+    contenders: list[tuple[str, int, Callable[[], Choice] | None]] = [
+        ("leading", 1, lambda: Leading(ScalingRule(policy, bounds, bounds))),
+        ("reactive", 1, lambda: Reactive(bounds, bounds, BUSY, args.hold_s)),
+        ("always most", args.most, None),
+        ("always 1", 1, None),
+    ]
+    found = []
+    for name, first, choice in contenders:
+        say(f"{name}, {len(traffic)} requests")
+        found.append(_run(name, traffic, first, choice() if choice else None, args.startup_s))
+    scaled = [one for one in found if not one.name.startswith("always")]
+    return Report(
+        [
+            Result("requests", len(traffic), ""),
+            *(result for one in found for result in one.results()),
+        ],
+        (_workers(scaled), _first_tokens(scaled), _arrivals(traffic)),
+    )
+
+
+def _traffic(args: argparse.Namespace) -> list[Request]:
+    """People who talk, in bursts."""
+    draw, lengths = Random(f"scaling {args.seed}"), named("chat")
+    arrivals = Arrivals(
+        Kind.BURSTS,
+        rate=args.rate,
+        seconds=args.burst_s + args.seconds,
+        burst_rate=args.burst_rate,
+        burst_s=args.burst_s,
+        period_s=args.period_s,
+    )
+    # Without the burst that it would begin with: that would be a start. Each period ends with one.
+    times = [at - args.burst_s for at in arrivals.times(draw) if at >= args.burst_s]
+    if not times:
+        raise InvalidArgument("has no request in it: more seconds, or a higher rate", field="rate")
+    return [
+        Request(at, lengths.prompt.draw(draw, 1.0), lengths.output.draw(draw, 1.0)) for at in times
+    ]
+
+
+def _run(
+    name: str, traffic: Sequence[Request], first: int, choice: Choice | None, startup_s: float
+) -> Outcome:
+    """first: workers of each pool at the beginning."""
+    facts = FleetFacts(PREFILL, DECODE, first, first, KV_BYTES)
+    simulation = Simulation(facts)
+    paid: list[tuple[float, float]] = []
+    scaler = Autoscaler(
+        simulation,
+        facts,
+        choice or _Fixed(first),
+        startup_s=startup_s,
+        told=lambda now, prefills, decodes: paid.append((now, prefills + decodes)),
+    )
+    records = simulation.run(traffic).records
+    return Outcome(name, records, scaler.worker_s, paid)
+
+
+class _Fixed:
+    """As many as there are."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    def prefill(self, *_: object) -> int:
+        return self._workers
+
+    def decode(self, *_: object) -> int:
+        return self._workers
+
+
+def _workers(found: Sequence[Outcome]) -> Chart:
+    lines = [
+        Line(one.name, [now for now, _ in one.paid], [count for _, count in one.paid])
+        for one in found
+    ]
+    return Chart("Workers that serve, start or leave", "seconds", "workers", tuple(lines))
+
+
+def _first_tokens(found: Sequence[Outcome]) -> Chart:
+    """Of requests by when they came."""
+    lines = []
+    for one in found:
+        windows: dict[int, list[float]] = {}
+        for record in one.records:
+            if record.first_token_s is not None:
+                window = int(record.request.arrival / WINDOW_S)
+                windows.setdefault(window, []).append(record.first_token_s)
+        times = sorted(windows)
+        waits = [quantile(windows[window], 0.9) for window in times]
+        lines.append(Line(one.name, [WINDOW_S * window for window in times], waits))
+    return Chart("First token, 9 of 10 within", "seconds", "seconds", tuple(lines))
+
+
+def _arrivals(traffic: Sequence[Request]) -> Chart:
+    last = int(traffic[-1].arrival / WINDOW_S)
+    counts = [0] * (last + 1)
+    for request in traffic:
+        counts[int(request.arrival / WINDOW_S)] += 1
+    line = Line(
+        "arrivals", [WINDOW_S * n for n in range(last + 1)], [count / WINDOW_S for count in counts]
+    )
+    return Chart("Traffic", "seconds", "requests/s", (line,))

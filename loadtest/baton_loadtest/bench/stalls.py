@@ -1,0 +1,136 @@
+"""`baton bench stalls`: what sequences that run notice of long prompts that arrive.
+
+One engine prefills and decodes. With chunks a step takes on only so many positions of a prompt, so
+that tokens keep coming; without, the whole prompt is one step, and everyone waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+from baton.core.errors import InvalidArgument
+from baton.core.quantiles import quantile
+from baton.core.scheduler.decode import DecodePolicy
+from baton.core.scheduler.ports import ModelRunner
+from baton_loadtest.bench import shapes
+from baton_loadtest.bench.child import progress
+from baton_loadtest.bench.process import call, cores
+from baton_loadtest.bench.report import Chart, Line, Report
+from baton_loadtest.bench.serving import EVERYTHING, GROWTH, attempt, open_loop, open_runner, step
+from baton_loadtest.bench.workload import FIRST_TOKEN
+from baton_loadtest.results import Result, compared
+
+SHORT_PROMPT = 64
+DEADLINE_S = 600.0
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises InvalidArgument when the model is too short for the prompts."""
+    threads = min(args.threads, cores())
+    model = shapes.folder(args.shape)
+    settings = shapes.config(model)
+    if args.prompt_tokens >= settings["max_position_embeddings"]:
+        raise InvalidArgument("is more than the model has positions", field="prompt_tokens")
+    job = {
+        "model": str(model),
+        "threads": threads,
+        "device": args.device,
+        "seed": args.seed,
+        "vocab": settings["vocab_size"],
+        "running": args.running,
+        "output": args.output_tokens,
+        "prompt": args.prompt_tokens,
+        "arrivals": args.arrivals,
+        "chunks": [*args.chunks, args.prompt_tokens],
+    }
+    measured = call("stalls", job, threads=threads, deadline_s=DEADLINE_S)["measured"]
+    results = [
+        Result("running sequences", args.running, ""),
+        Result("prompts that arrive", args.arrivals, ""),
+        Result("tokens of each", args.prompt_tokens, ""),
+    ]
+    lines = []
+    for chunk, found in zip(job["chunks"], measured, strict=True):
+        name = f"chunks of {chunk}" if chunk < args.prompt_tokens else "no chunks"
+        p50, p99 = (1000 * quantile(found["gaps"], share) for share in (0.5, 0.99))
+        longest = 1000 * max(found["gaps"])
+        first = 1000 * quantile(found["first"], 0.5)
+        results += [
+            compared(f"between tokens, p99 against p50, {name}", p99, "ms", p50),
+            Result(f"between tokens, longest, {name}", longest, "ms"),
+            Result(f"first token of a long prompt, p50, {name}", first, "ms"),
+        ]
+        steps = [1000 * seconds for seconds in found["longest"]]
+        lines.append(Line(name, range(len(steps)), steps))
+    title = f"{args.running} sequences, {args.arrivals} prompts of {args.prompt_tokens} tokens"
+    chart = Chart(title, "step", "longest wait for a token, ms", tuple(lines))
+    return Report(results, (chart,))
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """job: model, threads, device, seed, vocab, running, output, prompt, arrivals, chunks.
+
+    Returns for each chunk size, in seconds: all gaps between a sequence's tokens, the longest one
+    that ended in each step, and the long prompts' times to their first tokens.
+    """
+    positions = job["running"] * (SHORT_PROMPT + job["output"] + GROWTH)
+    positions += job["arrivals"] * (job["prompt"] + GROWTH)
+    runner = open_runner(job["model"], job["threads"], positions, exact=True, device=job["device"])
+    measured = []
+    for chunk in job["chunks"]:
+        measured.append(_stall(runner, chunk, job))
+        progress(f"chunks of {chunk}: longest gap {max(measured[-1]['gaps']):.2f} s")
+    return {"measured": measured}
+
+
+def _stall(runner: ModelRunner, chunk: int, job: dict[str, Any]) -> dict[str, list[float]]:
+    """Long prompts arrive when the running ones have made equal shares of their tokens."""
+    draw = random.Random(job["seed"])
+    running, output, arrivals = job["running"], job["output"], job["arrivals"]
+
+    def prompt(length: int) -> list[int]:
+        return [draw.randrange(FIRST_TOKEN, job["vocab"]) for _ in range(length)]
+
+    most = running + arrivals
+    rules = DecodePolicy(
+        max_sequences=most,
+        token_budget=chunk + most,
+        prefill_budget=chunk,
+        limit=EVERYTHING,
+    )
+    loop = open_loop(runner, rules)
+    for index in range(running):
+        asked = attempt(f"running {index}", prompt(SHORT_PROMPT), output)
+        loop.scheduler.add(asked, time.monotonic())
+    arrive_at = [running * output * (i + 1) // (arrivals + 1) for i in range(arrivals)]
+    last: dict[str, float] = {}
+    arrived: dict[str, float] = {}
+    gaps: list[float] = []
+    longest: list[float] = []
+    first: list[float] = []
+    made = 0
+    while loop.scheduler.has_work:
+        while arrive_at and made >= arrive_at[0]:
+            name = f"arrived {len(arrive_at)}"
+            del arrive_at[0]
+            arrived[name] = time.perf_counter()
+            loop.scheduler.add(attempt(name, prompt(job["prompt"]), 1), time.monotonic())
+        found = step(loop)
+        now = time.perf_counter()
+        waited: list[float] = []
+        for tokens in (one for event in found for one in event.tokens):
+            name = tokens.key.request_id
+            if name in arrived:
+                first.append(now - arrived[name])
+                continue
+            made += 1
+            # Not while the others' own prompts still were computed.
+            if name in last and len(last) == running:
+                waited.append(now - last[name])
+            last[name] = now
+        gaps += waited
+        longest += [max(waited)] if waited else []
+    return {"gaps": gaps, "longest": longest, "first": first}

@@ -1,0 +1,128 @@
+"""Router and workers as real processes for one experiment, with the runner that needs no model.
+
+Its tokens are hashes of all KV before them, so that any wrong byte of KV gives other tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
+from baton.cli.log_file import LogFile
+from baton.cli.ports import free_ports
+from baton.cli.process import Child
+from baton.cli.scrape import scrape, total
+from baton_loadtest.chaos.peers import Broken
+
+START_S = 60.0
+
+
+class Cluster:
+    """What runs. Children stay in the order of the layout."""
+
+    def __init__(self, layout: Layout, children: Sequence[Child]) -> None:
+        self.layout, self.children = layout, children
+
+    @property
+    def grpc(self) -> str:
+        return self.layout.grpc
+
+    def metrics(self, spec: ProcessSpec) -> dict[str, float]:
+        """Blocks. Raises OSError."""
+        return scrape(self.layout.metrics_url(spec))
+
+    def children_of(self, *roles: str) -> list[Child]:
+        return [child for child in self.children if child.spec.role in roles]
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.children if child.spec.name == name)
+
+
+@asynccontextmanager
+async def cluster(
+    options: UpOptions,
+    *,
+    faults: str = "",
+    routed: Mapping[int, int] | None = None,
+    flags: Mapping[str, Sequence[str]] | None = None,
+) -> AsyncIterator[Cluster]:
+    """Everything started and known to the routers, everything killed afterwards.
+
+    faults: of all engine processes. routed: the one decode worker that a router knows, by their
+    indices; a router that is not named knows all. flags: more of them, by a process's name.
+    """
+    http, grpc = free_ports(2)
+    options = replace(options, runner="fake", http_port=http, grpc_port=grpc)
+    layout = _routed(plan(options), routed or {}, flags or {})
+    variables = {"BATON_KV_FAULTS": faults, "BATON_ALLOW_KV_FAULTS": "true"} if faults else {}
+    children: list[Child] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(LogFile(Path(folder, "log"))) as log,
+        environment(variables),
+    ):
+        try:
+            for spec in layout.processes:
+                children.append(await Child.start(spec, log, 1, lambda *_: None))
+            started = Cluster(layout, children)
+            await _ready(started, bool(routed))
+            yield started
+        finally:
+            for child in children:
+                child.kill()
+            for child in children:
+                await child.wait()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """For processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _routed(
+    layout: Layout, routed: Mapping[int, int], flags: Mapping[str, Sequence[str]]
+) -> Layout:
+    processes = []
+    for spec in layout.processes:
+        command = [*spec.command, *flags.get(spec.name, ())]
+        if spec.role == "router" and spec.index in routed:
+            decodes = command.index("--decodes") + 1
+            command[decodes] = command[decodes].split(",")[routed[spec.index]]
+        processes.append(replace(spec, command=tuple(command)))
+    return replace(layout, processes=tuple(processes))
+
+
+async def _ready(started: Cluster, routed: bool) -> None:
+    workers = len(started.children) - len(started.children_of("router"))
+    least = workers - len(started.children_of("decode")) + 1 if routed else workers
+
+    def met(router: ProcessSpec) -> bool:
+        try:
+            return total(started.metrics(router), "baton_workers", 'state="serving"') >= least
+        except OSError:
+            return False
+
+    try:
+        async with asyncio.timeout(START_S):
+            for child in started.children:
+                await child.serving.wait()
+            for router in started.children_of("router"):
+                while not await asyncio.to_thread(met, router.spec):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise Broken(f"router and workers were not ready after {START_S:.0f} s") from None

@@ -1,0 +1,93 @@
+"""`baton chaos kv corruptions`: KV chunks damaged in every way there is; each must be found out.
+
+Two processes and a real transport. A hand-over with one injected fault must end with a typed error
+and no wrong byte unpacked, and the next one, undisturbed, must bring every byte. Then whole
+requests through router and workers, every second KV chunk damaged: their tokens must be those of
+the same requests undisturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from dataclasses import replace
+
+from baton.transfer.buffers import ALIGNMENT
+from baton_loadtest.chaos import requests
+from baton_loadtest.chaos.peers import Broken
+from baton_loadtest.chaos.settings import Settings
+from baton_loadtest.chaos.world import World, right
+from baton_loadtest.results import Result, at_most, compared
+
+KV_CHUNKS = 4
+INJECTIONS = {
+    "bit flipped in a payload, sender's buffer": "corrupt@sender.sealed:part=payload",
+    "bit flipped in a header, sender's buffer": "corrupt@sender.sealed:part=header",
+    "bit flipped in a payload, landing buffer": "corrupt@receiver.read:part=payload",
+    "bit flipped in a header, landing buffer": "corrupt@receiver.read:part=header",
+    "two KV chunks swapped": "swap@sender.told",
+    "another buffer read": "swap@transport.read",
+    "stale instance id in the buffer": "stale@sender.sealed",
+    "stale instance id announced": "stale@sender.told",
+    "another hand-over's KV chunk in the buffer": "replay@sender.sealed",
+    "another hand-over's payload in the buffer": "replay@sender.sealed:part=payload",
+    "another hand-over's KV chunk announced": "replay@sender.told",
+    "truncated": "truncate@transport.read",
+    "wrong length in the buffer": "length@sender.sealed",
+    "wrong length announced": "length@sender.told",
+    "other layout in the buffer": "layout@sender.sealed",
+    "other layout announced": "layout@sender.told",
+}
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Raises Broken when a process is gone or does not answer."""
+    settings = Settings(transport=args.transport, buffer_bytes=ALIGNMENT)
+    settings = replace(settings, positions=KV_CHUNKS * 15, chunk=15)
+    draw = random.Random(args.seed)
+    injected: Counter[str] = Counter()
+    detected: Counter[str] = Counter()
+    wrong = retried = 0
+    with World(settings, draw, args.ucx_tls) as world:
+        # What is brought back later has to be there first.
+        for _ in range(3):
+            world.hand_over()
+        for number in range(args.count):
+            name = list(INJECTIONS)[number % len(INJECTIONS)]
+            found, bad = _inject(world, INJECTIONS[name])
+            injected[name] += 1
+            detected[name] += found
+            again = world.hand_over(sender={"faults": ""}, receiver={"faults": ""})
+            retried += right(again, settings.positions)
+            wrong += bad + again["wrong"]
+        world.settle()
+    results = [
+        compared(f"found: {name}", detected[name], "", injected[name], 1.0)
+        for name in INJECTIONS
+        if injected[name]
+    ]
+    return [
+        compared("found, all kinds", detected.total(), "", injected.total(), 1.0),
+        at_most("positions unpacked with a wrong byte", wrong, "", 0),
+        compared("the next hand-over brought every byte", retried, "", args.count, 1.0),
+        *results,
+        *(requests.corrupted(args) if args.requests else ()),
+    ]
+
+
+def _inject(world: World, rule: str) -> tuple[bool, int]:
+    """One hand-over with one fault: whether it was found, and what was unpacked wrongly."""
+    # The last KV chunk has none after it to be swapped with.
+    rule = requests.with_settings(rule, at=world.draw.randint(1, KV_CHUNKS - 1))
+    rule = f"seed={world.draw.getrandbits(30)};{rule}"
+    at_sender = "@sender." in rule
+    before = world.peers["sender" if at_sender else "receiver"].ask("state")["injected"]
+    said = world.hand_over(
+        sender={"faults": rule if at_sender else ""},
+        receiver={"faults": "" if at_sender else rule},
+    )
+    side = world.sender if at_sender else world.receiver
+    if side.ask("state")["injected"] != before + 1:
+        raise Broken(f"{rule} did not happen")
+    return said["outcome"] == "HandoverFailed", said["wrong"] + said["changed"]

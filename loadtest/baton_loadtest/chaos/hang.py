@@ -1,0 +1,159 @@
+"""`baton chaos hang`: a worker of each role stops for 1, 5 and 60 s under load, and goes on.
+
+For a second nobody minds. For longer its requests go on elsewhere within three seconds, and when it
+is back, what it still says is not heard: every stream is the one that an undisturbed run gave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.cli.layout import APART, UpOptions
+from baton.cli.process import Child
+from baton.cli.scrape import total
+from baton.rpc.transport import open_channel
+from baton.v1 import inference_pb2_grpc
+from baton_loadtest.bench.process import say
+from baton_loadtest.chaos.calls import call
+from baton_loadtest.chaos.cluster import Cluster, cluster
+from baton_loadtest.results import Result, at_most, compared
+
+ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
+SHORT_S = 1.0
+STREAMS = 8
+PROMPT_TOKENS, OUTPUT_TOKENS = 200, 600
+LEAD_S = 1.0
+"""Load before the stop, so that every stream is under way."""
+AFTER_S = 3.0
+"""Load after the end of the stop: a zombie has its say then."""
+MOVED = ("baton_migrations_total", "baton_retries_total")
+
+
+@dataclass(slots=True)
+class Round:
+    """What streams that ran during one stop met. stall_s: the longest silence of any, from asking
+    on. moved: attempts that went on elsewhere."""
+
+    streams: int = 0
+    exact: int = 0
+    stall_s: float = 0.0
+    moved: float = 0.0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """seed: of its prompt. heard: when it was asked, and when something of it came."""
+
+    seed: int
+    heard: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    failed: bool = False
+
+    def stall_s(self, since: float, until: float) -> float:
+        """The longest silence that overlaps a time."""
+        gaps = zip(self.heard, self.heard[1:], strict=False)
+        return max((b - a for a, b in gaps if b > since and a < until), default=0.0)
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    return asyncio.run(_measure(args))
+
+
+async def _measure(args: argparse.Namespace) -> list[Result]:
+    options = UpOptions(
+        tokenizer=2,
+        prefill=2,
+        decode=2,
+        detokenizer=2,
+        transport=args.transport,
+        local_prefill_tokens=APART,
+    )
+    async with (
+        cluster(options) as running,
+        open_channel(running.grpc) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        seeds = [args.seed * 1000 + number for number in range(STREAMS)]
+        expected = {seed: (await _read(stub, seed)).token_ids for seed in seeds}
+        found: list[Result] = []
+        for seconds in args.seconds:
+            for role in ROLES:
+                victim = running.children_of(role)[0]
+                met = await _round(running, stub, expected, victim, seconds)
+                found += _results(role, seconds, met)
+                say(f"{role} stopped for {seconds:g} s: {met}")
+    return found
+
+
+def _results(role: str, seconds: float, met: Round) -> list[Result]:
+    name = f"{role} stopped for {seconds:g} s"
+    exact = compared(f"{name}: streams as undisturbed", met.exact, "", met.streams, 1.0)
+    if seconds <= SHORT_S:
+        return [exact, at_most(f"{name}: attempts moved", met.moved, "", 0)]
+    return [
+        exact,
+        Result(f"{name}: attempts moved", met.moved, ""),
+        at_most(f"{name}: longest silence of a stream", met.stall_s, "s", 3.0),
+    ]
+
+
+async def _round(
+    running: Cluster,
+    stub: inference_pb2_grpc.InferenceStub,
+    expected: dict[int, list[int]],
+    victim: Child,
+    seconds: float,
+) -> Round:
+    met, streams, going = Round(), list[_Stream](), True
+
+    async def load(seed: int) -> None:
+        while going:
+            streams.append(await _read(stub, seed))
+
+    before = await _moved(running)
+    loads = [asyncio.create_task(load(seed)) for seed in expected]
+    await asyncio.sleep(LEAD_S)
+    stopped = time.monotonic()
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)
+    resumed = time.monotonic()
+    await asyncio.sleep(AFTER_S)
+    going = False
+    await asyncio.gather(*loads)
+    met.moved = await _moved(running) - before
+    met.streams = len(streams)
+    met.exact = sum(not s.failed and s.token_ids == expected[s.seed] for s in streams)
+    met.stall_s = max(stream.stall_s(stopped, resumed) for stream in streams)
+    return met
+
+
+async def _read(stub: inference_pb2_grpc.InferenceStub, seed: int) -> _Stream:
+    stream = _Stream(seed, [time.monotonic()])
+    asked = call(stub, random.Random(seed), PROMPT_TOKENS, OUTPUT_TOKENS)
+    try:
+        async for response in asked:
+            ids: Sequence[int] = response.event.delta.token_ids
+            if ids:
+                stream.heard.append(time.monotonic())
+                stream.token_ids.extend(ids)
+    except grpc.aio.AioRpcError:
+        stream.failed = True
+    return stream
+
+
+async def _moved(running: Cluster) -> float:
+    (router,) = running.children_of("router")
+    found = await asyncio.to_thread(running.metrics, router.spec)
+    return sum(total(found, name) for name in MOVED)

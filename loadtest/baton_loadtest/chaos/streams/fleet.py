@@ -1,0 +1,220 @@
+"""Two of each worker and a router or two, supervised, for one run.
+
+The first start and every restart are the supervisor's. What ended, and whether it was told to, is
+written down here: a process that ends by itself is a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from baton.cli import state
+from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
+from baton.cli.ports import free_row
+from baton.cli.process import Child
+from baton.cli.scrape import met, scrape, total
+from baton.cli.supervisor import FIRST_BACKOFF_S, Supervisor
+from baton_loadtest.bench.fleet import supervised
+from baton_loadtest.bench.process import say
+from baton_loadtest.chaos.cluster import environment
+from baton_loadtest.chaos.peers import Broken
+from baton_loadtest.chaos.streams.network import Network
+from baton_loadtest.chaos.streams.roles import WORKER_ROLES
+
+OF_EACH = 2
+KV_MEMORY_MIB = 64
+"""Room for what runs at a time and little more, so that what was computed for the reference is
+forgotten, and computed and handed over once more, when a stream comes again."""
+
+PATIENCE_S = 120.0
+REST_S = 15.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One life of a process that is over. told: the signal it got from here, if any."""
+
+    name: str
+    told: int | None
+    code: int
+
+
+class Fleet:
+    """What runs, by the processes' names. log: where all of them log, as JSON lines."""
+
+    def __init__(
+        self, layout: Layout, supervisor: Supervisor, ended: list[Ended], told: dict[str, int]
+    ) -> None:
+        self.layout = layout
+        self.log = state.log_file()
+        self.ended = ended
+        self._supervisor = supervisor
+        self._specs = {spec.name: spec for spec in layout.processes}
+        self._told = told
+        self._withheld: set[str] = set()
+
+    def names(self, *roles: str) -> list[str]:
+        return [spec.name for spec in self.layout.processes if spec.role in roles]
+
+    def spec(self, name: str) -> ProcessSpec:
+        return self._specs[name]
+
+    def child(self, name: str) -> Child:
+        return self._supervisor.child(name)
+
+    @property
+    def routers(self) -> list[str]:
+        """Where the routers' gRPC is."""
+        return [self.spec(name).grpc for name in self.names("router")]
+
+    def tell(self, name: str, number: signal.Signals) -> Child:
+        """Sends a signal that ends the process; returns the life that ends by it."""
+        child = self.child(name)
+        self._told[name] = number
+        os.kill(child.pid, number)
+        return child
+
+    async def gone(self, child: Child) -> None:
+        """Raises Broken when it does not end."""
+        await _within(child.wait(), f"{child.spec.name} to end")
+
+    async def back(self, old: Child) -> None:
+        """Returns when the successor of a process serves and whoever needs it has met it."""
+        name, role = old.spec.name, old.spec.role
+
+        async def wait() -> None:
+            while self.child(name) is old or not self.child(name).serving.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S / 4)
+            routers = [name] if role == "router" else self.names("router")
+            await self._met(routers, WORKER_ROLES if role == "router" else (role,))
+
+        await _within(wait(), f"{name} to be back")
+
+    async def leave(self, name: str) -> None:
+        """Scales down by one: the process drains and is not started again until `come`."""
+        self._supervisor.withhold(name)
+        self._withheld.add(name)
+        await self.gone(self.tell(name, signal.SIGTERM))
+
+    async def come(self, name: str) -> None:
+        """Scales up again."""
+        old = self.child(name)
+        self._withheld.discard(name)
+        self._supervisor.release(name)
+        await self.back(old)
+
+    async def whole(self) -> None:
+        """Returns when every router counts every worker that is meant to be there."""
+        await _within(self._met(self.names("router"), WORKER_ROLES), "all workers to be met")
+
+    async def is_met(self, router: str, roles: tuple[str, ...] = WORKER_ROLES) -> bool:
+        """Whether a router counts all workers of some roles as live."""
+        found = await asyncio.to_thread(met, self.layout.metrics_url(self.spec(router)), None)
+        wanted = Counter(self.spec(name).role for name in self._specs.keys() - self._withheld)
+        return all(found[role] == wanted[role] for role in roles)
+
+    async def _met(self, routers: list[str], roles: tuple[str, ...]) -> None:
+        for router in routers:
+            while not await self.is_met(router, roles):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+
+    async def metrics(self, name: str) -> dict[str, float]:
+        """Raises OSError while the process is not there."""
+        return await asyncio.to_thread(scrape, self.layout.metrics_url(self.spec(name)))
+
+    async def held(self, *names: str) -> float:
+        """What workers hold for requests: attempts, sequences, texts, and what would be a leak."""
+        found = await asyncio.gather(*(self.metrics(name) for name in names))
+        kinds = ("baton_attempts", "baton_sequences", "baton_leaks")
+        return sum(total(one, kind) for one in found for kind in kinds)
+
+    async def at_rest(self) -> float:
+        """What workers still hold when all streams have ended, after time to let go."""
+        names = self.names(*WORKER_ROLES)
+        deadline = asyncio.get_running_loop().time() + REST_S
+        while True:
+            held = await self.held(*names)
+            if not held or asyncio.get_running_loop().time() > deadline:
+                return held
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def unasked(self) -> list[Ended]:
+        """Processes that ended though nobody told them to."""
+        return [ended for ended in self.ended if ended.told is None]
+
+
+@asynccontextmanager
+async def fleet(
+    args: argparse.Namespace,
+    *,
+    routers: int = 1,
+    network: Network | None = None,
+) -> AsyncIterator[Fleet]:
+    """Everything started and met. network: what lies between the processes, if anything.
+
+    Raises Broken, StartFailed.
+    """
+    network = network or Network()
+    layout = _layout(args, routers)
+    ended: list[Ended] = []
+    told: dict[str, int] = {}
+    pids: dict[int, str] = {}
+
+    def notify(what: str, *details: object) -> None:
+        if what == "started":
+            pids[int(str(details[1]))] = str(details[0])
+        if what == "restarting":
+            name, code = str(details[0]), int(str(details[1]))
+            ended.append(Ended(name, told.pop(name, None), code))
+            if ended[-1].told is None:
+                say(f"{name} ended by itself with code {code}")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        # Not where a `baton up` of the user's would write, and read by `hits`.
+        told_apart = {"XDG_STATE_HOME": str(args.logs or scratch), "BATON_LOG_JSON": "true"}
+        with environment(told_apart):
+            async with (
+                network.between(layout, pids) as laid,
+                supervised(laid, notify, longest_backoff_s=FIRST_BACKOFF_S) as supervisor,
+            ):
+                yield Fleet(layout, supervisor, ended, told)
+
+
+def _layout(args: argparse.Namespace, routers: int) -> Layout:
+    """Routers' ports lie in a row; another one is taken when workers were given any of them."""
+    while True:
+        first = free_row(2 * routers)
+        options = UpOptions(
+            tokenizer=OF_EACH,
+            prefill=OF_EACH,
+            decode=OF_EACH,
+            detokenizer=OF_EACH,
+            routers=routers,
+            http_port=first,
+            grpc_port=first + routers,
+            transport=args.transport,
+            kv_memory_mib=KV_MEMORY_MIB,
+            local_prefill_tokens=APART,
+        )
+        layout = plan(options)
+        addresses = [one for spec in layout.processes for one in (spec.grpc, spec.metrics)]
+        if len(set(addresses)) == len(addresses):
+            return layout
+
+
+async def _within(waiting: Awaitable[object], what: str) -> None:
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await waiting
+    except TimeoutError:
+        raise Broken(f"waited {PATIENCE_S:.0f} s for {what}") from None

@@ -1,0 +1,140 @@
+"""`baton chaos run`: random workers die by kill -9 while streams run; every stream goes on exactly.
+
+First all streams run undisturbed, on the same processes: the reference. Then they run again, and as
+long as any runs, workers are killed in an order that the seed gives: of every four, one of each
+role. At most so many are down at a time, and never two of a role; the next one is killed as soon as
+a successor is known to the routers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from baton.core.quantiles import quantile
+from baton_loadtest.bench.process import say
+from baton_loadtest.chaos.streams.answer import Answer
+from baton_loadtest.chaos.streams.fleet import OF_EACH, Fleet, fleet
+from baton_loadtest.chaos.streams.hits import hits
+from baton_loadtest.chaos.streams.load import Load, client_of
+from baton_loadtest.chaos.streams.roles import WORKER_ROLES
+from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
+from baton_loadtest.chaos.streams.workload import streams
+from baton_loadtest.results import Result, at_most
+
+RESUME_GOAL_S = 3.0
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Raises Broken when a process does not come back."""
+    return asyncio.run(_measure(args))
+
+
+async def _measure(args: argparse.Namespace) -> list[Result]:
+    wanted = streams(args.seed, args.streams)
+    async with (
+        fleet(args, routers=args.routers) as running,
+        client_of(running.routers) as stub,
+    ):
+        say(f"{len(wanted)} streams undisturbed")
+        reference = await Load(stub, wanted, args.concurrency).once()
+        say("and with kills")
+        load = Load(stub, wanted, args.concurrency)
+        asking = asyncio.create_task(load.once())
+        killer = Killer(running, victims(args.seed, args.roles), args.down)
+        try:
+            await load.under_way(asking)
+            await killer.run(asking)
+            answers = await asking
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+        await running.whole()
+        held = await running.at_rest()
+        touched = hits(running.log)
+        unasked = len(running.unasked)
+    silences = [
+        (hit.roles, answer.silence(hit.first))
+        for answer in answers
+        if (hit := touched.get(answer.request_id)) is not None
+    ]
+    return [
+        *compared_with(wanted, reference, answers),
+        *(Result(f"kills of a {role} worker", killer.kills[role], "") for role in WORKER_ROLES),
+        Result("workers down at a time, at most", args.down, ""),
+        Result("until a killed worker's successor is in use, p50", quantile(killer.down, 0.5), "s"),
+        Result("streams that lost a worker", len(silences), ""),
+        *_gaps(silences),
+        Result(
+            "between events of a stream, undisturbed, p99", quantile(_steady(reference), 0.99), "s"
+        ),
+        *left_behind(held, unasked),
+    ]
+
+
+def _gaps(silences: list[tuple[set[str], float]]) -> Iterator[Result]:
+    every = [gap for _, gap in silences]
+    yield Result("resume gap, p50", quantile(every, 0.5), "s")
+    yield at_most("resume gap, p99", quantile(every, 0.99), "s", RESUME_GOAL_S)
+    yield Result("resume gap, longest", quantile(every, 1.0), "s")
+    for role in WORKER_ROLES:
+        of_role = [gap for roles, gap in silences if role in roles]
+        if not of_role:
+            continue
+        yield Result(
+            f"resume gap of streams that lost a {role} worker, p99", quantile(of_role, 0.99), "s"
+        )
+
+
+def _steady(answers: list[Answer]) -> list[float]:
+    return [gap for answer in answers for gap in answer.gaps()]
+
+
+class Killer:
+    """The schedule. kills: by role. down: how long each worker was missed, in seconds."""
+
+    def __init__(self, running: Fleet, victims: Iterator[str], most_down: int) -> None:
+        self.kills: Counter[str] = Counter()
+        self.down: list[float] = []
+        self._running = running
+        self._victims = victims
+        self._places = asyncio.Semaphore(most_down)
+        self._roles = {role: asyncio.Lock() for role in WORKER_ROLES}
+
+    async def run(self, until: asyncio.Task[list[Answer]]) -> None:
+        """Kills until a task is done; then all that were killed are back. Raises Broken."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                while not until.done():
+                    name = next(self._victims)
+                    role = self._running.spec(name).role
+                    await self._places.acquire()
+                    await self._roles[role].acquire()
+                    if not until.done():
+                        self.kills[role] += 1
+                        group.create_task(self._kill(name, role))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _kill(self, name: str, role: str) -> None:
+        began = time.monotonic()
+        try:
+            await self._running.back(self._running.tell(name, signal.SIGKILL))
+        finally:
+            self._roles[role].release()
+            self._places.release()
+        self.down.append(time.monotonic() - began)
+
+
+def victims(seed: int, roles: Sequence[str] = WORKER_ROLES) -> Iterator[str]:
+    """Names of workers without end, the same for a seed: each role's turn comes equally often."""
+    draw = random.Random(f"kills {seed}")
+    mortal = [role for role in WORKER_ROLES if role in roles]
+    while True:
+        for role in draw.sample(mortal, len(mortal)):
+            yield f"{role}-{draw.randrange(OF_EACH)}"

@@ -1,0 +1,141 @@
+"""`baton chaos run --schedule routers`: one of two routers dies by kill -9, again and again.
+
+In every round streams run through both. Those of the killed one end with an error that says to try
+again, and are asked again at the other one; those of the other one must not notice. In a second
+part of the round all streams run through the router that is killed, and the workers are watched
+until they hold nothing any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton_loadtest.bench.process import say
+from baton_loadtest.chaos.peers import Broken
+from baton_loadtest.chaos.streams.answer import Answer
+from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet
+from baton_loadtest.chaos.streams.load import Load, Stub, client_of, follow
+from baton_loadtest.chaos.streams.roles import WORKER_ROLES
+from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
+from baton_loadtest.chaos.streams.workload import Wanted, streams
+from baton_loadtest.results import Result, at_most, compared
+
+FREE_GOAL_S = 3.0
+STAYS, DIES = "router-0", "router-1"
+
+Asked = list[tuple[Wanted, Answer]]
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Raises Broken when streams do not get under way or workers keep what they hold."""
+    return asyncio.run(_measure(args))
+
+
+@dataclass(slots=True)
+class Found:
+    """Of all rounds. cut: the killed router's streams that ran. again: the same, asked once more.
+    free_s: from the kill to workers that hold nothing.
+    """
+
+    others: Asked = field(default_factory=list)
+    cut: Asked = field(default_factory=list)
+    again: Asked = field(default_factory=list)
+    free_s: list[float] = field(default_factory=list)
+
+
+async def _measure(args: argparse.Namespace) -> list[Result]:
+    wanted = streams(args.seed, args.streams)
+    found = Found()
+    async with fleet(args, routers=2) as running, client_of([running.spec(STAYS).grpc]) as stays:
+        say(f"{len(wanted)} streams undisturbed")
+        reference = await Load(stays, wanted, args.concurrency).once()
+        for number in range(args.rounds):
+            say(f"round {number + 1}")
+            first = number * args.concurrency
+            some = [wanted[(first + i) % len(wanted)] for i in range(args.concurrency)]
+            async with client_of([running.spec(DIES).grpc]) as dies:
+                await _beside(running, stays, dies, some, found)
+            async with client_of([running.spec(DIES).grpc]) as dies:
+                await _alone(running, dies, some, found)
+        held, unasked = await running.at_rest(), len(running.unasked)
+    retryable = sum(answer.failed is grpc.StatusCode.UNAVAILABLE for _, answer in found.cut)
+    told = {answer.failed.name for _, answer in found.cut if answer.failed}
+    say(f"the killed router's clients were told {', '.join(sorted(told))}")
+    ended = found.others + found.again
+    return [
+        Result("router replicas killed", 2 * args.rounds, ""),
+        compared("streams cut, and told to try again", retryable, "", len(found.cut), 1.0),
+        at_most("until workers held nothing of it, longest", max(found.free_s), "s", FREE_GOAL_S),
+        Result("streams of the other router", len(found.others), ""),
+        Result("streams asked again at the other router", len(found.again), ""),
+        *compared_with(
+            [one for one, _ in ended],
+            [reference[one.number] for one, _ in ended],
+            [answer for _, answer in ended],
+        ),
+        *left_behind(held, unasked),
+    ]
+
+
+async def _beside(
+    running: Fleet, stays: Stub, dies: Stub, some: Sequence[Wanted], found: Found
+) -> None:
+    """Half of the streams through each router."""
+    others, cut = _ask(stays, some[::2]), _ask(dies, some[1::2])
+    await _under_way(others + cut)
+    old = running.tell(DIES, signal.SIGKILL)
+    lost = await _ended(cut)
+    found.cut += [pair for pair in lost if pair[1].failed]
+    found.others += [pair for pair in lost if not pair[1].failed]
+    found.again += await _ended(_ask(stays, [one for one, answer in lost if answer.failed]))
+    found.others += await _ended(others)
+    await running.back(old)
+
+
+async def _alone(running: Fleet, dies: Stub, some: Sequence[Wanted], found: Found) -> None:
+    """All streams through the router that is killed."""
+    cut = _ask(dies, some)
+    await _under_way(cut)
+    old, killed = running.tell(DIES, signal.SIGKILL), time.monotonic()
+    workers = running.names(*WORKER_ROLES)
+    while await running.held(*workers):
+        if time.monotonic() - killed > PATIENCE_S:
+            raise Broken("workers keep what a killed router had them do")
+        await asyncio.sleep(POLL_S / 4)
+    found.free_s.append(time.monotonic() - killed)
+    lost = await _ended(cut)
+    found.cut += [pair for pair in lost if pair[1].failed]
+    found.others += [pair for pair in lost if not pair[1].failed]
+    await running.back(old)
+
+
+Running = list[tuple[Wanted, Answer, asyncio.Task[None]]]
+
+
+def _ask(stub: Stub, some: Sequence[Wanted]) -> Running:
+    answers = [(one, Answer([time.monotonic()])) for one in some]
+    return [
+        (one, answer, asyncio.create_task(follow(stub, one, answer))) for one, answer in answers
+    ]
+
+
+async def _under_way(asked: Running) -> None:
+    """Returns when every stream has tokens. Raises Broken."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(answer.tokens or task.done() for _, answer, task in asked):
+        if time.monotonic() > deadline:
+            raise Broken("streams did not get under way")
+        await asyncio.sleep(POLL_S / 4)
+
+
+async def _ended(asked: Running) -> Asked:
+    for _, _, task in asked:
+        await task
+    return [(one, answer) for one, answer, _ in asked]

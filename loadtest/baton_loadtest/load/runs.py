@@ -1,0 +1,141 @@
+"""Runs a scenario against a server, once or at one rate after the other; reads no file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import resource
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from baton.cli.access import Access
+from baton.core.errors import InvalidArgument, Unavailable
+from baton.rpc.address import split
+from baton.rpc.loop import Loop
+from baton_loadtest.load.over_grpc import OverGrpc
+from baton_loadtest.load.over_http import OverHttp
+from baton_loadtest.load.runner import Limits, Runner
+from baton_loadtest.load.search import Found, Range, Verdict, highest
+from baton_loadtest.load.shown import Shown
+from baton_loadtest.load.summary import Objectives, Summary
+from baton_loadtest.load.token_ids import TokenIds
+from baton_loadtest.load.workload import Source
+
+CONNECT_S = 5.0
+OTHER_FILES = 64
+"""That this process has open besides connections."""
+
+Tried = list[tuple[float, Summary]]
+T = TypeVar("T")
+
+
+class Runs:
+    """args: flags of `baton loadtest`. face: http or grpc."""
+
+    def __init__(self, args: argparse.Namespace, face: str, where: Access) -> None:
+        """Raises InvalidArgument, and Unavailable when nothing listens."""
+        first, dash, last = args.token_ids.partition("-")
+        if not (dash and first.isdecimal() and last.isdecimal()):
+            raise InvalidArgument("must be FIRST-LAST", field="token_ids")
+        self._token_ids = TokenIds(args.seed, int(first), int(last))
+        self._seed: int = args.seed
+        self._limits = Limits(args.max_open, args.timeout_s, args.timeout_s)
+        self._objectives = Objectives(args.slo_first_s, args.slo_between_s, args.lag_s)
+        self._client = OverGrpc if face == "grpc" else OverHttp
+        self._where, self._model = where, args.model
+        if face == "http":
+            _allow_files(args.max_open + OTHER_FILES)
+        try:
+            socket.create_connection(split(where.address, face), timeout=CONNECT_S).close()
+        except OSError:
+            raise Unavailable(f"nothing listens on {where.address}") from None
+
+    def run(self, source: Source, what: str) -> Summary:
+        """Once. what: is shown meanwhile."""
+
+        async def once() -> Summary:
+            async with self._opened() as client:
+                return await self._run(client, source, what)
+
+        return _on_loop(once())
+
+    def search(self, source: Source, bounds: Range, share: float) -> tuple[Found, Tried]:
+        """The highest mean rate at which this share of requests is within objectives."""
+        tried: Tried = []
+
+        async def all_of_it() -> Found:
+            async with self._opened() as client:
+
+                async def probe(rate: float) -> Verdict:
+                    scaled = source.scaled(rate / source.mean_rate)
+                    summary = await self._run(client, scaled, f"{rate:.4g}/s")
+                    tried.append((rate, summary))
+                    verdict = judged(summary, share)
+                    text = f"{rate:.4g}/s: {100 * summary.share_met:.1f} % within objectives"
+                    if verdict in (Verdict.UNKNOWN, Verdict.STOPPED):
+                        text += f"; {verdict}"
+                    print(text, file=sys.stderr, flush=True)
+                    return verdict
+
+                return await highest(bounds, probe)
+
+        return _on_loop(all_of_it()), tried
+
+    async def _run(self, client: OverHttp | OverGrpc, source: Source, what: str) -> Summary:
+        workload = source.workload(self._seed)
+        if not workload.sessions:
+            raise InvalidArgument("no request would be due: more seconds, or a higher rate",
+                                  field="seconds")  # fmt: skip
+        shown = Shown(workload.requests, what)
+        runner = Runner(client, self._token_ids, self._limits, show=shown)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, runner.stop)
+        # What is there now stays: looking through it again and again would make requests late.
+        gc.collect()
+        gc.freeze()
+        try:
+            return Summary(await runner.run(workload), self._objectives)
+        finally:
+            gc.unfreeze()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            shown.close()
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[OverHttp | OverGrpc]:
+        client = self._client(self._where, self._model)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+def judged(summary: Summary, share: float) -> Verdict:
+    """Requests that were not sent, because too many were open, are the server's doing; requests
+    that left late are ours."""
+    if summary.run.stopped:
+        return Verdict.STOPPED
+    if summary.lag_s > summary.objectives.lag_s:
+        return Verdict.UNKNOWN
+    return Verdict.WELL if summary.share_met >= share else Verdict.BADLY
+
+
+def _on_loop(main: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(main)
+
+
+def _allow_files(number: int) -> None:
+    """Each connection is an open file. Where fewer are allowed, some will find no connection, and
+    be counted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        number = min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))

@@ -1,0 +1,159 @@
+"""`baton plan`: says before anything runs what it would take; of memory itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.cli.layout import resolve_model
+from baton.core.errors import InvalidArgument
+from baton.engine.config import MIB, EngineConfig
+from baton.engine.memory import size
+from baton.engine.threads import configure
+from baton_loadtest.planner import options, split_options
+
+if TYPE_CHECKING:
+    from baton.engine.sizing import Outlook
+
+GIB = 1024 * MIB
+_DEFAULTS = EngineConfig("any", kv_memory_bytes=0)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("plan", help="say what a model would take")
+    kinds = parser.add_subparsers(dest="plan", metavar="WHAT", required=True)
+    memory = kinds.add_parser(
+        "memory", help="where a worker's memory goes, from the model's config.json alone"
+    )
+    memory.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    memory.add_argument(
+        "--memory-gib", type=float, metavar="G",
+        help="free memory of the device (default: what is free here)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--memory-share", type=float, default=_DEFAULTS.memory_share, metavar="S",
+        help="of it, what the worker may take (default %(default)s)",
+    )  # fmt: skip
+    memory.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    memory.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="of weights and KV (auto: float32 on a CPU, the model's own on a GPU)",
+    )  # fmt: skip
+    memory.add_argument("--quantize", choices=("none", "int8"), default="none")
+    memory.add_argument(
+        "--context", type=int, default=0, metavar="N",
+        help="positions of the longest sequence (default: the model's)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--sequences", type=int, default=_DEFAULTS.max_batch, metavar="N",
+        help="at once (default %(default)s)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--step-tokens", type=int, default=_DEFAULTS.max_step_tokens, metavar="N",
+        help="most prompt tokens of a step (default %(default)s)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--block-size", type=int, default=_DEFAULTS.block_size, metavar="N",
+        help="positions of a block (default %(default)s)",
+    )  # fmt: skip
+    memory.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options.add_parser(kinds)
+    split_options.add_parser(kinds)
+
+
+def run(args: argparse.Namespace) -> int:
+    modules = {"fleet": "command", "split": "split_command"}
+    if args.plan in modules:
+        return int(import_module(f"baton_loadtest.planner.{modules[args.plan]}").run(args))
+    return _memory(args)
+
+
+def _memory(args: argparse.Namespace) -> int:
+    if args.memory_gib is not None and args.memory_gib <= 0:
+        raise InvalidArgument("must be more than 0", field="memory_gib")
+    config = EngineConfig(
+        model=args.model or str(resolve_model("")[0]),
+        dtype=args.dtype,
+        device=args.device,
+        block_size=args.block_size,
+        kv_memory_bytes=0,
+        memory_share=args.memory_share,
+        max_model_len=args.context,
+        max_batch=args.sequences,
+        max_step_tokens=args.step_tokens + args.sequences,
+        quantize=args.quantize,
+    )
+    if "torch" not in sys.modules:
+        configure()
+    try:
+        from baton.engine.sizing import foresee
+    except ImportError as error:
+        raise InvalidArgument("planning needs the engine: pip install 'baton[engine]'") from error
+    free = None if args.memory_gib is None else int(args.memory_gib * GIB)
+    outlook = foresee(config, free)
+    memory = outlook.memory
+    everything = memory.needed_bytes(config.max_batch)
+    lines = [
+        *_model_lines(outlook),
+        *memory.lines(),
+        ("a sequence", f"of {memory.max_model_len} takes {size(memory.sequence_bytes)}"),
+        (
+            "all at once",
+            f"{config.max_batch} sequences of {memory.model_len} take {size(everything)} with "
+            f"weights and activations: a device with {size(int(everything / args.memory_share))}",
+        ),
+    ]
+    for name, text in lines:
+        print(f"{name:<12} {text}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(_document(outlook, everything), indent=2) + "\n")
+    return 0
+
+
+def _model_lines(outlook: Outlook) -> list[tuple[str, str]]:
+    layout, memory = outlook.shape.layout, outlook.memory
+    sizes = f"{layout.key_size} + {layout.value_size}"
+    lines = [
+        ("model", outlook.model.description.name),
+        (
+            "a token's KV",
+            f"{size(memory.block_bytes // memory.block_size)}: {layout.num_layers} layers x "
+            f"{layout.num_kv_heads} heads x ({sizes}) x {outlook.shape.dtype}",
+        ),
+    ]
+    stored, wire = memory.block_bytes // memory.block_size, layout.bytes_per_position
+    if stored != wire:
+        lines.append(("", f"values are stored as large as keys; {size(wire)} travel"))
+    if sliding := outlook.shape.sliding_layers:
+        lines.append(
+            ("", f"{sliding} layers look back over a window only, but are stored whole as well")
+        )
+    return lines
+
+
+def _document(outlook: Outlook, everything: int) -> dict[str, Any]:
+    layout, memory = outlook.shape.layout, outlook.memory
+    return {
+        "model": outlook.model.description.name,
+        "layout": {
+            name: value
+            for name, value in asdict(layout).items()
+            if name not in ("model_digest", "min_wire_version", "max_wire_version")
+        },
+        "sliding_layers": outlook.shape.sliding_layers,
+        "wire_bytes_per_token": layout.bytes_per_position,
+        **asdict(memory),
+        "max_model_len": memory.max_model_len,
+        "num_tokens": memory.num_positions,
+        "kv_bytes": memory.kv_bytes,
+        "sequences": memory.sequences,
+        "sequence_bytes": memory.sequence_bytes,
+        "left_bytes": memory.left_bytes,
+        "all_at_once_bytes": everything,
+    }

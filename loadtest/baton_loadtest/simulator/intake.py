@@ -1,0 +1,89 @@
+"""CountingIntake, the door by which a scheduler takes inputs whose tokens are only counted.
+
+It is the one part of a scheduler that the simulator replaces; it takes one choice a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import cast
+
+from baton.core.errors import InvalidArgument
+from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.intake import AttemptIntake
+from baton.core.scheduler.ports import CompiledGrammar
+from baton.core.scheduler.sequence import Sequence, StopRule
+from baton.core.scheduler.sequence_group import SequenceGroup
+from baton_loadtest.simulator.prompts import NamedChain, Prompt, Text
+
+TOKEN = 0
+"""That every step samples for everyone."""
+
+VOCABULARY = 1
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+def attempt_of(
+    request_id: str, number: int, prompt: Prompt, output_tokens: int, made: int = 0
+) -> Attempt:
+    """What workers are given to run; for a `CountingIntake` only. made: of the output's tokens, by
+    attempts before."""
+    return Attempt(
+        request_id=request_id,
+        attempt=number,
+        choices=(0,),
+        token_ids=cast(tuple[int, ...], Text(prompt, made)),
+        num_prompt_tokens=prompt.length,
+        sampling=_GREEDY,
+        stop=StopParams(max_tokens=output_tokens, ignore_eos=True),
+    )
+
+
+class CountingSequence(Sequence):
+    """A sequence that counts its tokens instead of keeping them."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, sequence_id: int, attempt: Attempt, rule: StopRule, prompt: Prompt):
+        super().__init__(sequence_id, attempt, 0, rule)
+        self.tokens = self._text = Text(prompt, attempt.position)
+
+    def accept(self, token_id: int, logprobs: Logprobs | None) -> ChoiceTokens:
+        self._text.length += 1
+        size = self._text.length
+        self._last = last = (token_id,)
+        position = size - self._num_prompt - 1
+        if size >= self.rule.max_positions:
+            return ChoiceTokens(self.key, position, last, (), *self.rule.ends(position, token_id))
+        return ChoiceTokens(self.key, position, last)
+
+    def advance(self, steps: int) -> None:
+        """So many steps have made a token each, and none of them ended it."""
+        self._text.length += steps
+        self.reach += steps
+
+
+class CountingIntake(AttemptIntake):
+    """Takes what `attempt_of` made."""
+
+    def admit(
+        self,
+        attempt: Attempt,
+        now: float,
+        *,
+        max_unconfirmed: int = 0,
+        grammar: CompiledGrammar | None = None,
+    ) -> SequenceGroup:
+        text: Tokens[int] = attempt.token_ids
+        if not isinstance(text, Text):
+            raise InvalidArgument("The simulator takes prompts that are named.", field="token_ids")
+        self._check(attempt)
+        rule = StopRule(attempt, self._eos, self._max_model_len)
+        sequence = CountingSequence(self._next_id, attempt, rule, text.prompt)
+        self._next_id += 1
+        return SequenceGroup([sequence], NamedChain(text.prompt, self._block_size), now)
+
+    def _check_ids(self, token_ids: Tokens[int]) -> None:
+        """They have no values."""

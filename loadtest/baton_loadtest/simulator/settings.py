@@ -1,0 +1,157 @@
+"""What a simulated fleet is made of; runs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from baton.core.admission.concurrency_limiter import (
+    FIRST_WINDOW,
+    LARGEST_WINDOW,
+    WINDOW_STEP,
+    ConcurrencyLimiter,
+)
+from baton.core.errors import InvalidArgument
+from baton.core.request.model import KvLayout, ModelDescription
+from baton.core.routing.routing import RoutingPolicy
+from baton.core.routing.speed import WorkerSpeed
+from baton.core.scheduler.decode_policy import DecodePolicy
+from baton.core.scheduler.prefill import PrefillPolicy
+from baton.core.scheduler.scheduler import QueueLimit
+from baton_loadtest.simulator.intake import VOCABULARY
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One role's workers. speed: their step times, and what they report. step_tokens: prompt tokens
+    that a step computes at most. The other fields are as a worker's options.
+    """
+
+    speed: WorkerSpeed
+    num_blocks: int
+    block_size: int = 16
+    step_tokens: int = 512
+    max_running: int = 64
+    batch_window_s: float = 0.002
+    told: WorkerSpeed = field(init=False)
+    """As workers say it of themselves."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        for name in ("num_blocks", "block_size", "step_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument("must be at least 1", field=name)
+        if self.step_tokens < self.block_size:
+            raise InvalidArgument("must be at least one block", field="step_tokens")
+        if self.batch_window_s < 0.0:
+            raise InvalidArgument("must not be below 0", field="batch_window_s")
+        told = replace(self.speed, prefill_step_tokens=self.step_tokens)
+        object.__setattr__(self, "told", told)
+
+    def prefill_policy(self) -> PrefillPolicy:
+        return PrefillPolicy(
+            token_budget=self.step_tokens,
+            batch_window_s=self.batch_window_s,
+            limit=QueueLimit(2 * self.step_tokens),
+        )
+
+    def decode_policy(self) -> DecodePolicy:
+        return DecodePolicy(
+            max_sequences=self.max_running,
+            token_budget=self.max_running + self.step_tokens,
+            prefill_budget=self.step_tokens,
+            limit=QueueLimit(2 * self.step_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFacts:
+    """As the router's own options. routers: that share the traffic; they are simulated as one whose
+    window and queue are as large as all of theirs. max_queue_s: how long a request may wait for its
+    turn.
+    """
+
+    policy: RoutingPolicy = field(default_factory=RoutingPolicy)
+    routers: int = 1
+    max_queue_s: float = 10.0
+    max_queued: int = 1024
+    max_queued_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        if self.routers < 1:
+            raise InvalidArgument("must be at least 1", field="routers")
+        if self.max_queue_s <= 0.0:
+            raise InvalidArgument("must be more than 0", field="max_queue_s")
+
+    def window(self) -> ConcurrencyLimiter:
+        """As it is at the start."""
+        many = self.routers
+        return ConcurrencyLimiter(many * FIRST_WINDOW, many * WINDOW_STEP, many * LARGEST_WINDOW)
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Seconds. hop_s: any message from one process to another. report_s: workers look this often
+    for news of themselves to tell. heartbeat_s: told even without. tokenize_s: from a request's
+    arrival until its tokens are known."""
+
+    hop_s: float = 0.001
+    report_s: float = 0.05
+    heartbeat_s: float = 0.5
+    tokenize_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        for name in ("hop_s", "tokenize_s"):
+            if getattr(self, name) < 0.0:
+                raise InvalidArgument("must not be below 0", field=name)
+        for name in ("report_s", "heartbeat_s"):
+            if getattr(self, name) <= 0.0:
+                raise InvalidArgument("must be more than 0", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """prefills, decodes: how many workers; without prefills decode workers prefill what they decode
+    (the aggregated set-up). kv_bytes: that one position takes on the wire. skip: quiet decode steps
+    are taken at once instead of one by one; the results are the same.
+    """
+
+    prefill: WorkerFacts
+    decode: WorkerFacts
+    prefills: int
+    decodes: int
+    kv_bytes: int
+    max_model_len: int = 131072
+    router: RouterFacts = field(default_factory=RouterFacts)
+    delays: Delays = field(default_factory=Delays)
+    skip: bool = True
+    model: ModelDescription = field(init=False)
+    layout: KvLayout = field(init=False)
+    """The same for all: only the bytes matter, which kv_bytes names."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument, naming the field."""
+        model = ModelDescription(
+            "simulated", "model", self.max_model_len, VOCABULARY, (), "tokenizer"
+        )
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "layout", KvLayout("model", "float16", 1, 1, 1, 1))
+        if self.prefills < 0:
+            raise InvalidArgument("must not be below 0", field="prefills")
+        for name in ("decodes", "kv_bytes", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument("must be at least 1", field=name)
+        # Measured, all of a step's time may have come out as that of its sequences.
+        if self.decode.speed.decode_s(1, 1) <= 0.0:
+            raise InvalidArgument("a decode step must take time", field="decode.speed.step_s")
+        if not self.decode.speed.prefills:
+            raise InvalidArgument("is not known of decode", field="decode.speed.prefill_position_s")
+        if self.prefills:
+            if not self.prefill.speed.prefills:
+                raise InvalidArgument("is not known", field="prefill.speed.prefill_position_s")
+            for name in ("link_bytes_per_s", "handover_s"):
+                if getattr(self.decode.speed, name) <= 0.0:
+                    raise InvalidArgument(
+                        "must be more than 0 where prefill is apart", field=f"decode.speed.{name}"
+                    )

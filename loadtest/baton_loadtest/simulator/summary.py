@@ -1,0 +1,104 @@
+"""Summary, what a run of the simulator comes to in figures; prints nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.core import quantiles
+from baton_loadtest.simulator.gaps import merged, quantile
+from baton_loadtest.simulator.requests import Record
+from baton_loadtest.simulator.settings import FleetFacts
+from baton_loadtest.simulator.simulation import Outcome
+from baton_loadtest.simulator.use import Use
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a client is owed, in seconds: its first token, and the mean time between two."""
+
+    first_token_s: float
+    token_s: float
+
+    def met(self, record: Record) -> bool:
+        first_s = record.first_token_s
+        if first_s is None or record.ended is None or record.first_token is None:
+            return False
+        between = (record.ended - record.first_token) / max(1, record.tokens - 1)
+        return first_s <= self.first_token_s and between <= self.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Times in seconds; shares are of 1. window_s: from 0 to the last token. refused: how many, by
+    reason. first_token_s, token_s: by quantile, of QUANTILES, over all requests that were answered.
+    busy: of each worker, the share of the window in which it ran a step. blocks: of the pool, in
+    use on average while a step ran, and at most.
+    """
+
+    requests: int
+    answered: int
+    refused: dict[str, int]
+    window_s: float
+    first_token_s: dict[float, float]
+    token_s: dict[float, float]
+    input_tokens: int
+    output_tokens: int
+    cached_share: float
+    apart_share: float
+    moved_tokens: int
+    attempts: int
+    preemptions: int
+    prefill_busy: tuple[float, ...]
+    decode_busy: tuple[float, ...]
+    prefill_blocks: tuple[float, float]
+    decode_blocks: tuple[float, float]
+    mean_batch: float
+
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def summary(facts: FleetFacts, outcome: Outcome) -> Summary:
+    records, window_s = outcome.records, outcome.end
+    answered = [record for record in records if record.ended is not None]
+    waits = [r.first_token_s for r in answered if r.first_token_s is not None]
+    gaps = merged(record.gaps for record in answered)
+    inputs = sum(record.request.input_tokens for record in answered)
+    steps = sum(use.steps for use in outcome.decodes)
+    return Summary(
+        requests=len(records),
+        answered=len(answered),
+        refused=dict(Counter(record.refused for record in records if record.refused)),
+        window_s=window_s,
+        first_token_s={q: quantiles.quantile(waits, q) for q in QUANTILES},
+        token_s={q: quantile(gaps, q) for q in QUANTILES},
+        input_tokens=inputs,
+        output_tokens=sum(record.tokens for record in answered),
+        cached_share=_share(sum(record.cached_tokens for record in answered), inputs),
+        apart_share=_share(sum(r.prefill is not None for r in answered), len(answered)),
+        moved_tokens=sum(record.moved_tokens for record in records),
+        attempts=sum(record.attempts for record in records),
+        preemptions=outcome.preemptions,
+        prefill_busy=tuple(_share(use.busy_s, window_s) for use in outcome.prefills),
+        decode_busy=tuple(_share(use.busy_s, window_s) for use in outcome.decodes),
+        prefill_blocks=_blocks(outcome.prefills, facts.prefill.num_blocks),
+        decode_blocks=_blocks(outcome.decodes, facts.decode.num_blocks),
+        mean_batch=_share(sum(use.rows for use in outcome.decodes), steps),
+    )
+
+
+def goodput(records: Iterable[Record], target: Target, window_s: float) -> float:
+    """Requests a second whose target was met."""
+    return _share(sum(target.met(record) for record in records), window_s)
+
+
+def _blocks(uses: Sequence[Use], num_blocks: int) -> tuple[float, float]:
+    busy_s = sum(use.busy_s for use in uses)
+    mean = _share(sum(use.block_s for use in uses), busy_s)
+    return mean / num_blocks, max((use.peak_blocks for use in uses), default=0) / num_blocks
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,1 +1,0 @@
-"""`baton simulate`: from files to a simulated fleet and its figures."""

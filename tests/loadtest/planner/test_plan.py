@@ -1,0 +1,134 @@
+"""`baton plan memory` says what a worker would take, or why it would not start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.cli import shares
+from baton.cli.layout import UpOptions, plan, resolve_model
+from baton.cli.main import main
+from baton.core.errors import InvalidArgument
+from baton.engine.config import MIB, EngineConfig
+from baton.engine.sizing import foresee
+from tests.loadtest.planner.model_configs import LLAMA_8B
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of which only the configuration is there."""
+    folder = tmp_path_factory.mktemp("large") / "llama-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
+def test_a_large_model_is_planned_from_its_configuration_alone(
+    large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures" / "plan.json"
+    told = ("--device", "cuda", "--memory-gib", "80", "--context", "8192", "--json", str(file))
+    assert main(["plan", "memory", "--model", str(large), *told]) == 0
+    found = json.loads(file.read_text())
+    parameters = 128256 * 4096 * 2 + 32 * (4096 * (4096 * 2 + 1024 * 2 + 14336 * 3) + 2 * 4096)
+    assert abs(found["weights_bytes"] - 2 * (parameters + 4096)) < MIB
+    assert found["wire_bytes_per_token"] == 2 * 32 * 8 * 256
+    assert found["block_bytes"] == 16 * 131072
+    assert found["sequence_bytes"] == 8192 * 131072
+    taken = found["weights_bytes"] + found["activation_bytes"] + found["kv_bytes"]
+    assert 0 <= 0.8 * 80 * 2**30 - taken < found["block_bytes"]
+    assert found["sequences"] == found["num_blocks"] // 512 > 40
+    said = capsys.readouterr().out
+    assert "a token's KV 128 KiB" in said and "of 8192 takes 1 GiB" in said
+    assert f"in {found['num_blocks']} blocks of 16 positions" in said
+
+
+def test_quantizing_takes_less(large: Path) -> None:
+    plain, small = (
+        foresee(EngineConfig(str(large), quantize=name, device="cpu"), 1 << 40).memory
+        for name in ("none", "int8")
+    )
+    assert plain.weights_bytes / 3 > small.weights_bytes > plain.weights_bytes / 4
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (("--memory-gib", "20"), "(memory_share)"),
+        (("--memory-gib", "50", "--context", "131072"), "takes 32768 MiB of KV"),
+        (("--memory-gib", "0"), "(memory_gib)"),
+        (("--memory-share", "2"), "(memory_share)"),
+        (("--context", "999999"), "more than the model's 131072"),
+        (("--sequences", "0"), "(max_batch)"),
+    ],
+)
+def test_what_would_not_start_is_said_in_a_line(
+    large: Path, told: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "memory", "--model", str(large), "--device", "cpu", *told]) == 1
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_needs_its_memory_said(
+    large: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "memory", "--model", str(large), "--device", "cuda"]) == 1
+    assert "no GPU here" in capsys.readouterr().err
+
+
+def test_windows_and_padding_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {**LLAMA_8B, "model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert main(["plan", "memory", "--model", str(tmp_path), "--memory-gib", "40"]) == 0
+    assert "5 layers look back over a window only" in capsys.readouterr().out
+
+
+def shared_out(**options: Any) -> list[tuple[str, ...]]:
+    """The memory flags of every engine process."""
+    found = []
+    for spec in plan(UpOptions(**options)).processes:
+        if spec.role in ("prefill", "decode"):
+            command = spec.command
+            at = [
+                i for i, word in enumerate(command) if word in ("--kv-memory-mib", "--memory-share")
+            ]
+            found.append(tuple(word for i in at for word in command[i : i + 2]))
+    return found
+
+
+def test_engines_on_one_machine_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shares, "GPU", tmp_path / "none")
+    monkeypatch.setattr(shares, "host_free_bytes", lambda: 1000 * MIB)
+    bundled, _ = resolve_model("")
+    weights = 4 * shares.num_weights(bundled)
+    assert weights == 2 * sum(file.stat().st_size for file in bundled.glob("*.safetensors")) - (
+        2 * header_bytes(bundled)
+    )
+    each = (400 * MIB - weights) // MIB
+    assert shared_out() == [("--kv-memory-mib", str(each))] * 2
+    assert shared_out(kv_memory_mib=7) == [("--kv-memory-mib", "7")] * 2
+    monkeypatch.setattr(shares, "host_free_bytes", lambda: 30 * MIB)
+    with pytest.raises(InvalidArgument) as caught:
+        shared_out(decode=2)
+    assert caught.value.field == "model" and "3 engine processes" in caught.value.message
+    monkeypatch.setattr(shares, "GPU", tmp_path)
+    assert shared_out(decode=3) == [("--memory-share", "0.200")] * 4
+
+
+def header_bytes(folder: Path) -> int:
+    (file,) = folder.glob("*.safetensors")
+    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def test_a_broken_weight_file_is_left_to_the_workers(tmp_path: Path) -> None:
+    for name, data in {"a": b"", "b": b"\xff" * 20, "c": b"\x02" + bytes(7) + b"[]"}.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
+    assert shares.num_weights(tmp_path) == 0
