@@ -9,6 +9,7 @@ one lives.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import sys
@@ -20,10 +21,10 @@ HOST = "127.0.0.1"
 LOWEST = 15000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL = (32768, 60999)
-# An abstract Unix socket for each port given, newest last. Such names live in the network
-# namespace, as ports do, and go with the process whatever ends it. So many at most: a test process
-# asks for many.
-_given: deque[socket.socket] = deque()
+# The descriptor of an abstract Unix socket for each port given, newest last. Such names live in the
+# network namespace, as ports do, and go with the process whatever ends it. So many at most: a test
+# process asks for many.
+_given: deque[int] = deque()
 _MOST_GIVEN = 256
 
 
@@ -71,9 +72,9 @@ def _give(port: int) -> bool:
     except OSError:
         mark.close()
         return False
-    _given.append(mark)
+    _given.append(mark.detach())
     if len(_given) > _MOST_GIVEN:
-        _given.popleft().close()
+        os.close(_given.popleft())
     return True
 
 
