@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import PENDING, Chunk, ModelRunner, SampleRow, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.block_pool import BlockPool, Extents
 from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import Extents
 from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from baton.core.scheduler.scheduler import first_come, shortest_remaining
 from tests.core.attempts import BLOCK_SIZE, expected, handed_over, runner

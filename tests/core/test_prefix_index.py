@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.kvcache import cache_log
-from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache import cache_events
+from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.routing.prefix_index import NO_OVERLAP, Overlap, PrefixIndex
 from tests.depth import examples
@@ -104,7 +103,7 @@ class Index(RuleBasedStateMachine):
     def tells(self, data: st.DataObject, batch: int) -> None:
         number = self._some(data)
         cache = self.caches[number]
-        with patch.object(cache_log, "BATCH_UNITS", batch):
+        with patch.object(cache_events, "BATCH_UNITS", batch):
             parts = cache.reader.read()
             while not all([self.index.apply(number, part) for part in parts]):
                 cache.watch_again()

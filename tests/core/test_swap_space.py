@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.kvcache.block_pool import InvariantBroken
-from baton.core.scheduler.swap_space import SwapGrant, SwapPlace, SwapSpace
+from baton.core.kvcache.block_pool import InvariantBroken, SwapGrant, SwapPlace, SwapSpace
 
 HOST, DISK = SwapPlace.HOST, SwapPlace.DISK
 CALLS = ["take", "release", "launch", "complete"]

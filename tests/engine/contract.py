@@ -11,12 +11,12 @@ from torch import nn
 
 from baton.core.scheduler.plan import (
     Chunk,
+    ModelRunner,
     SampledToken,
     SampleRow,
     StepPlan,
     StepResult,
 )
-from baton.core.scheduler.ports import ModelRunner
 from baton.engine.config import EngineConfig
 from baton.engine.fake import FakeRunner
 from baton.engine.runner import TorchRunner

@@ -12,8 +12,7 @@ from baton.core.request.request import SamplingParams, StopParams
 from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Event, FirstTokens, Planned, Started, Tokens
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import PENDING, StepPlan, StepResult
-from baton.core.scheduler.ports import CompiledGrammar, ModelRunner
+from baton.core.scheduler.plan import PENDING, CompiledGrammar, ModelRunner, StepPlan, StepResult
 from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from tests.core.attempts import Outputs
 

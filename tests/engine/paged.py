@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import Chunk, Extents, StepPlan
+from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.attention import LayerArguments
 from baton.engine.block_cache import BlockCache, block_ids, places_of
 from baton.engine.step_builder import StepBuilder

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Internal
+from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import BlockCopy, Extents
 from baton.engine.block_cache import BlockCache
 from baton.engine.kv_cache import KvCache
 from tests.engine.devices import CUDA

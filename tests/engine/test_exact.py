@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.scheduler.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.core.kvcache.block_pool import Extents
+from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from baton.engine import products
 from baton.engine.config import EngineConfig
 from baton.engine.linear import PackedLinear

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import BlockCopy, Chunk, Extents, StepPlan
+from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.inputs import build_inputs
 from baton.engine.kv_cache import KvCache
 from baton.engine.spans import spans

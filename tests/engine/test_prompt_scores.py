@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.prompt_logprobs import Gathered, PromptLogprobs
-from baton.core.scheduler.plan import Chunk, Extents, SampleRow, Scored, StepPlan
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import Chunk, ModelRunner, SampleRow, Scored, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.fake import FakeRunner
 from baton.engine.runner import TorchRunner

@@ -15,7 +15,7 @@ from baton.engine.ranks.local import LocalRanks
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.runner import TorchRunner
 from baton.transfer.buffers import StagingPool
-from baton.worker.ranks import share_ring
+from baton.worker.process import share_ring
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
 from tests.engine.modes import attempt, decode_loop, run

@@ -7,13 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Internal
-from baton.core.scheduler.plan import (
-    PENDING,
-    BlockCopy,
-    Chunk,
-    SampleRow,
-    StepPlan,
-)
+from baton.core.kvcache.block_pool import BlockCopy
+from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from tests.engine.contract import BLOCKS, POISON, MakeRunner, draw, prompts
 from tests.engine.driving import GREEDY, fill, generate, packed, scattered, together
 

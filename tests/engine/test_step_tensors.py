@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Internal
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import PENDING, Chunk, Extents, SampleRow, StepPlan
+from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from baton.engine.decode_buffers import DecodeBuffers
 from baton.engine.step_builder import StepBuilder
 from baton.engine.step_tensors import StepTensors

@@ -17,7 +17,7 @@ from baton.core.request.grammar import Grammar
 from baton.core.request.request import FinishReason, SamplingParams, StopParams
 from baton.core.scheduler.events import Event, Failed, Tokens
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner

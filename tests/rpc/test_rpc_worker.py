@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton.core.kvcache.cache_log import CacheBatch, CacheLog
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.cache_events import CacheBatch, CacheLog, Change
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.routing.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.scheduler import Load
 from tests.sim.hosts import Host
 

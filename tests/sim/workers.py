@@ -20,15 +20,12 @@ from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.routing.speed import WorkerSpeed
 from baton.core.scheduler.decode import DecodePolicy
 from baton.core.scheduler.events import Event
-from baton.decode.begin import Beginner
-from baton.decode.outgoing_migrations import OutgoingMigrations
-from baton.decode.service import DecodeService
+from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
 from baton.detokenizer.servicer import DetokenizerServicer
 from baton.detokenizer.vocabulary import Vocabulary
 from baton.grammar.book import GrammarBook
-from baton.prefill.service import PrefillService
-from baton.prefill.servicer import PrefillServicer
+from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.lifecycle import new_instance_id
 from baton.rpc.worker import WorkerServicer
 from baton.tokenizer.encoder import Asked, Encoded

@@ -18,7 +18,7 @@ from baton.core.quantiles import quantile
 from baton.core.request.attempt import Attempt
 from baton.core.request.grammar import Grammar
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.ports import Matcher, ModelRunner
+from baton.core.scheduler.plan import Matcher, ModelRunner
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.matcher import Compiled
 from baton.grammar.vocabulary import load

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from baton.core.handover.messages import KvChunkHeader
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.core.scheduler.plan import Extents
 from baton.engine.copying import CopyThread
 from baton.engine.kv_cache import KvCache
 from baton.rpc.channels import Channels

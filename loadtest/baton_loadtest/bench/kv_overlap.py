@@ -23,9 +23,7 @@ from baton.core.scheduler.events import Event
 from baton.core.scheduler.events import Tokens as TokensEvent
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.decode.begin import Beginner
-from baton.decode.outgoing_migrations import OutgoingMigrations
-from baton.decode.service import DecodeService
+from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton_loadtest.bench.bandwidth import read_bandwidth
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.serving import GROWTH, attempt, open_loop, open_runner, policy, step

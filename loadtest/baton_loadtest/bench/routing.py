@@ -16,7 +16,7 @@ import time
 import tracemalloc
 from typing import Any
 
-from baton.core.kvcache.cache_log import BATCH_UNITS, CacheBatch
+from baton.core.kvcache.cache_events import BATCH_UNITS, CacheBatch
 from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.quantiles import quantile
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity

@@ -19,7 +19,7 @@ from baton.core.request.request import SamplingParams, StopParams
 from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Failed, Tokens
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.scheduler import QueueLimit
 from baton.engine.config import EngineConfig
 from baton.engine.threads import configure

@@ -14,7 +14,7 @@ from typing import Any
 from baton.core.errors import InvalidArgument
 from baton.core.quantiles import quantile
 from baton.core.scheduler.decode import DecodePolicy
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.process import call, cores

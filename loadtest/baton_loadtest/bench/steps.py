@@ -11,8 +11,7 @@ import time
 from itertools import count
 
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import Chunk, ModelRunner, SampleRow, StepPlan
 
 FILL_POSITIONS = 256
 GREEDY = SamplingParams(temperature=0.0)

@@ -12,9 +12,8 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.scheduler.intake import AttemptIntake
-from baton.core.scheduler.ports import CompiledGrammar
-from baton.core.scheduler.sequence import Sequence, StopRule
-from baton.core.scheduler.sequence_group import SequenceGroup
+from baton.core.scheduler.plan import CompiledGrammar
+from baton.core.scheduler.sequence import Sequence, SequenceGroup, StopRule
 from baton_loadtest.simulator.prompts import NamedChain, Prompt, Text
 
 TOKEN = 0

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from math import ceil
 
-from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
 from baton.core.routing.load import WorkerLoad
 from baton_loadtest.simulator.queue import IDLE, EventQueue
 from baton_loadtest.simulator.settings import Delays

@@ -5,7 +5,7 @@ What the router has given to a worker since counts at once, as in the router its
 
 from __future__ import annotations
 
-from baton.core.kvcache.cache_log import CacheBatch
+from baton.core.kvcache.cache_events import CacheBatch
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.load import WorkerLoad
 from baton.core.routing.prefix_index import PrefixIndex

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import Internal, InvalidArgument
-from baton.core.kvcache.cache_log import CacheBatch
+from baton.core.kvcache.cache_events import CacheBatch
 from baton.core.routing.load import WorkerLoad
 from baton_loadtest.simulator.attempt_run import AttemptRun, SimulatedReceiver, SimulatedSender
 from baton_loadtest.simulator.decode_worker import DecodeWorker

@@ -17,7 +17,7 @@ from baton.core.request.model import ModelDescription
 from baton.core.scheduler.decode import DecodeScheduler
 from baton.core.scheduler.decode_policy import DecodePolicy
 from baton.core.scheduler.sequence import Sequence
-from baton.core.scheduler.waiting import rank
+from baton.core.scheduler.sequence_table import rank
 from baton_loadtest.simulator.intake import CountingIntake, CountingSequence
 
 _GROW, _PUBLISH = 0, 1

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.cache_events import Change
 from baton.core.request.attempt import AttemptKey
 from baton.core.routing.load import WorkerLoad, WorkerState
 from baton.core.scheduler.decode import DecodeScheduler

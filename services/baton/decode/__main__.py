@@ -6,11 +6,9 @@ import sys
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.ports import ModelRunner
-from baton.decode.begin import Beginner
+from baton.core.scheduler.plan import ModelRunner
 from baton.decode.config import DecodeConfig
-from baton.decode.outgoing_migrations import OutgoingMigrations
-from baton.decode.service import DecodeService
+from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
 from baton.rpc import metrics
 from baton.rpc.config import load

@@ -15,33 +15,316 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 
 from baton.core.admission.use_meter import UseMeter
 from baton.core.errors import (
     BatonError,
     Cancelled,
+    HandoverFailed,
     Internal,
     InvalidArgument,
     Overloaded,
     Unavailable,
 )
 from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.kvcache.block_pool import Extents
+from baton.core.observe.trace_context import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.routing.load import TenantUse, WorkerState
 from baton.core.scheduler.decode import DecodeScheduler
 from baton.core.scheduler.events import Event, Failed, Held, Tokens
 from baton.core.scheduler.events import Started as KvReady
 from baton.core.scheduler.loop import EngineLoop
-from baton.decode.attempt_trace import AttemptTrace
-from baton.decode.begin import Beginner, Running
-from baton.decode.outgoing_migrations import OutgoingMigrations
+from baton.core.scheduler.plan import CompiledGrammar
 from baton.decode.sessions import Failure, MigratedOut, RouterSession, Started
 from baton.engine.thread import EngineThread
+from baton.grammar.book import GrammarBook
 from baton.rpc import metrics
+from baton.rpc import trace_names as names
 from baton.rpc.logs import named
-from baton.rpc.tracing import OFF, Tracer
-from baton.transfer.receiver import TransferRequest
+from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type
+from baton.transfer.peers import as_handover_failure
+from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
+from baton.transfer.sender import KvSender
+from baton.transfer.ticket import Names
+
+# What the trace of a request tells of one attempt at a decode worker.
+#
+# Its KV is collected, or computed here, and then its tokens are made: two spans that follow each
+# other, below one that lasts as long as the attempt is here. Nothing is recorded once per token.
+
+
+class AttemptTrace:
+    """collects: its KV is another worker's. Every method returns at once."""
+
+    def __init__(self, tracer: Tracer, attempt: Attempt, *, collects: bool) -> None:
+        self._span = tracer.go_on(names.DECODE_RUN, parent=TraceContext(attempt.traceparent))
+        self._part = self._span.child(names.COLLECT if collects else names.DECODE_PREFILL)
+
+    @property
+    def trace_id(self) -> str:
+        return self._span.context.trace_id
+
+    def kv_ready(self, cached_tokens: int, received_bytes: int) -> None:
+        if not self._span.recording:
+            return
+        self._part.tell({names.WORKER_CACHED_TOKENS: cached_tokens, names.KV_BYTES: received_bytes})
+        self._part.end()
+        self._part = self._span.child(names.GENERATE)
+
+    def giving(self) -> AbstractContextManager[Span]:
+        """While one of its sequences is on offer to another worker."""
+        return ending(self._span.child(names.GIVE))
+
+    def gone(self, error: BaseException | None) -> None:
+        """It is here no more."""
+        self._part.end(error_type(error))
+        self._span.end(error_type(error))
+
+
+# Brings one attempt's input to the scheduler, with KV collected or to be computed here.
+#
+# Whatever it has reserved when it ends early, the caller frees, with the scheduler's `cancel` after
+# this has ended.
+
+
+DEFAULT_DEADLINE_S = 600.0
+
+ROOM_POLL_S = 0.01
+"""Between two looks at room that comes free with the steps in flight."""
+
+
+@dataclass(slots=True)
+class Running:
+    """One attempt on this worker. choices: those that have not ended. began: monotonic clock.
+
+    ticket: where its KV comes from, None when it is computed here. received_bytes: KV that the
+    hand-over brought. confirmed: positions that were confirmed before it ran. beginning: the task
+    that owns it until the scheduler does. outgoing_migrations: tasks that give choices away, by
+    choice.
+    """
+
+    attempt: Attempt
+    session: RouterSession
+    ticket: TransferRequest | None
+    max_unconfirmed: int
+    choices: set[int]
+    began: float
+    trace: AttemptTrace
+    received_bytes: int = 0
+    confirmed: dict[SequenceKey, int] = field(default_factory=dict)
+    beginning: asyncio.Task[None] | None = None
+    outgoing_migrations: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> tuple[str, Attempt]:
+        """The router that asked for it, by instance id, and what for."""
+        return self.session.router_instance_id, self.attempt
+
+    def may_leave(self, choice: int) -> bool:
+        """Whether it runs here and could be given to another worker."""
+        return self.beginning is None and choice in self.choices
+
+    def wanted(self) -> Attempt:
+        """The attempt with the choices that were not cancelled meanwhile."""
+        choices = tuple(c for c in self.attempt.choices if c in self.choices)
+        return replace(self.attempt, choices=choices)
+
+
+class Beginner:
+    """Begins attempts on one engine. handover_timeout_s: for a whole hand-over, the prompt's
+    queueing and computing included.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread[DecodeScheduler],
+        receiver: KvReceiver,
+        grammars: GrammarBook,
+        *,
+        handover_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._receiver = receiver
+        self._grammars = grammars
+        self._handover_timeout_s = handover_timeout_s
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        return self._receiver.holdings
+
+    @property
+    def probing(self) -> bool:
+        return self._receiver.probing
+
+    async def begin(self, running: Running) -> None:
+        """Returns when the scheduler has the attempt for good. Raises BatonError."""
+        key = running.attempt.key
+        grammar = await self._grammars.compiled(running.attempt.grammar)
+        if running.ticket is None:
+            await self._add(running, grammar)
+            return
+        collected = await self._collect(running, running.ticket, grammar)
+        running.received_bytes = collected.received_bytes
+        await self._engine.call(
+            lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
+        )
+
+    async def _add(self, running: Running, grammar: CompiledGrammar | None) -> None:
+        attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
+        await self._engine.call(
+            lambda loop: loop.scheduler.add(
+                attempt, time.monotonic(), max_unconfirmed=max_unconfirmed, grammar=grammar
+            )
+        )
+
+    async def _collect(
+        self, running: Running, ticket: TransferRequest, grammar: CompiledGrammar | None
+    ) -> Collected:
+        """Raises HandoverFailed when it takes too long, and what `KvReceiver.collect` raises."""
+        key = running.attempt.key
+        extents: Extents = ()
+
+        async def reserve() -> int | None:
+            nonlocal extents
+            # A choice that is cancelled later reaches the scheduler after this.
+            attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
+
+            def ask(loop: EngineLoop[DecodeScheduler]) -> tuple[int | None, Extents, bool]:
+                scheduler, now = loop.scheduler, time.monotonic()
+                position = scheduler.reserve(
+                    attempt, now, max_unconfirmed=max_unconfirmed, grammar=grammar
+                )
+                place = () if position is None else scheduler.extents(key)
+                return position, place, scheduler.making_room(key, now)
+
+            while True:
+                position, extents, soon = await self._engine.call(ask)
+                if position is not None or not soon:
+                    return position
+                await asyncio.sleep(ROOM_POLL_S)
+
+        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
+            # What is reserved stays in its place, and ours, until the receiver is done.
+            await self._engine.copy(
+                lambda runner: runner.unpack(extents, first_position, count, payload)
+            )
+
+        remaining_s = running.attempt.remaining_s or DEFAULT_DEADLINE_S
+        timeout_s = min(remaining_s, self._handover_timeout_s)
+        try:
+            # The ticket's own deadline does not cover meeting the sender.
+            async with asyncio.timeout(timeout_s):
+                return await self._receiver.collect(
+                    replace(ticket, deadline_s=timeout_s), reserve, unpack
+                )
+        except TimeoutError:
+            raise HandoverFailed("the hand-over took too long") from None
+
+    async def close(self) -> None:
+        """Parts from all senders. What begins was ended before."""
+        await self._receiver.close()
+
+
+# Stops running sequences and gives their KV to other decode workers.
+#
+# The engine holds a sequence: what it launched for it still counts, nothing more is launched. Then
+# all its KV goes on offer at once, with its newest token, which has no KV yet. However that ends,
+# the caller frees the sequence with the scheduler's `cancel`: packing that is queued comes before
+# that, and later packing finds nothing to pack.
+
+
+class OutgoingMigrations:
+    """Lives on the event loop. handover_timeout_s: for a whole hand-over."""
+
+    def __init__(
+        self,
+        engine: EngineThread[DecodeScheduler],
+        sender: KvSender,
+        *,
+        handover_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._handover_timeout_s = handover_timeout_s
+        self._waiting: dict[SequenceKey, asyncio.Future[Held]] = {}
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        return self._sender.holdings
+
+    @property
+    def probing(self) -> bool:
+        return self._sender.probing
+
+    async def hold(self, key: SequenceKey) -> Held | None:
+        """Stops a sequence; None when it cannot be held now, and goes on.
+
+        A token that is still awaited may end the sequence: then this waits until it is cancelled.
+        """
+        waiting: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = waiting
+        try:
+            if not await self._engine.call(lambda loop: loop.scheduler.hold(key)):
+                return None
+            return await waiting
+        finally:
+            del self._waiting[key]
+
+    def held(self, event: Held) -> None:
+        """The engine tells that a sequence has stopped."""
+        waiting = self._waiting.get(event.key)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(event)
+
+    async def give(
+        self,
+        held: Held,
+        handover_id: bytes,
+        receiver_instance_id: str,
+        offered: Callable[[], None],
+        about: Names,
+    ) -> None:
+        """Offers the KV, says so, and returns when it was collected.
+
+        Raises HandoverFailed when it was not, and what `KvSender.offer` raises. Cancelled, it takes
+        the offer back.
+        """
+        key = held.key
+
+        async def pack(first_position: int, count: int, out: memoryview) -> None:
+            await self._engine.call_to_end(
+                lambda loop: loop.runner.pack(
+                    loop.scheduler.held_extents(key), first_position, count, out
+                )
+            )
+
+        offer = self._sender.offer(
+            handover_id,
+            receiver_instance_id=receiver_instance_id,
+            num_positions=held.num_positions,
+            pack=pack,
+            deadline_s=self._handover_timeout_s,
+            about=about,
+        )
+        try:
+            offer.announce()
+            offer.advance(held.num_positions)
+            offer.tokens((held.newest,))
+            offered()
+            outcome = await offer.wait()
+        finally:
+            offer.fail(Cancelled("cancelled"))
+        if outcome.error is not None:
+            # Out of time or refused: the hand-over is, not the request.
+            raise as_handover_failure(outcome.error)
+
+    async def close(self) -> None:
+        """Ends what is still on offer."""
+        await self._sender.close()
+
 
 # What a decode worker counts of its attempts.
 

@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 
+from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import BlockCopy, Extents, StepPlan
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.attention import AttentionContext, PagedAttention
 from baton.engine.inputs import build_inputs
 from baton.engine.kv_cache import KvCache

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import BlockCopy, Extents
 from baton.engine.check import check_extents
 from baton.engine.wire import DTYPES, as_tensor, converted, keys_and_values
 

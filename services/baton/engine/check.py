@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baton.core.errors import Internal
-from baton.core.scheduler.plan import PENDING, BlockSwap, Extents, StepPlan
+from baton.core.kvcache.block_pool import Extents
+from baton.core.scheduler.plan import PENDING, BlockSwap, StepPlan
 
 
 def check_plan(

@@ -18,15 +18,14 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from baton.core.errors import Internal
+from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.attempt import Logprobs
 from baton.core.request.model import DTYPE_BYTES, KvLayout, ModelDescription
 from baton.core.request.prompt_logprobs import packed
 from baton.core.scheduler.plan import (
     PENDING,
-    BlockCopy,
     BlockSwap,
     Chunk,
-    Extents,
     SampledToken,
     SampleRow,
     ScoredTokens,

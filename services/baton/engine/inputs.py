@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.core.scheduler.plan import Chunk, Extents, StepPlan
+from baton.core.kvcache.block_pool import Extents
+from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.config import TILE
 from baton.engine.spans import spans
 

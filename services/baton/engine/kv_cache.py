@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import BlockCopy, Extents
 from baton.engine.check import check_extents
 from baton.engine.config import TILE
 from baton.engine.spans import spans

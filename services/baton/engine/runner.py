@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from baton.core.errors import Internal
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, ModelDescription
-from baton.core.scheduler.plan import Extents, StepPlan, StepResult
+from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine import selfcheck
 from baton.engine.backend import Backend, ForwardPass, KvMemory
 from baton.engine.backends import open_backend

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.core.errors import InvalidArgument
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import Chunk, Extents, SampleRow, StepPlan
+from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from baton.engine.guards import UnsupportedModel
 from baton.engine.products import NotExact
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.core.scheduler.plan import Extents
+from baton.core.kvcache.block_pool import Extents
 
 
 def spans(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from baton.core.scheduler.plan import Chunk, Extents, StepPlan
+from baton.core.kvcache.block_pool import Extents
+from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.block_cache import block_ids, places_of
 from baton.engine.step_tensors import Counts, StepTensors, host_buffer
 

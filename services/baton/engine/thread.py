@@ -22,8 +22,7 @@ from typing import Any, Generic, TypeVar
 from baton.core.errors import Overloaded, Unavailable
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop, SchedulerT
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.core.scheduler.scheduler import Load
 from baton.core.scheduler.step_cost import StepTimes
 from baton.engine.copying import CopyThread, to_end

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from baton.core.scheduler.plan import Extents, StepPlan
+from baton.core.kvcache.block_pool import Extents
+from baton.core.scheduler.plan import StepPlan
 from baton.engine.backend import ForwardPass
 from baton.engine.block_cache import BlockCache
 from baton.engine.decode_buffers import DecodeBuffers

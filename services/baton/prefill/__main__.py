@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from baton.core.scheduler.scheduler import first_come, shortest_remaining
 from baton.prefill.config import PrefillConfig
-from baton.prefill.service import PrefillService
-from baton.prefill.servicer import PrefillServicer
+from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run

@@ -16,7 +16,7 @@ from math import inf
 import grpc
 
 from baton.core.errors import InvalidArgument, Overloaded
-from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
+from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.routing.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
 from baton.core.routing.speed import UNMEASURED, WorkerSpeed

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.core.errors import InvalidArgument
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.fake import FakeRunner
 from baton.engine.ranks.ray_ranks import RayRanks

@@ -17,7 +17,7 @@ from baton.core.errors import Unavailable
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.load import WorkerState
 from baton.core.routing.verdict import SteadyVerdict
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton.engine.thread import EngineThread
 from baton.transfer.made_up import probe_positions
 from baton.transfer.self_probe import probe_self

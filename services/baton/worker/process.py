@@ -18,28 +18,28 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.core.errors import InvalidArgument
+from baton.core.errors import Internal, InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.cache_log import CacheLog
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.cache_events import CacheLog, Change
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.routing.load import TenantUse, WorkerState
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop, SchedulerT
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import MIB
+from baton.engine.ranks.runner import RankedRunner
+from baton.engine.ranks.shared import MemoryFile, Region
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.grammar.vocabulary import load
 from baton.rpc import garbage, metrics
-from baton.rpc.address import join, split
+from baton.rpc.address import is_loopback, join, split
 from baton.rpc.channels import Channels
 from baton.rpc.lifecycle import exit_at_once, new_instance_id, run_until_stopped
 from baton.rpc.logs import setup
@@ -47,17 +47,86 @@ from baton.rpc.model_folder import special_tokens
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
+from baton.transfer.buffers import StagingPool
 from baton.transfer.fault_spec import parse
 from baton.transfer.faults import NO_FAULTS, Faults
 from baton.transfer.injector import Injector
 from baton.transfer.staging import Staging
 from baton.transfer.stats import HandoverStats
+from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton.worker.engine import open_runner
 from baton.worker.fitness import KvSelfTest
-from baton.worker.network import ucx_of
 from baton.worker.options import WorkerOptions
-from baton.worker.ranks import end_with_ranks, share_ring
 from baton.worker.report import Report, count_step, describe
+
+# What a worker's options say of the network that KV moves on; the rules are
+# `baton.transfer.ucx`'s.
+
+
+def ucx_of(options: WorkerOptions) -> Ucx:
+    """What UCX may do in this worker. Raises InvalidArgument naming the option at fault."""
+    if options.transport == "loopback":
+        return Ucx()
+    reached = [
+        split(address, field)[0]
+        for address, field in ((options.listen, "listen"), (options.advertise, "advertise"))
+        if address
+    ]
+    return choose(
+        network_of(options.kv_network, reached),
+        transports=options.ucx_transports,
+        devices=options.ucx_devices,
+        inherited=inherited(),
+    )
+
+
+def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
+    """The declared network; undeclared: this machine, as long as all of `hosts` are loopback.
+
+    Raises InvalidArgument otherwise: hand-overs would run where anybody can read this process, or
+    fail one by one.
+    """
+    if declared != "auto":
+        return KvNetwork(declared)
+    beyond = [host for host in hosts if not is_loopback(host)]
+    if beyond:
+        raise InvalidArgument(
+            f"must be declared, because {beyond[0]} is reached from other machines: isolated when "
+            "only Baton's workers reach the network that KV moves on, trusted when everybody on it "
+            "is trusted with this process's memory, local to hand over on this machine only",
+            field="kv_network",
+        )
+    return KvNetwork.LOCAL
+
+
+# Ties a worker of several ranks together: their runner, the ring, and the process's life.
+#
+# A worker of one rank has none of this, and nothing is done for it.
+
+
+def share_ring(runner: ModelRunner, ring: StagingPool) -> None:
+    """Lets ranks pack into buffers and unpack out of them where they lie."""
+    if isinstance(runner, RankedRunner):
+        runner.share(Region(MemoryFile.of(ring.fd), ring.base_address))
+
+
+def end_with_ranks(runner: ModelRunner, fatal: asyncio.Future[None]) -> None:
+    """Fails `fatal` when a rank dies, also while no step waits for it."""
+    if not isinstance(runner, RankedRunner):
+        return
+    loop = fatal.get_loop()
+
+    def fail() -> None:
+        if not fatal.done():
+            fatal.set_exception(Internal("a rank has died"))
+
+    def died() -> None:
+        # A closed loop means that the process ends already.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(fail)
+
+    runner.on_death(died)
+
 
 # A worker that dies of a certain prompt, on purpose: how quarantine is tested.
 #

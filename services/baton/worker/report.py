@@ -9,8 +9,7 @@ from typing import Any
 from baton.core.observe.timings import Timings
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
 from baton.rpc import aliases, metrics

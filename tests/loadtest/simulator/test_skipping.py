@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.cache_events import Change
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.request.model import ModelDescription
 from baton.core.scheduler.decode_policy import DecodePolicy

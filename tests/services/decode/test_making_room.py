@@ -13,8 +13,7 @@ from baton.core.request.request import SamplingParams, StopParams
 from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
-from baton.decode.attempt_trace import AttemptTrace
-from baton.decode.begin import Beginner, Running
+from baton.decode.service import AttemptTrace, Beginner, Running
 from baton.decode.sessions import RouterSession
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread

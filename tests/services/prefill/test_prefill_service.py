@@ -8,8 +8,8 @@ import threading
 import grpc
 import pytest
 
+from baton.core.kvcache.block_pool import Extents
 from baton.core.routing.load import WorkerState
-from baton.core.scheduler.plan import Extents
 from baton.engine.fake import FakeRunner
 from baton.prefill import service as service_module
 from baton.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers

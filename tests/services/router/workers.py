@@ -15,8 +15,7 @@ from typing import Any
 import grpc
 
 from baton.core.errors import BatonError, HandoverFailed, InvalidArgument, Unavailable
-from baton.core.kvcache.cache_log import CacheBatch, CacheLog
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.cache_events import CacheBatch, CacheLog, Change
 from baton.core.kvcache.prefix import HASH_BYTES, prefix_hashes
 from baton.core.observe.trace_context import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey

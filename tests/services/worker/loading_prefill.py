@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner
 from baton.prefill.__main__ import main
 from baton.worker import process
 from baton.worker.engine import Loading, open_runner

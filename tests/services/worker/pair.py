@@ -25,15 +25,12 @@ from baton.core.scheduler.events import Event, Tokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
 from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
-from baton.decode.begin import Beginner
-from baton.decode.outgoing_migrations import OutgoingMigrations
-from baton.decode.service import DecodeService
+from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
 from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.prefill.service import PrefillService
-from baton.prefill.servicer import PrefillServicer
+from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.channels import Channels
 from baton.rpc.convert import attempt_to_proto
 from baton.rpc.handover import GrpcSenderConnection, HandoverServicer

@@ -17,8 +17,8 @@ from baton.rpc.address import is_loopback
 from baton.rpc.handover import GrpcSenderConnection
 from baton.transfer.kv_chunk import BLAKE2B, XXH3
 from baton.transfer.ucx import KvNetwork, Ucx, choose
-from baton.worker.network import network_of, ucx_of
 from baton.worker.options import WorkerOptions
+from baton.worker.process import network_of, ucx_of
 from tests.kv.listeners import listeners
 from tests.kv.rig import Pool, identity, rig
 from tests.services.worker.pair import PATIENCE_S

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """1 when a check failed, else 0. Raises InvalidArgument naming the option at fault."""
     from baton.rpc.tls_options import TlsOptions
     from baton.transfer.ucx import Ucx, choose, inherited
-    from baton.worker.network import network_of
+    from baton.worker.process import network_of
 
     for field, allowed in (("kv_network", NETWORKS), ("transport", TRANSPORTS)):
         if getattr(args, field) not in allowed:

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from itertools import chain
 
 from baton.core.kvcache.block_pool import InvariantBroken
-from baton.core.kvcache.cache_log import CacheBatch
+from baton.core.kvcache.cache_events import CacheBatch
 from baton.core.kvcache.prefix import HASH_BYTES
 
 MAX_ENTRIES = 262_144

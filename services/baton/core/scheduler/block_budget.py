@@ -14,12 +14,10 @@ from baton.core.errors import InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import AttemptKey
 from baton.core.scheduler.plan import StepWork
-from baton.core.scheduler.sequence import Sequence
-from baton.core.scheduler.sequence_group import SequenceGroup
-from baton.core.scheduler.sequence_table import SequenceTable
+from baton.core.scheduler.sequence import Sequence, SequenceGroup
+from baton.core.scheduler.sequence_table import SequenceTable, rank
 from baton.core.scheduler.step_cost import StepCost
 from baton.core.scheduler.swapping import Swapping
-from baton.core.scheduler.waiting import rank
 
 # Claim, room that is being made for one reservation.
 #

@@ -26,7 +26,7 @@ from baton.core.errors import (
     Internal,
     InvalidArgument,
 )
-from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.block_pool import BlockCopy, BlockPool, Extents, SwapSpace
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import ModelDescription
 from baton.core.routing.speed import WorkerSpeed
@@ -35,16 +35,18 @@ from baton.core.scheduler.decode_policy import DecodePolicy as DecodePolicy
 from baton.core.scheduler.events import Event, Failed, Held, Started, Tokens
 from baton.core.scheduler.intake import AttemptIntake
 from baton.core.scheduler.launched import InputChunk, Launched
-from baton.core.scheduler.plan import BlockCopy, Chunk, Extents, StepPlan, StepResult, StepWork
-from baton.core.scheduler.ports import CompiledGrammar
+from baton.core.scheduler.plan import Chunk, CompiledGrammar, StepPlan, StepResult, StepWork
 from baton.core.scheduler.scheduler import Load, earliest
-from baton.core.scheduler.sequence import Sequence, SequenceEvent, SequenceState, next_chunks
-from baton.core.scheduler.sequence_group import SequenceGroup
-from baton.core.scheduler.sequence_table import SequenceTable
+from baton.core.scheduler.sequence import (
+    Sequence,
+    SequenceEvent,
+    SequenceGroup,
+    SequenceState,
+    next_chunks,
+)
+from baton.core.scheduler.sequence_table import SequenceTable, rank
 from baton.core.scheduler.step_cost import PrefillCost, StepCost
-from baton.core.scheduler.swap_space import SwapSpace
 from baton.core.scheduler.swapping import Swapping
-from baton.core.scheduler.waiting import rank
 
 # DecodeMeter, what a decode worker's steps teach about its speed.
 

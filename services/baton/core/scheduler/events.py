@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.attempt import AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.prompt_logprobs import PromptLogprobs
-from baton.core.scheduler.plan import Extents
 
 
 @dataclass(frozen=True, slots=True)

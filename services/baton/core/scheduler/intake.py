@@ -9,9 +9,8 @@ from baton.core.kvcache.prefix import PrefixChain, namespace
 from baton.core.request.attempt import Attempt, ChoiceTokens
 from baton.core.request.model import ModelDescription
 from baton.core.request.prompt_logprobs import MAX_BYTES, entries_bytes
-from baton.core.scheduler.ports import CompiledGrammar
-from baton.core.scheduler.sequence import Sequence, StopRule
-from baton.core.scheduler.sequence_group import SequenceGroup
+from baton.core.scheduler.plan import CompiledGrammar
+from baton.core.scheduler.sequence import Sequence, SequenceGroup, StopRule
 
 
 class AttemptIntake:

@@ -6,8 +6,7 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from baton.core.scheduler.plan import SampledToken, StepResult
-from baton.core.scheduler.sequence import Sequence
-from baton.core.scheduler.sequence_group import SequenceGroup
+from baton.core.scheduler.sequence import Sequence, SequenceGroup
 
 
 class InputChunk(NamedTuple):

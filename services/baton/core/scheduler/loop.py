@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 
 from baton.core.errors import Internal
 from baton.core.scheduler.events import Event
-from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.ports import ModelRunner
+from baton.core.scheduler.plan import ModelRunner, StepPlan, StepResult
 from baton.core.scheduler.scheduler import Scheduler
 
 SchedulerT = TypeVar("SchedulerT", bound=Scheduler, covariant=True)

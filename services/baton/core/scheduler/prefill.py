@@ -25,8 +25,7 @@ from baton.core.routing.speed import WorkerSpeed
 from baton.core.scheduler.deficits import Deficits
 from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
 from baton.core.scheduler.intake import AttemptIntake
-from baton.core.scheduler.plan import Chunk, SampledToken, StepPlan, StepResult
-from baton.core.scheduler.ports import CompiledGrammar
+from baton.core.scheduler.plan import Chunk, CompiledGrammar, SampledToken, StepPlan, StepResult
 from baton.core.scheduler.scheduler import (
     Load,
     Order,
@@ -34,8 +33,7 @@ from baton.core.scheduler.scheduler import (
     earliest,
     shortest_remaining,
 )
-from baton.core.scheduler.sequence import SequenceEvent
-from baton.core.scheduler.sequence_group import SequenceGroup
+from baton.core.scheduler.sequence import SequenceEvent, SequenceGroup
 from baton.core.scheduler.step_cost import PrefillCost
 
 # Turns, which tenant's input a worker computes next.

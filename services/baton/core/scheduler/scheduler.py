@@ -11,7 +11,7 @@ from baton.core.request.attempt import Attempt
 from baton.core.routing.speed import WorkerSpeed
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.sequence_group import SequenceGroup
+from baton.core.scheduler.sequence import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)

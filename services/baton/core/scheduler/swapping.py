@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.core.kvcache.block_pool import BlockPool, blocks_for
+from baton.core.kvcache.block_pool import BlockPool, SwapGrant, SwapPlace, SwapSpace, blocks_for
 from baton.core.scheduler.plan import BlockSwap
-from baton.core.scheduler.sequence import Sequence
-from baton.core.scheduler.sequence_group import SequenceGroup
+from baton.core.scheduler.sequence import Sequence, SequenceGroup
 from baton.core.scheduler.step_cost import StepCost
-from baton.core.scheduler.swap_space import SwapGrant, SwapPlace, SwapSpace
 
 _SHORT_BLOCKS = 4
 """A context of no more blocks is computed again while nothing is known: one small chunk does it."""

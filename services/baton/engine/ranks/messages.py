@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, ModelDescription
-from baton.core.scheduler.plan import Extents, StepPlan, StepResult
+from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine.config import EngineConfig
 from baton.engine.ranks.shared import SharedPlace
 

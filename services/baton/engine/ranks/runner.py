@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from baton.core.errors import Internal, InvalidArgument
+from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, ModelDescription
-from baton.core.scheduler.plan import Extents, StepPlan, StepResult
+from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine.check import check_extents, check_plan
 from baton.engine.config import EngineConfig
 from baton.engine.ranks.messages import (

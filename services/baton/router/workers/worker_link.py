@@ -14,7 +14,7 @@ from typing import Any, Generic
 import grpc
 
 from baton.core.errors import BatonError
-from baton.core.kvcache.cache_log import CacheBatch
+from baton.core.kvcache.cache_events import CacheBatch
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.breaker import Breakers
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState

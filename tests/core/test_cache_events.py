@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.kvcache import cache_log
+from baton.core.kvcache import cache_events
 from baton.core.kvcache.block_pool import BlockPool, BlockTable
-from baton.core.kvcache.cache_log import CacheBatch, CacheLog, CacheReader
-from baton.core.kvcache.cached_units import Change
+from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
 from baton.core.kvcache.prefix import HASH_BYTES, PrefixChain, namespace, prefix_hashes
 from tests.core.cache_replica import CacheReplica, hashes
 
@@ -45,7 +44,7 @@ def test_readers_that_read_now_and_then_hold_what_is_there(
 ) -> None:
     cache = Cache()
     readers = [(CacheReader(cache.log), CacheReplica()) for _ in range(2)]
-    with patch.object(cache_log, "BATCH_UNITS", batch):
+    with patch.object(cache_events, "BATCH_UNITS", batch):
         for move in moves:
             if isinstance(move, bytes):
                 cache.toggle(move)
