@@ -84,8 +84,8 @@ def test_a_worker_that_serves(
 ) -> None:
     """By shared memory, as on one machine, and the worker has done no hand-over by it."""
     metrics = f"127.0.0.1:{unused_tcp_port}"
-    flags = ("--model", str(tmp_path), "--runner", "fake", "--transport", "nixl")
-    with started("baton.prefill", *flags, "--metrics-listen", metrics) as (_, address):
+    flags = ("prefill", "--model", str(tmp_path), "--transport", "nixl")
+    with started("baton.testing.worker", *flags, "--metrics-listen", metrics) as (_, address):
         code, found = asked(capsys, "--peer", address, "--transport", "nixl")
         with urlopen(f"http://{metrics}/metrics", timeout=20) as answer:
             lines = answer.read().decode().splitlines()

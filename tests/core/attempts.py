@@ -17,7 +17,7 @@ from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from baton.core.scheduler.scheduler import Scheduler
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 96

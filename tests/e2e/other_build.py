@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 from functools import partialmethod
-from importlib import import_module
 
 from baton.core.request import model
-from baton.engine.fake import FakeRunner
+from baton.testing import worker
+from baton.testing.fake_runner import FakeRunner
 
 
 def become(what: str, value: str) -> None:
@@ -34,9 +34,7 @@ def main() -> int:
     while "=" in words[0]:
         what, _, value = words.pop(0).partition("=")
         become(what, value)
-    role = words.pop(0)
-    sys.argv[1:] = words
-    return int(import_module(f"baton.{role}.__main__").main())
+    return worker.main(words[0], words[1:])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,20 +32,18 @@ Asked = tuple[list[int], inference_pb2.GenerationOptions]
 class Rollout:
     """Two addresses for each of prefill and decode: 0 is the old one's, 1 the new one's.
 
-    runner: as a worker's. old, new: what the builds are, in the words of `other_build`. flags: of
+    old, new: what the builds are, in the words of `other_build`. flags: of
     the engine workers, by name.
     """
 
-    def __init__(
-        self, folder: Path, *, runner: str = "fake", old: str = "", new: str = "", **flags: str
-    ) -> None:
+    def __init__(self, folder: Path, *, old: str = "", new: str = "", **flags: str) -> None:
         http, grpc_port = free_ports(2)
         self._builds = {"0": old.split(), "1": new.split()}
         self._flags = {name.replace("_", "-"): words.split() for name, words in flags.items()}
         # All but nothing is prefilled apart, whatever this machine's speed is.
         router = ("--local-prefill-tokens", "0", "--wait-timeout-s", "10")
         options = UpOptions(
-            prefill=2, decode=2, runner=runner, http_port=http, grpc_port=grpc_port,
+            prefill=2, decode=2, runner="fake", http_port=http, grpc_port=grpc_port,
             kv_memory_mib=64, threads=1, router_flags=router,
         )  # fmt: skip
         self._layout: Layout = plan(options)
@@ -141,11 +138,11 @@ class Rollout:
 
     def _command(self, spec: ProcessSpec) -> list[str]:
         build = self._builds[str(spec.index)] if spec.role in ("prefill", "decode") else []
-        flags = [*spec.command[3:], *self._flags.get(spec.name, [])]
-        assert spec.command[1:3] == ("-m", f"baton.{spec.role}")
+        command = [*spec.command, *self._flags.get(spec.name, [])]
         if build:
-            return [sys.executable, "-m", "tests.e2e.other_build", *build, spec.role, *flags]
-        return [sys.executable, "-m", f"baton.{spec.role}", *flags]
+            assert command[1:4] == ["-m", "baton.testing.worker", spec.role]
+            command[2:3] = ["tests.e2e.other_build", *build]
+        return command
 
 
 class Load:

@@ -26,7 +26,6 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     """Two prefill and two decode workers, all of which die of one token."""
     told = {
         "BATON_POISON_TOKEN": str(POISON),
-        "BATON_ALLOW_POISON": "true",
         # When all of a role are dead, whoever has not begun waits for a process to start.
         "BATON_WAIT_TIMEOUT_S": "120",
     }

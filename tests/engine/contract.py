@@ -18,8 +18,8 @@ from baton.core.scheduler.plan import (
     StepResult,
 )
 from baton.engine.config import EngineConfig
-from baton.engine.fake import FakeRunner
 from baton.engine.runner import TorchRunner
+from baton.testing.fake_runner import FakeRunner
 from tests.engine.driving import random_prompts
 
 BLOCKS = 64

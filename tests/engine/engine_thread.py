@@ -15,8 +15,8 @@ from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Event, Tokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
+from baton.testing.fake_runner import FakeRunner
 
 Engine = EngineThread[DecodeScheduler]
 

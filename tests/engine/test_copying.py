@@ -13,8 +13,8 @@ from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
 from baton.engine.copying import CopyThread
-from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
+from baton.testing.fake_runner import FakeRunner
 from tests.core.attempts import attempt
 
 PATIENCE_S = 20

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gpu_check
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.results import Result
 from gpucheck import figures, kernels, parity, speed
 from gpucheck.driving import generate

@@ -9,7 +9,7 @@ from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
 from tests.engine.engine_thread import Engine, Heard, Runner, attempt, running
 
 

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.transfer.fault_spec import FaultSpec, Kind, Rule, kinds_at, parse
-from baton.transfer.faults import POINTS
+from baton.testing.faults import POINTS, FaultKind, FaultRule, FaultSpec, kinds_at, parse
 
 
 def test_a_line_of_rules() -> None:
@@ -18,9 +17,9 @@ def test_a_line_of_rules() -> None:
     )
     assert spec.seed == 7
     assert spec.rules == (
-        Rule(Kind.CORRUPT, "sender.sealed", rate=0.01, part="header"),
-        Rule(Kind.FREEZE, "receiver.reading", at=3, every=0),
-        Rule(Kind.DELAY, "sender.told", at=10, every=10, times=2, seconds=0.5),
+        FaultRule(FaultKind.CORRUPT, "sender.sealed", rate=0.01, part="header"),
+        FaultRule(FaultKind.FREEZE, "receiver.reading", at=3, every=0),
+        FaultRule(FaultKind.DELAY, "sender.told", at=10, every=10, times=2, seconds=0.5),
     )
     assert parse("") == FaultSpec()
 
@@ -43,7 +42,7 @@ def test_when_a_rule_applies(settings: str, reached: list[int]) -> None:
 def test_everything_that_can_be_listed_can_be_written() -> None:
     for point in POINTS:
         for kind in kinds_at(point):
-            seconds = ":seconds=1" if kind is Kind.DELAY else ""
+            seconds = ":seconds=1" if kind is FaultKind.DELAY else ""
             (rule,) = parse(f"{kind.value}@{point}{seconds}").rules
             assert (rule.kind, rule.point) == (kind, point)
     (hidden,) = parse("drop@transport.read").rules

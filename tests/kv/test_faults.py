@@ -9,9 +9,16 @@ import pytest
 
 from baton.core.errors import HandoverFailed
 from baton.core.handover.table import LIMITS, Limit, ReceiverState, SenderState
-from baton.transfer.fault_spec import FaultSpec, parse
-from baton.transfer.faults import MESSAGE_POINTS, POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
-from baton.transfer.injector import Injector
+from baton.testing.faults import (
+    MESSAGE_POINTS,
+    POINTS,
+    RECEIVER_WORK,
+    SENDER_WORK,
+    TRANSPORT_READ,
+    FaultInjector,
+    FaultSpec,
+    parse,
+)
 from baton.transfer.kv_chunk import Sealer
 from baton_loadtest.chaos.corruptions import INJECTIONS
 from baton_loadtest.chaos.requests import with_settings
@@ -22,7 +29,7 @@ POSITIONS = 5 * POSITIONS_PER_BUFFER
 
 @pytest.mark.parametrize("rule", INJECTIONS.values(), ids=list(INJECTIONS))
 async def test_damage_is_found_and_the_next_hand_over_is_right(rule: str) -> None:
-    giving, taking = Injector(FaultSpec()), Injector(FaultSpec())
+    giving, taking = FaultInjector(FaultSpec()), FaultInjector(FaultSpec())
     async with rig(sender_faults=giving, receiver_faults=taking) as world:
         for _ in range(2):
             offer, pool = world.offer(POSITIONS), Pool()
@@ -48,7 +55,7 @@ async def test_unseen_damage_would_reach_the_blocks(
 ) -> None:
     """Without verification the same faults are wrong KV: it is they that are found above."""
     monkeypatch.setattr(Sealer, "mismatch", lambda *_: "")
-    faults = Injector(FaultSpec())
+    faults = FaultInjector(FaultSpec())
     async with rig(sender_faults=faults, receiver_faults=faults) as world:
         for wrong in (False, True):
             offer, pool = world.offer(POSITIONS), Pool()
@@ -60,7 +67,7 @@ async def test_unseen_damage_would_reach_the_blocks(
 
 async def test_every_point_is_reached() -> None:
     """By hand-overs that go well, or are refused for want of room."""
-    giving, taking = Injector(FaultSpec()), Injector(FaultSpec())
+    giving, taking = FaultInjector(FaultSpec()), FaultInjector(FaultSpec())
     async with rig(sender_faults=giving, receiver_faults=taking) as world:
         for cached in (0, None):
             offer, pool = world.offer(POSITIONS), Pool(cached)
@@ -86,8 +93,10 @@ SOON = {
 )
 async def test_a_message_that_is_lost_ends_in_time(point: str) -> None:
     """Though the stream lives and beats; whoever waits for the message stops waiting."""
-    faults = Injector(parse(f"drop@{point}:at=1"))
-    giving, taking = (faults, Injector(FaultSpec()))[:: 1 if point.startswith("sender") else -1]
+    faults = FaultInjector(parse(f"drop@{point}:at=1"))
+    giving, taking = (faults, FaultInjector(FaultSpec()))[
+        :: 1 if point.startswith("sender") else -1
+    ]
     async with rig(sender_faults=giving, receiver_faults=taking, limits=SOON) as world:
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
@@ -105,7 +114,7 @@ async def test_a_message_that_is_lost_ends_in_time(point: str) -> None:
 
 
 async def test_a_read_that_is_told_late_is_waited_for() -> None:
-    taking = Injector(parse("delay@transport.read:seconds=0.2,at=3"))
+    taking = FaultInjector(parse("delay@transport.read:seconds=0.2,at=3"))
     async with rig(receiver_faults=taking) as world:
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
@@ -117,7 +126,7 @@ async def test_a_read_that_is_told_late_is_waited_for() -> None:
 
 async def test_the_same_seed_breaks_the_same_things() -> None:
     async def broken(seed: int) -> list[int]:
-        faults = Injector(parse(f"seed={seed};drop@sender.told:rate=0.3"))
+        faults = FaultInjector(parse(f"seed={seed};drop@sender.told:rate=0.3"))
         return [n for n in range(200) if faults.due("sender.told")]
 
     assert await broken(1) == await broken(1) != await broken(2)

@@ -28,7 +28,6 @@ OF_NO_REQUEST = {
     "engine/swap_stores.py": "blocks of many, below what knows sequences",
     "transfer/sender.py": "two workers that meet",
     "transfer/idle_probes.py": "two workers that meet",
-    "transfer/injector.py": "what is broken on purpose",
     "transfer/peers.py": "two workers that meet",
     "transfer/staging.py": "two workers that meet",
     "router/__main__.py": "the process",

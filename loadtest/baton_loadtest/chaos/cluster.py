@@ -60,7 +60,7 @@ async def cluster(
     http, grpc = free_ports(2)
     options = replace(options, runner="fake", http_port=http, grpc_port=grpc)
     layout = _routed(plan(options), routed or {}, flags or {})
-    variables = {"BATON_KV_FAULTS": faults, "BATON_ALLOW_KV_FAULTS": "true"} if faults else {}
+    variables = {"BATON_KV_FAULTS": faults} if faults else {}
     children: list[Child] = []
     with (
         tempfile.TemporaryDirectory() as folder,

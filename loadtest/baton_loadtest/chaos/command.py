@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _points() -> None:
-    from baton.transfer.fault_spec import kinds_at
-    from baton.transfer.faults import POINTS
+    from baton.testing.faults import POINTS, kinds_at
 
     for point in POINTS:
         print(f"{point:<24} {' '.join(sorted(kind.value for kind in kinds_at(point)))}")

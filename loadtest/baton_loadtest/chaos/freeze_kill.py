@@ -14,7 +14,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.transfer.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
+from baton.testing.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
 from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.peers import Broken, Peer, PeerGone, Said, until
 from baton_loadtest.chaos.settings import Settings

@@ -8,8 +8,7 @@ from typing import Any
 
 from baton.core.request.model import WorkerIdentity
 from baton.rpc.lifecycle import new_instance_id
-from baton.transfer.fault_spec import parse
-from baton.transfer.injector import Injector
+from baton.testing.faults import FaultInjector, parse
 from baton.transfer.line import Liveness
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
@@ -31,7 +30,7 @@ class Side(ABC):
 
     def __init__(self, role: str, settings: Settings) -> None:
         self.settings, self.layout = settings, layout(settings.layers)
-        self.faults = Injector(parse(settings.faults))
+        self.faults = FaultInjector(parse(settings.faults))
         self.guarded = Guarded(settings.num_buffers, settings.buffer_bytes)
         self.ring = self.guarded.ring
         self.stats = HandoverStats()

@@ -47,6 +47,7 @@ class UpOptions:
     quantize: str = "none"
     threads: int = 0
     runner: str = "torch"
+    """fake: prefill and decode are those of `baton.testing.worker`."""
     kv_memory_mib: int = 0
     """Of each engine process; 0: an equal share of what is free."""
     engine_cpus: str = ""
@@ -146,14 +147,17 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         grpc, metrics = f"{HOST}:{next(ports)}", f"{HOST}:{next(ports)}"
         cpus = options.engine_cpus if role in ENGINE_ROLES else options.other_cpus
         listen = ("--listen", grpc, "--metrics-listen", metrics)
-        command = _command(role, cpus, *listen, *flags, *(ca.flags(role) if ca else ()))
+        fake = role in ENGINE_ROLES and options.runner == "fake"
+        module = ("baton.testing.worker", role) if fake else (f"baton.{role}",)
+        tls = ca.flags(role) if ca else ()
+        command = _command(module, cpus, *listen, *flags, *tls)
         processes.append(ProcessSpec(role, index, command, grpc, metrics))
         addresses.setdefault(role, []).append(grpc)
 
     served = ("--model", str(model), "--model-name", name)
     engine = (
         *served,
-        *("--threads", str(threads), "--transport", options.transport, "--runner", options.runner),
+        *("--threads", str(threads), "--transport", options.transport),
         *("--exact", str(options.exact).lower()),
         *("--dtype", options.dtype, "--quantize", options.quantize),
         *memory,
@@ -191,7 +195,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         listen = ("--http-listen", http, "--grpc-listen", grpc)
         more = ("--replicas", str(options.routers), *options.router_flags)
         tls = ca.flags("router") if ca else ()
-        command = _command("router", options.other_cpus, *listen, *lists, *tls, *more)
+        command = _command(("baton.router",), options.other_cpus, *listen, *lists, *tls, *more)
         processes.append(ProcessSpec("router", index, command, grpc, http))
     return Layout(
         tuple(processes),
@@ -203,6 +207,6 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     )
 
 
-def _command(role: str, cpus: str, *flags: str) -> tuple[str, ...]:
+def _command(module: tuple[str, ...], cpus: str, *flags: str) -> tuple[str, ...]:
     pin = ("taskset", "-c", cpus) if cpus else ()
-    return (*pin, sys.executable, "-m", f"baton.{role}", *flags)
+    return (*pin, sys.executable, "-m", *module, *flags)

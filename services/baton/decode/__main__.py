@@ -15,16 +15,24 @@ from baton.rpc.config import load
 from baton.rpc.handover import GrpcSenderConnection, HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
+from baton.transfer.faults import NO_FAULTS, Faults
 from baton.transfer.receiver import KvReceiver
 from baton.transfer.sender import KvSender
 from baton.transfer.stats import HandoverStats
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc
+from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.process import Parts, run_worker
 from baton.worker.report import export_handovers
 
 
 def main() -> int:
-    config = load(DecodeConfig, prog="baton-decode")
+    return serve(load(DecodeConfig, prog="baton-decode"))
+
+
+def serve(
+    config: DecodeConfig, open_runner: OpenRunner = open_runner, faults: Faults = NO_FAULTS
+) -> int:
+    """Runs the worker to its end. Returns the exit code. For the parameters see `run_worker`."""
     policy = DecodePolicy(
         max_sequences=config.max_running,
         token_budget=config.max_running + config.step_tokens,
@@ -76,7 +84,7 @@ def main() -> int:
             ),
         ]
 
-    return run(run_worker("decode", "receiver", config, scheduler, service))
+    return run(run_worker("decode", "receiver", config, scheduler, service, open_runner, faults))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,23 @@ from baton.rpc.config import load
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
+from baton.transfer.faults import NO_FAULTS, Faults
 from baton.transfer.sender import KvSender
 from baton.v1 import handover_pb2_grpc, prefill_pb2_grpc
+from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.process import Parts, run_worker
 
 AGING_TOKENS_PER_S = 1000.0
 
 
 def main() -> int:
-    config = load(PrefillConfig, prog="baton-prefill")
+    return serve(load(PrefillConfig, prog="baton-prefill"))
+
+
+def serve(
+    config: PrefillConfig, open_runner: OpenRunner = open_runner, faults: Faults = NO_FAULTS
+) -> int:
+    """Runs the worker to its end. Returns the exit code. For the parameters see `run_worker`."""
     policy = PrefillPolicy(
         token_budget=config.step_tokens,
         batch_window_s=config.batch_window_ms / 1000,
@@ -56,7 +64,7 @@ def main() -> int:
             ),
         ]
 
-    return run(run_worker("prefill", "sender", config, scheduler, service))
+    return run(run_worker("prefill", "sender", config, scheduler, service, open_runner, faults))
 
 
 if __name__ == "__main__":

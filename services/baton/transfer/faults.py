@@ -1,64 +1,17 @@
-"""The named points of a hand-over at which something can be made to go wrong, and the port to it.
+"""Where tests and experiments break hand-overs; a worker that serves uses `NO_FAULTS`.
 
-Knows where the points are, not what happens there: `NO_FAULTS` lets everything pass and is what
-every worker runs with; `baton.transfer.injector.Injector` breaks what it was told to break.
-
-A point is "side.what". Those of messages lie where a side says or hears one. The others lie within
-a side's own work; at `sender.sealed` and `receiver.read` a whole KV chunk lies in a buffer, which
-is where it can be damaged so that the other side, or our own verification, has to find it.
-`transport.read` is a read that was just posted.
+`baton.testing.faults` lists the points and breaks things there.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from baton.core.handover.messages import (
-    Announced,
-    Completed,
-    Credit,
-    Finished,
-    Full,
-    Granted,
-    KvChunkCollected,
-    KvChunkReady,
-    OpenHandover,
-    Tokens,
-)
 from baton.transfer.transport import KvTransport
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-
-MESSAGES: Mapping[type, str] = {
-    OpenHandover: "opened",
-    Announced: "announced",
-    Granted: "granted",
-    Full: "refused",
-    Finished: "finished",
-    Credit: "credited",
-    KvChunkReady: "told",
-    KvChunkCollected: "confirmed",
-    Tokens: "tokens_told",
-    Completed: "completed",
-}
-"""What the point of a message is called, on the side that says it as on the one that hears it."""
-
-SENDER_WORK = ("sender.buffer_taken", "sender.packed", "sender.sealed")
-RECEIVER_WORK = (
-    "receiver.reserved",
-    "receiver.reading",
-    "receiver.read",
-    "receiver.verified",
-    "receiver.unpacked",
-)
-TRANSPORT_READ = "transport.read"
-
-MESSAGE_POINTS = tuple(
-    f"{side}.{of}" for side in ("sender", "receiver") for of in MESSAGES.values()
-)
-POINTS = (*MESSAGE_POINTS, *SENDER_WORK, *RECEIVER_WORK, TRANSPORT_READ)
 
 
 class Faults:

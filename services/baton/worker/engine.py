@@ -15,7 +15,6 @@ from pathlib import Path
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import ModelRunner
 from baton.engine.config import MIB, EngineConfig
-from baton.engine.fake import FakeRunner
 from baton.engine.ranks.ray_ranks import RayRanks
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.threads import configure
@@ -26,7 +25,8 @@ from baton.worker.options import WorkerOptions
 Loading = Callable[[int, int], None]
 """loading(bytes done, bytes in all)."""
 
-FAKE_BLOCKS = 4096
+OpenRunner = Callable[[WorkerOptions, Loading], ModelRunner]
+"""How a worker opens its runner, on the engine's thread; `open_runner` wherever it serves."""
 
 _OPTION_NAMES = {
     "kv_memory_bytes": "kv_memory_mib",
@@ -45,18 +45,6 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
     """
     folder = Path(options.model)
     digest = tokenizer_digest(folder) if folder.is_dir() else ""
-    if options.runner == "fake":
-        if options.tensor_parallel > 1:
-            raise InvalidArgument("the fake runner has one rank", field="tensor_parallel")
-        return FakeRunner(
-            num_blocks=FAKE_BLOCKS,
-            block_size=options.block_size,
-            name=options.model_name or folder.name,
-            tokenizer_digest=digest,
-            wire_dtype=options.kv_wire_dtype,
-            step_seconds=options.fake_step_ms / 1000,
-            token_seconds=options.fake_token_ms / 1000,
-        )
     try:
         config = engine_config(options, digest)
         if options.tensor_parallel > 1:

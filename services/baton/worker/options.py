@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.errors import InvalidArgument
 from baton.core.request.model import DTYPE_BYTES
 from baton.core.scheduler.scheduler import QueueLimit
 from baton.rpc.config import option
 from baton.rpc.serving import ServingOptions
-from baton.transfer.fault_spec import parse
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions(ServingOptions):
     """Model, memory and KV transport of one worker, and how it is served."""
 
-    runner: str = option("torch", "what runs steps", choices=("torch", "fake"))
-    fake_step_ms: float = option(0.0, "time of a step, when it is fake", unit="ms", minimum=0.0)
-    fake_token_ms: float = option(
-        0.0, "more time of a fake step, for each token in it", unit="ms", minimum=0.0
-    )
     dtype: str = option(
         "auto", "number type of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
     )
@@ -96,20 +89,12 @@ class WorkerOptions(ServingOptions):
     probe_interval_s: float = option(
         10.0, "between two probes of a way for KV on which nothing moves", unit="s", minimum=0.05
     )
-    kv_faults: str = option("", "what goes wrong with hand-overs; see 'baton chaos kv points'")
-    allow_kv_faults: bool = option(False, "let kv_faults break hand-overs on purpose")
     vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
     standby: bool = option(
         False,
         "stand by with everything loaded: routers give it work only while another worker of its "
         "role is missing",
     )
-    poison_token: int = option(
-        -1,
-        "prompts that begin with this token end this process, to test quarantine; -1: none",
-        minimum=-1,
-    )
-    allow_poison: bool = option(False, "let poison_token end this process on purpose")
     handover_timeout_s: float = option(
         300.0,
         "longest hand-over, the prompt's waiting and computing included",
@@ -120,17 +105,3 @@ class WorkerOptions(ServingOptions):
     @property
     def queue_limit(self) -> QueueLimit:
         return QueueLimit(self.max_waiting_tokens or 2 * self.step_tokens, self.max_waiting)
-
-    def __post_init__(self) -> None:
-        """Raises InvalidArgument for faults that are not understood or not allowed."""
-        ServingOptions.__post_init__(self)
-        if self.poison_token >= 0 and not self.allow_poison:
-            raise InvalidArgument(
-                "ends this process on purpose; say --allow-poison true if that is meant",
-                field="poison_token",
-            )
-        if parse(self.kv_faults).rules and not self.allow_kv_faults:
-            raise InvalidArgument(
-                "breaks hand-overs on purpose; say --allow-kv-faults true if that is meant",
-                field="kv_faults",
-            )

@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +27,8 @@ from baton.core.kvcache.cache_events import CacheLog, Change
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.routing.load import TenantUse, WorkerState
 from baton.core.scheduler.events import Event
-from baton.core.scheduler.loop import EngineLoop, SchedulerT
-from baton.core.scheduler.plan import ModelRunner, StepPlan
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import MIB
 from baton.engine.ranks.runner import RankedRunner
@@ -48,13 +46,11 @@ from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
 from baton.transfer.buffers import StagingPool
-from baton.transfer.fault_spec import parse
 from baton.transfer.faults import NO_FAULTS, Faults
-from baton.transfer.injector import Injector
 from baton.transfer.staging import Staging
 from baton.transfer.stats import HandoverStats
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
-from baton.worker.engine import open_runner
+from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.fitness import KvSelfTest
 from baton.worker.options import WorkerOptions
 from baton.worker.report import Report, count_step, describe
@@ -126,25 +122,6 @@ def end_with_ranks(runner: ModelRunner, fatal: asyncio.Future[None]) -> None:
             loop.call_soon_threadsafe(fail)
 
     runner.on_death(died)
-
-
-# A worker that dies of a certain prompt, on purpose: how quarantine is tested.
-#
-# Only a worker that was told so twice (`poison_token`, `allow_poison`) does it.
-
-
-class PoisonedLoop(EngineLoop[SchedulerT]):
-    """An engine loop that ends its process, as by a fault of the machine, when a step computes an
-    input that begins with the token. Wherever else it stands, it does no harm."""
-
-    def __init__(self, runner: ModelRunner, scheduler: SchedulerT, token_id: int) -> None:
-        super().__init__(runner, scheduler)
-        self._token_id = token_id
-
-    def submit(self, plan: StepPlan) -> None:
-        if any(c.first_position == 0 and c.token_ids[0] == self._token_id for c in plan.chunks):
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().submit(plan)
 
 
 # Opens what a worker follows grammars with.
@@ -222,8 +199,13 @@ async def run_worker(
     options: WorkerOptions,
     make_scheduler: MakeScheduler,
     make_service: MakeService,
+    open_runner: OpenRunner = open_runner,
+    faults: Faults = NO_FAULTS,
 ) -> int:
-    """Runs the worker until it is told to stop. Returns the exit code."""
+    """Runs the worker until it is told to stop. Returns the exit code.
+
+    open_runner, faults: tests and experiments put their own in; see `baton.testing.worker`.
+    """
     options = replace(options, listen=_settled(options.listen))
     address = _advertised(options)
     ucx = ucx_of(options)
@@ -239,11 +221,7 @@ async def run_worker(
         runner = open_runner(options, probes.startup.weights)
         pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
         scheduler = make_scheduler(runner, pool)
-        if options.poison_token < 0:
-            made.append(EngineLoop(runner, scheduler))
-        else:
-            log.warning("THIS WORKER DIES OF TOKEN %d ON PURPOSE", options.poison_token)
-            made.append(PoisonedLoop(runner, scheduler, options.poison_token))
+        made.append(EngineLoop(runner, scheduler))
         return made[0]
 
     def deliver(events: list[Event]) -> None:
@@ -274,7 +252,7 @@ async def run_worker(
             num_buffers=options.slots,
             buffer_bytes=options.slot_mib * MIB,
             ucx=ucx,
-            faults=_faults(options),
+            faults=faults,
         )
         ends.push_async_callback(staging.close)
         share_ring(runner, staging.ring)
@@ -373,14 +351,6 @@ async def _exhausted(staging: Staging) -> str:
     """Returns when too much of the ring waits for transfers that nothing can stop."""
     await staging.ring.exhausted_event.wait()
     return "too many buffers are orphaned"
-
-
-def _faults(options: WorkerOptions) -> Faults:
-    """What goes wrong on purpose; loudly, because nobody should meet such a worker unawares."""
-    if not options.kv_faults:
-        return NO_FAULTS
-    log.warning("THIS WORKER BREAKS HAND-OVERS ON PURPOSE (kv_faults): %s", options.kv_faults)
-    return Injector(parse(options.kv_faults))
 
 
 def _fatal(engine: EngineThread[Any]) -> asyncio.Future[None]:

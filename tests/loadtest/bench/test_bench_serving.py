@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import BatonError
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.bench.serving import open_loop, policy, positions_for, serve
 from baton_loadtest.bench.workload import Workload
 

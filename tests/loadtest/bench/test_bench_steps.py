@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.core.scheduler.plan import StepPlan
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.bench.steps import StepTimer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.cli.main import main
-from baton.transfer.faults import POINTS
+from baton.testing.faults import POINTS
 from baton_loadtest.chaos.guards import Guarded
 from baton_loadtest.chaos.pattern import Pool, kv_of
 

@@ -15,10 +15,10 @@ from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.decode.service import AttemptTrace, Beginner, Running
 from baton.decode.sessions import RouterSession
-from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.rpc.tracing import OFF
+from baton.testing.fake_runner import FakeRunner
 from baton.transfer.receiver import KvReceiver
 from baton.transfer.ticket import Collected, Reserve, TransferRequest, Unpack
 

@@ -10,11 +10,11 @@ import pytest
 
 from baton.core.kvcache.block_pool import Extents
 from baton.core.routing.load import WorkerState
-from baton.engine.fake import FakeRunner
 from baton.prefill import service as service_module
 from baton.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, counter
+from baton.testing.fake_runner import FakeRunner
 from baton.transfer import nixl
 from baton.v1 import prefill_pb2
 from tests.services.worker.pair import (

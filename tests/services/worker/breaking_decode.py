@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from baton.core.scheduler.plan import StepPlan
-from baton.decode.__main__ import main
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
+from baton.testing.worker import main
 
 
 def out_of_memory(self: FakeRunner, plan: StepPlan) -> None:
@@ -15,4 +15,4 @@ def out_of_memory(self: FakeRunner, plan: StepPlan) -> None:
 
 if __name__ == "__main__":
     FakeRunner.submit = out_of_memory  # type: ignore[method-assign]
-    sys.exit(main())
+    sys.exit(main("decode", sys.argv[1:]))

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from baton.decode.__main__ import main
+from baton.testing.worker import main
 from baton.transfer.loopback import LoopbackTransport
 
 post = LoopbackTransport.post
@@ -23,4 +23,4 @@ def post_and_break(
 
 if __name__ == "__main__":
     LoopbackTransport.post = post_and_break  # type: ignore[method-assign]
-    sys.exit(main())
+    sys.exit(main("decode", sys.argv[1:]))

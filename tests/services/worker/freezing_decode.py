@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from baton.core.scheduler.plan import StepPlan
-from baton.decode.__main__ import main
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
+from baton.testing.worker import main
 from baton.transfer.nixl import NixlTransport
 
 post, submit = NixlTransport.post, FakeRunner.submit
@@ -40,4 +40,4 @@ def submit_slowly(self: FakeRunner, plan: StepPlan) -> None:
 if __name__ == "__main__":
     NixlTransport.post = freeze_and_post  # type: ignore[method-assign]
     FakeRunner.submit = submit_slowly  # type: ignore[method-assign]
-    sys.exit(main())
+    sys.exit(main("decode", sys.argv[1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from baton.decode.__main__ import main
+from baton.testing.worker import main
 from baton.transfer.collecting import IncomingTransfer
 from baton.transfer.ticket import Collected
 
@@ -19,4 +19,4 @@ async def run_and_keep(self: IncomingTransfer) -> Collected:
 
 if __name__ == "__main__":
     IncomingTransfer.run = run_and_keep  # type: ignore[method-assign]
-    sys.exit(main())
+    sys.exit(main("decode", sys.argv[1:]))

@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from baton.decode.__main__ import main
-from baton.engine.fake import FakeRunner
+from baton.testing.fake_runner import FakeRunner
+from baton.testing.worker import main
 
 made = FakeRunner.__init__
 
@@ -26,4 +26,4 @@ def make_another(self: FakeRunner, *arguments: Any, **options: Any) -> None:
 
 if __name__ == "__main__":
     FakeRunner.__init__ = make_another  # type: ignore[method-assign]
-    sys.exit(main())
+    sys.exit(main("decode", sys.argv[1:]))

@@ -27,7 +27,6 @@ from baton.core.scheduler.plan import StepPlan
 from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
-from baton.engine.fake import FakeRunner
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.prefill.service import PrefillService, PrefillServicer
@@ -36,6 +35,7 @@ from baton.rpc.convert import attempt_to_proto
 from baton.rpc.handover import GrpcSenderConnection, HandoverServicer
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import OFF, Tracer
+from baton.testing.fake_runner import FakeRunner
 from baton.transfer.receiver import KvReceiver
 from baton.transfer.sender import KvSender
 from baton.transfer.staging import Staging

@@ -56,8 +56,11 @@ async def worker(
     environment: Mapping[str, str] = {},
 ) -> AsyncIterator[Process]:
     """Runs until the block is left. A worker that still runs then must hold nothing."""
+    command = [module]
+    if runner == "fake" and module.startswith("baton."):
+        command = ["baton.testing.worker", module.removeprefix("baton.")]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--model", str(folder), "--runner", runner),
+        *(sys.executable, "-m", *command, "--model", str(folder)),
         *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
         *("--log-level", "error", *flags),
         stdout=asyncio.subprocess.PIPE,

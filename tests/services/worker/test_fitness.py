@@ -48,7 +48,7 @@ async def test_a_worker_whose_only_way_does_not_work_does_not_start(tmp_path: Pa
     broken = tmp_path / "broken"
     broken.touch()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", MODULE, "--model", str(tmp_path), "--runner", "fake"),
+        *(sys.executable, "-m", MODULE, "--model", str(tmp_path)),
         *("--listen", "127.0.0.1:0", "--transport", "loopback"),
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "BROKEN": str(broken)},

@@ -12,9 +12,9 @@ import pytest
 
 from baton.core.errors import Incompatible, InvalidArgument
 from baton.core.handover.messages import Handshake, HandshakeRequest
-from baton.engine.fake import FakeRunner
 from baton.rpc.address import is_loopback
 from baton.rpc.handover import GrpcSenderConnection
+from baton.testing.fake_runner import FakeRunner
 from baton.transfer.kv_chunk import BLAKE2B, XXH3
 from baton.transfer.ucx import KvNetwork, Ucx, choose
 from baton.worker.options import WorkerOptions
@@ -28,7 +28,7 @@ from tests.services.worker.processes import Process, worker
 async def refused(folder: Path, *flags: str) -> str:
     """What a worker that must not start says."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.prefill", "--model", str(folder), "--runner", "fake"),
+        *(sys.executable, "-m", "baton.prefill", "--model", str(folder)),
         *flags,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -31,8 +31,6 @@ async def loading(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Proces
         *(
             "--model",
             str(folder),
-            "--runner",
-            "fake",
             "--health-listen",
             health,
             "--metrics-listen",

@@ -15,6 +15,7 @@ from baton.decode.config import DecodeConfig
 from baton.engine.config import MIB, EngineConfig
 from baton.prefill.config import PrefillConfig
 from baton.rpc.config import load
+from baton.testing.worker import DisturbedDecodeConfig, DisturbedPrefillConfig, open_disturbed
 from baton.worker.engine import engine_config, open_runner
 from baton.worker.options import WorkerOptions
 
@@ -80,27 +81,25 @@ def test_refusals_name_options(changes: dict[str, Any], field: str, fresh_torch:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("cls", [PrefillConfig, DecodeConfig])
-def test_faults_are_refused_without_the_second_switch(
-    cls: type[WorkerOptions], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("cls", [DisturbedPrefillConfig, DisturbedDecodeConfig])
+def test_faults_that_are_not_understood_are_refused(
+    cls: type[DisturbedPrefillConfig | DisturbedDecodeConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = "corrupt@sender.sealed:rate=0.01"
-    environment = {"BATON_KV_FAULTS": faults}
+    made = load(cls, ["--model", "m"], {"BATON_KV_FAULTS": faults}, prog="baton-test")
+    assert made.kv_faults == faults
     with pytest.raises(SystemExit) as caught:
-        load(cls, ["--model", "m"], environment, prog="baton-test")
+        load(cls, ["--model", "m", "--kv-faults", "corrupt@nowhere"], {}, prog="baton-test")
     said = capsys.readouterr().err
-    assert caught.value.code == 2 and "kv_faults" in said and "--allow-kv-faults" in said
-    allowed = load(
-        cls, ["--model", "m", "--allow-kv-faults", "true"], environment, prog="baton-test"
-    )
-    assert allowed.kv_faults == faults
-    assert not load(cls, ["--model", "m", "--allow-kv-faults", "true"], {}, prog="t").kv_faults
+    assert caught.value.code == 2 and "kv_faults" in said and "points are" in said
 
 
-def test_faults_that_are_not_understood_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"points are .*sender\.sealed") as caught:
-        WorkerOptions(model="m", kv_faults="corrupt@nowhere", allow_kv_faults=True)
-    assert caught.value.field == "kv_faults"
+@pytest.mark.parametrize("cls", [PrefillConfig, DecodeConfig])
+@pytest.mark.parametrize("flag", ["--kv-faults", "--poison-token", "--runner", "--fake-step-ms"])
+def test_who_serves_cannot_be_disturbed(cls: type[WorkerOptions], flag: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(cls, ["--model", "m", flag, "1"], {}, prog="baton-test")
+    assert caught.value.code == 2
 
 
 @pytest.fixture
@@ -111,7 +110,9 @@ def fresh_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fake_runner_has_one_rank() -> None:
     with pytest.raises(InvalidArgument) as refused:
-        open_runner(replace(OPTIONS, runner="fake", tensor_parallel=2))
+        open_disturbed(
+            DisturbedDecodeConfig(model="m", tensor_parallel=2), lambda done, total: None
+        )
     assert refused.value.field == "tensor_parallel"
 
 
@@ -120,11 +121,3 @@ def test_ranks_without_ray_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InvalidArgument, match=r"baton\[ranks\]") as refused:
         open_runner(replace(OPTIONS, tensor_parallel=2))
     assert refused.value.field == "tensor_parallel"
-
-
-@pytest.mark.parametrize("cls", [PrefillConfig, DecodeConfig])
-def test_poison_is_refused_without_the_second_switch(cls: type[WorkerOptions]) -> None:
-    with pytest.raises(InvalidArgument, match="--allow-poison") as caught:
-        cls(model="m", poison_token=7)
-    assert caught.value.field == "poison_token"
-    assert cls(model="m", poison_token=7, allow_poison=True).poison_token == 7

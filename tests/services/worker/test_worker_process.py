@@ -250,7 +250,7 @@ async def test_an_engine_that_breaks_ends_the_process(tmp_path: Path) -> None:
 
 async def test_peers_must_be_told_an_address_they_can_connect_to(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.decode", "--model", str(tmp_path), "--runner", "fake"),
+        *(sys.executable, "-m", "baton.decode", "--model", str(tmp_path)),
         *("--listen", "0.0.0.0:0", "--allow-anonymous"),
         stderr=asyncio.subprocess.PIPE,
     )

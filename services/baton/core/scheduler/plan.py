@@ -167,7 +167,7 @@ class ModelRunner(Protocol):
 
     Called by the engine thread only, but for copies (`copies_beside_steps`). `submit` starts a step
     and may return before it is done; `collect` waits for the oldest submitted one. Steps complete
-    in the order submitted. Doubles: `baton.engine.fake.FakeRunner` (no torch), real:
+    in the order submitted. Doubles: `baton.testing.fake_runner.FakeRunner` (no torch), real:
     `baton.engine.runner.TorchRunner`.
     """
 

@@ -1,7 +1,23 @@
-"""Makes things go wrong at the points of a hand-over, by rules and a seed; see `fault_spec`.
+"""Breaks hand-overs of KV on purpose, by rules and a seed.
 
-Knows no more of hand-overs than the port `baton.transfer.faults.Faults` tells. A process that
-freezes itself is thawed by somebody else (SIGCONT).
+The rules are one line of text:
+
+    seed=7; corrupt@sender.sealed:rate=0.01; freeze@receiver.reading:at=3;
+    drop@sender.told:every=100
+
+Each rule is KIND@POINT with settings after a colon:
+- rate: the probability at each time the point is reached;
+- at: the first time (counted from 1) that it happens, and the only one without `every` or `rate`;
+- every: each so-many-th time, from `at` on when that is given;
+- times: how often at most;
+- seconds: how long a delay, or a read that is not told as done, lasts (for ever without);
+- part: header or payload, for what damages a KV chunk.
+
+A point is "side.what". Points of messages lie where a side sends or receives one. The others lie
+within a side's own work; at `sender.sealed` and `receiver.read` a whole KV chunk lies in a buffer,
+where it can be damaged so that the other side, or the side's own verification, has to find it.
+`transport.read` is a read that was just posted. A process that freezes itself is thawed by another
+process (SIGCONT).
 """
 
 from __future__ import annotations
@@ -15,21 +31,203 @@ import secrets
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
+from baton.core.errors import InvalidArgument
 from baton.core.handover.messages import (
+    Announced,
+    Completed,
+    Credit,
     Failed,
+    Finished,
+    Full,
+    Granted,
+    KvChunkCollected,
     KvChunkHeader,
     KvChunkReady,
+    OpenHandover,
     StagingPoolDescription,
     Tokens,
 )
-from baton.transfer.fault_spec import FaultSpec, Kind, Rule
-from baton.transfer.faults import MESSAGES, TRANSPORT_READ, Faults, In, Out
+from baton.transfer.faults import Faults, In, Out
 from baton.transfer.kv_chunk import HEADER_BYTES
 from baton.transfer.transport import KvTransport, ReadState
+
+log = logging.getLogger(__name__)
+
+MESSAGES: Mapping[type, str] = {
+    OpenHandover: "opened",
+    Announced: "announced",
+    Granted: "granted",
+    Full: "refused",
+    Finished: "finished",
+    Credit: "credited",
+    KvChunkReady: "told",
+    KvChunkCollected: "confirmed",
+    Tokens: "tokens_told",
+    Completed: "completed",
+}
+"""What the point of a message is called, on the side that says it as on the one that hears it."""
+
+SENDER_WORK = ("sender.buffer_taken", "sender.packed", "sender.sealed")
+RECEIVER_WORK = (
+    "receiver.reserved",
+    "receiver.reading",
+    "receiver.read",
+    "receiver.verified",
+    "receiver.unpacked",
+)
+TRANSPORT_READ = "transport.read"
+
+MESSAGE_POINTS = tuple(
+    f"{side}.{of}" for side in ("sender", "receiver") for of in MESSAGES.values()
+)
+POINTS = (*MESSAGE_POINTS, *SENDER_WORK, *RECEIVER_WORK, TRANSPORT_READ)
+
+FIELD = "kv_faults"
+
+
+class FaultKind(Enum):
+    """What goes wrong. Values are the words of a spec."""
+
+    DELAY = "delay"
+    DROP = "drop"
+    FREEZE = "freeze"
+    KILL = "kill"
+    CORRUPT = "corrupt"
+    STALE = "stale"
+    REPLAY = "replay"
+    LENGTH = "length"
+    LAYOUT = "layout"
+    SWAP = "swap"
+    TRUNCATE = "truncate"
+
+
+_DAMAGE = frozenset({FaultKind.STALE, FaultKind.REPLAY, FaultKind.LENGTH, FaultKind.LAYOUT})
+_ANYWHERE = frozenset({FaultKind.DELAY, FaultKind.FREEZE, FaultKind.KILL})
+_EXTRA: Mapping[str, frozenset[FaultKind]] = {
+    "sender.told": _DAMAGE | {FaultKind.SWAP},
+    "sender.sealed": _DAMAGE | {FaultKind.CORRUPT},
+    "receiver.read": frozenset({FaultKind.CORRUPT}),
+    TRANSPORT_READ: frozenset({FaultKind.DROP, FaultKind.TRUNCATE, FaultKind.SWAP}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRule:
+    """One thing to go wrong. See the module for what the settings mean; every 0: not repeated."""
+
+    kind: FaultKind
+    point: str
+    rate: float = 1.0
+    at: int = 1
+    every: int = 1
+    times: int | None = None
+    seconds: float = math.inf
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.value}@{self.point}"
+
+    def reaches(self, count: int) -> bool:
+        """Whether it may happen the count-th time that its point is reached."""
+        after = count - self.at
+        return after == 0 or (after > 0 and self.every > 0 and after % self.every == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSpec:
+    """All rules and the seed of what is drawn."""
+
+    rules: tuple[FaultRule, ...] = ()
+    seed: int = 0
+
+
+def kinds_at(point: str) -> frozenset[FaultKind]:
+    """What can go wrong at a point."""
+    drops = frozenset({FaultKind.DROP}) if point in MESSAGE_POINTS else frozenset()
+    return _ANYWHERE | drops | _EXTRA.get(point, frozenset())
+
+
+def parse(text: str) -> FaultSpec:
+    """Raises InvalidArgument that names the rule and what is allowed."""
+    rules, seed = [], 0
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        if item.startswith("seed="):
+            seed = _whole(item, "seed", item.removeprefix("seed="), least=0)
+        else:
+            rules.append(_rule(item))
+    return FaultSpec(tuple(rules), seed)
+
+
+def _rule(item: str) -> FaultRule:
+    head, _, settings = item.partition(":")
+    word, _, point = head.partition("@")
+    if point not in POINTS:
+        raise _refused(item, f"{point!r} is not a point; points are {', '.join(POINTS)}")
+    allowed = sorted(kind.value for kind in kinds_at(point))
+    if word not in allowed:
+        raise _refused(item, f"what can go wrong at {point} is {', '.join(allowed)}")
+    given: dict[str, str] = {}
+    for setting in filter(None, settings.split(",")):
+        key, separator, value = setting.partition("=")
+        if not separator or key.strip() in given:
+            raise _refused(item, f"{setting!r} is not a setting, or is given twice")
+        given[key.strip()] = value.strip()
+    return _with_settings(item, FaultKind(word), point, given)
+
+
+def _with_settings(item: str, kind: FaultKind, point: str, given: dict[str, str]) -> FaultRule:
+    known = {"rate", "at", "every", "times"}
+    if kind is FaultKind.DELAY or (kind is FaultKind.DROP and point == TRANSPORT_READ):
+        known.add("seconds")
+    if kind in (FaultKind.CORRUPT, FaultKind.REPLAY) and point != "sender.told":
+        known.add("part")
+    for key in given.keys() - known:
+        raise _refused(
+            item, f"{key!r} is no setting of it; settings are {', '.join(sorted(known))}"
+        )
+    if kind is FaultKind.DELAY and "seconds" not in given:
+        raise _refused(item, "a delay needs seconds")
+    part = given.get("part", "")
+    if part not in ("", "header", "payload"):
+        raise _refused(item, "part must be header or payload")
+    once = "at" in given and not given.keys() & {"every", "rate"}
+    return FaultRule(
+        kind,
+        point,
+        rate=_number(item, "rate", given.get("rate", "1"), most=1.0),
+        at=_whole(item, "at", given.get("at", given.get("every", "1"))),
+        every=0 if once else _whole(item, "every", given.get("every", "1")),
+        times=_whole(item, "times", given["times"]) if "times" in given else None,
+        seconds=_number(item, "seconds", given.get("seconds", "inf")),
+        part=part,
+    )
+
+
+def _whole(item: str, key: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise _refused(item, f"{key} must be a whole number from {least}")
+    return int(text)
+
+
+def _number(item: str, key: str, text: str, most: float = math.inf) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= most:
+        raise _refused(item, f"{key} must be a number above 0, at most {most:g}")
+    return value
+
+
+def _refused(item: str, why: str) -> InvalidArgument:
+    return InvalidArgument(f"{item!r}: {why}", field=FIELD)
+
 
 # A KV transport whose reads go wrong at the point `transport.read`.
 #
@@ -52,7 +250,7 @@ class _Read:
 class FaultyTransport:
     """See the port `baton.transfer.transport.KvTransport`."""
 
-    def __init__(self, inner: KvTransport, faults: Injector) -> None:
+    def __init__(self, inner: KvTransport, faults: FaultInjector) -> None:
         self._inner, self._faults = inner, faults
         self._num_buffers: dict[str, int] = {}
 
@@ -75,11 +273,11 @@ class FaultyTransport:
         due = self._faults.due(TRANSPORT_READ)
         for rule, draw in due:
             match rule.kind:
-                case Kind.TRUNCATE if num_bytes > LEFT_OUT:
+                case FaultKind.TRUNCATE if num_bytes > LEFT_OUT:
                     num_bytes = draw.randint(1, num_bytes - LEFT_OUT)
-                case Kind.SWAP if peer in self._num_buffers:
+                case FaultKind.SWAP if peer in self._num_buffers:
                     remote_buffer = (remote_buffer + 1) % self._num_buffers[peer]
-                case Kind.DELAY | Kind.DROP:
+                case FaultKind.DELAY | FaultKind.DROP:
                     hidden_until = time.monotonic() + rule.seconds
                 case _:
                     continue
@@ -126,20 +324,22 @@ class Damage:
     def keep_told(self, told: KvChunkReady) -> None:
         self._headers.append(told.header)
 
-    def in_buffer(self, kind: Kind, part: str, kv_chunk: memoryview, draw: random.Random) -> bool:
+    def in_buffer(
+        self, kind: FaultKind, part: str, kv_chunk: memoryview, draw: random.Random
+    ) -> bool:
         """KV chunk: header and payload as they lie in a buffer."""
         before = bytes(kv_chunk)
         match kind:
-            case Kind.CORRUPT:
+            case FaultKind.CORRUPT:
                 _flip(kv_chunk, _part(part, kv_chunk), draw)
-            case Kind.STALE:
+            case FaultKind.STALE:
                 kv_chunk[_INSTANCE_ID] = draw.randbytes(16)
-            case Kind.LAYOUT:
+            case FaultKind.LAYOUT:
                 kv_chunk[_LAYOUT] = draw.randbytes(8)
-            case Kind.LENGTH:
+            case FaultKind.LENGTH:
                 length = int.from_bytes(kv_chunk[_LENGTH], "little")
                 kv_chunk[_LENGTH] = draw.randrange(1, length).to_bytes(8, "little")
-            case Kind.REPLAY if self._kv_chunks:
+            case FaultKind.REPLAY if self._kv_chunks:
                 old = draw.choice(self._kv_chunks)
                 where = _part(part, kv_chunk)
                 where = slice(where.start, min(where.stop, len(old)))
@@ -148,20 +348,20 @@ class Damage:
                 return False
         return bytes(kv_chunk) != before
 
-    def told(self, kind: Kind, told: KvChunkReady, draw: random.Random) -> KvChunkReady:
+    def told(self, kind: FaultKind, told: KvChunkReady, draw: random.Random) -> KvChunkReady:
         """The announcement of a KV chunk, changed, or as it was when there is nothing to change to.
 
         Another hand-over's KV chunk comes back with the buffer of this one.
         """
         header = told.header
         match kind:
-            case Kind.STALE:
+            case FaultKind.STALE:
                 header = replace(header, instance_id=secrets.token_hex(16))
-            case Kind.LAYOUT:
+            case FaultKind.LAYOUT:
                 header = replace(header, num_heads=header.num_heads + draw.randrange(1, 8))
-            case Kind.LENGTH:
+            case FaultKind.LENGTH:
                 header = replace(header, payload_bytes=draw.randrange(1, header.payload_bytes))
-            case Kind.REPLAY if self._headers:
+            case FaultKind.REPLAY if self._headers:
                 header = draw.choice(self._headers)
         return replace(told, header=header)
 
@@ -178,10 +378,7 @@ def _flip(kv_chunk: memoryview, where: slice, draw: random.Random) -> None:
     kv_chunk[draw.randrange(where.start, where.stop)] ^= 1 << draw.randrange(8)
 
 
-log = logging.getLogger(__name__)
-
-
-class Injector(Faults):
+class FaultInjector(Faults):
     """See the port.
 
     injected: how often each rule, by its name, has really changed something. reached: how often
@@ -201,7 +398,7 @@ class Injector(Faults):
         self.reached: Counter[str] = Counter()
         self._left = {rule: rule.times for rule in spec.rules}
 
-    def due(self, point: str) -> list[tuple[Rule, random.Random]]:
+    def due(self, point: str) -> list[tuple[FaultRule, random.Random]]:
         """A point was reached: what is to go wrong now."""
         self.reached[point] += 1
         return [
@@ -213,23 +410,25 @@ class Injector(Faults):
             and (rule.rate == 1.0 or draw.random() < rule.rate)
         ]
 
-    def happened(self, rule: Rule) -> None:
+    def happened(self, rule: FaultRule) -> None:
         left = self._left.get(rule)
         if left is not None:
             self._left[rule] = left - 1
         self.injected[rule.name] += 1
         log.debug("injected %s", rule.name)
 
-    def stop_here(self, rule: Rule) -> None:
+    def stop_here(self, rule: FaultRule) -> None:
         """Freezes or kills this process, if that is what the rule says."""
-        if rule.kind in (Kind.FREEZE, Kind.KILL):
+        if rule.kind in (FaultKind.FREEZE, FaultKind.KILL):
             self.happened(rule)
-            os.kill(os.getpid(), signal.SIGSTOP if rule.kind is Kind.FREEZE else signal.SIGKILL)
+            os.kill(
+                os.getpid(), signal.SIGSTOP if rule.kind is FaultKind.FREEZE else signal.SIGKILL
+            )
 
     async def at(self, point: str, kv_chunk: memoryview | None = None) -> None:
         for rule, draw in self.due(point):
             self.stop_here(rule)
-            if rule.kind is Kind.DELAY:
+            if rule.kind is FaultKind.DELAY:
                 self.happened(rule)
                 await asyncio.sleep(rule.seconds)
             elif kv_chunk is not None and self._damage.in_buffer(
@@ -267,17 +466,17 @@ class Injector(Faults):
         for rule, draw in self.due(f"{side}.{of}") if of else ():
             self.stop_here(rule)
             match rule.kind:
-                case Kind.DELAY:
+                case FaultKind.DELAY:
                     self.happened(rule)
                     await asyncio.sleep(rule.seconds)
-                case Kind.DROP:
+                case FaultKind.DROP:
                     self.happened(rule)
                     return []
-                case Kind.SWAP if not held:
+                case FaultKind.SWAP if not held:
                     held.append(message)
                     self._swapping = rule
                     return []
-                case Kind.STALE | Kind.LAYOUT | Kind.LENGTH | Kind.REPLAY:
+                case FaultKind.STALE | FaultKind.LAYOUT | FaultKind.LENGTH | FaultKind.REPLAY:
                     damaged = self._damage.told(rule.kind, message, draw)
                     if damaged != message:
                         self.happened(rule)

@@ -1,0 +1,132 @@
+"""Runs a real prefill or decode worker with a fake runner, broken hand-overs or a deadly token.
+
+    python -m baton.testing.worker decode --model FOLDER --kv-faults 'seed=7;drop@sender.told:at=3'
+
+Everything else is the worker's own process with the worker's own options.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.errors import InvalidArgument
+from baton.core.scheduler.plan import ModelRunner, StepPlan
+from baton.decode.__main__ import serve as serve_decode
+from baton.decode.config import DecodeConfig
+from baton.prefill.__main__ import serve as serve_prefill
+from baton.prefill.config import PrefillConfig
+from baton.rpc.config import load, option
+from baton.rpc.digest import tokenizer_digest
+from baton.testing.fake_runner import FakeRunner
+from baton.testing.faults import FaultInjector, parse
+from baton.transfer.faults import NO_FAULTS, Faults
+from baton.worker.engine import Loading, OpenRunner, open_runner
+from baton.worker.options import WorkerOptions
+
+FAKE_BLOCKS = 4096
+"""Blocks of a fake runner's pool."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DisturbanceOptions:
+    """What differs from a worker that serves. Not slotted, so that it can be mixed into one."""
+
+    runner: str = option("fake", "what runs steps", choices=("fake", "torch"))
+    fake_step_ms: float = option(0.0, "time of a step, when it is fake", unit="ms", minimum=0.0)
+    fake_token_ms: float = option(
+        0.0, "more time of a fake step, for each token in it", unit="ms", minimum=0.0
+    )
+    kv_faults: str = option("", "what goes wrong with hand-overs; see 'baton chaos kv points'")
+    poison_token: int = option(
+        -1,
+        "prompts that begin with this token end this process, when steps are fake, to test "
+        "quarantine; -1: none",
+        minimum=-1,
+    )
+
+
+@dataclass(frozen=True)
+class DisturbedPrefillConfig(DisturbanceOptions, PrefillConfig):
+    """One prefill worker, for tests and experiments."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        PrefillConfig.__post_init__(self)
+        parse(self.kv_faults)
+
+
+@dataclass(frozen=True)
+class DisturbedDecodeConfig(DisturbanceOptions, DecodeConfig):
+    """One decode worker, for tests and experiments."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        DecodeConfig.__post_init__(self)
+        parse(self.kv_faults)
+
+
+class PoisonedRunner(FakeRunner):
+    """A fake runner that kills its process, as a fault of the machine would, when a step computes
+    an input that begins with a certain token. Wherever else the token stands, it does no harm."""
+
+    poison_token = -1
+
+    def submit(self, plan: StepPlan) -> None:
+        if any(c.first_position == 0 and c.token_ids[0] == self.poison_token for c in plan.chunks):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().submit(plan)
+
+
+def open_disturbed(options: WorkerOptions, loading: Loading) -> ModelRunner:
+    """The runner that the options name. Raises InvalidArgument."""
+    assert isinstance(options, DisturbanceOptions)
+    if options.kv_faults:
+        log.warning("THIS WORKER BREAKS HAND-OVERS ON PURPOSE (kv_faults): %s", options.kv_faults)
+    if options.runner == "torch":
+        return open_runner(options, loading)
+    if options.tensor_parallel > 1:
+        raise InvalidArgument("the fake runner has one rank", field="tensor_parallel")
+    folder = Path(options.model)
+    runner = PoisonedRunner(
+        num_blocks=FAKE_BLOCKS,
+        block_size=options.block_size,
+        name=options.model_name or folder.name,
+        tokenizer_digest=tokenizer_digest(folder) if folder.is_dir() else "",
+        wire_dtype=options.kv_wire_dtype,
+        step_seconds=options.fake_step_ms / 1000,
+        token_seconds=options.fake_token_ms / 1000,
+    )
+    if options.poison_token >= 0:
+        log.warning("THIS WORKER DIES OF TOKEN %d ON PURPOSE", options.poison_token)
+        runner.poison_token = options.poison_token
+    return runner
+
+
+def main(role: str, flags: Sequence[str], opener: OpenRunner = open_disturbed) -> int:
+    """Runs the worker to its end. opener: opens its runner. Returns the exit code."""
+    prog = f"baton-testing-{role}"
+    match role:
+        case "prefill":
+            prefill = load(DisturbedPrefillConfig, flags, prog=prog)
+            return serve_prefill(prefill, opener, _faults(prefill))
+        case "decode":
+            decode = load(DisturbedDecodeConfig, flags, prog=prog)
+            return serve_decode(decode, opener, _faults(decode))
+    print(f"{role!r} is no worker: say prefill or decode", file=sys.stderr)
+    return 2
+
+
+def _faults(options: DisturbanceOptions) -> Faults:
+    return FaultInjector(parse(options.kv_faults)) if options.kv_faults else NO_FAULTS
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]))
