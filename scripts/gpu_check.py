@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "services"))
 
 import torch  # noqa: E402
 
-from baton_loadtest.results import Result, table, write  # noqa: E402
+from baton_loadtest.report import Result, table, write  # noqa: E402
 
 Section = Callable[["Check"], list[Result]]
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from baton_loadtest.results import goal_text, number
+from baton_loadtest.report import goal_text, number
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "docs/benchmarks"

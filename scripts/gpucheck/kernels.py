@@ -11,7 +11,7 @@ from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.attention import LayerArguments
 from baton.engine.probe import AttentionShape
 from baton.engine.triton_backend import TritonBackend
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Result, compared
 from gpucheck.definition import attention
 from gpucheck.timing import seconds
 

@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Result, compared
 from gpucheck.driving import generate
 from gpucheck.figures import agreement
 from tests.engine.tiny_models import ARCHS, VOCAB, build, save_tiny_model

@@ -19,7 +19,7 @@ from baton.core.request.request import SamplingParams
 from baton.engine.config import EngineConfig
 from baton.engine.loader import LoadedModel
 from baton.engine.runner import TorchRunner
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Result, compared
 from gpucheck.driving import GREEDY, Batch, run
 from gpucheck.figures import Shape, decode_bytes, median, prefill_flops
 from gpucheck.timing import event

@@ -14,7 +14,7 @@ import torch
 
 import gpu_check
 from baton.testing.fake_runner import FakeRunner
-from baton_loadtest.results import Result
+from baton_loadtest.report import Result
 from gpucheck import figures, kernels, parity, speed
 from gpucheck.driving import generate
 from tests.engine import driving

@@ -18,9 +18,9 @@ from typing import Any
 
 from baton.cli.layout import Layout
 from baton.cli.supervisor import Supervisor
-from baton.core.quantiles import quantile
 from baton_loadtest.bench.open_loop import END_S, Asked
 from baton_loadtest.bench.process import call
+from baton_loadtest.report import quantile
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
 AT_ONCE = 96

@@ -25,7 +25,7 @@ from typing import Any
 from baton.cli.http_client import ConnectionLost
 from baton.core.errors import BatonError
 from baton.rpc.address import split
-from baton_loadtest.load.connection import Connection
+from baton_loadtest.drive import HttpConnection
 
 LONGEST_BYTES = (1 << 20) - 1024
 """Of a text that a body has room for."""
@@ -73,12 +73,12 @@ async def _one(
     target: str, attack: str, header: str, draw: random.Random, statuses: Counter[int]
 ) -> None:
     """For ever."""
-    connection: Connection | None = None
+    connection: HttpConnection | None = None
     try:
         while True:
             try:
                 if connection is None or not connection.usable:
-                    connection = await Connection.open(*split(target, "targets"))
+                    connection = await HttpConnection.open(*split(target, "targets"))
                 request = _request(attack, draw, header)
                 statuses[(await connection.ask(request, lambda _: None)).status] += 1
             except (OSError, BatonError, ConnectionLost):

@@ -15,10 +15,9 @@ from baton_loadtest.bench import shapes
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.engine import OUTPUT_TOKENS, PROMPT_TOKENS
 from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.report import Chart, Line, Report
 from baton_loadtest.bench.serving import open_loop, open_runner, policy, positions_for, serve
 from baton_loadtest.bench.workload import Workload
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Chart, Line, Report, Result, compared
 
 STEP_TOKENS = 512
 DEADLINE_S = 600.0

@@ -21,8 +21,7 @@ from unittest.mock import patch
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.report import Report
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Report, Result, compared
 
 DEADLINE_S = 900.0
 SERIAL_BYTES = 8 << 20

@@ -10,9 +10,9 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from baton_loadtest import results
-from baton_loadtest.bench import options, plots
-from baton_loadtest.bench.report import Report
+from baton_loadtest import report
+from baton_loadtest.bench import options
+from baton_loadtest.report import Report
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,13 +23,13 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """A missed goal is printed, and is no failure."""
     if args.plot:
-        plots.check()
-    report: Report = import_module(f"baton_loadtest.bench.{args.bench}").measure(args)
-    print(results.table(report.results))
+        report.check_plots()
+    found: Report = import_module(f"baton_loadtest.bench.{args.bench}").measure(args)
+    print(report.table(found.results))
     if args.json:
-        results.write(args.json, args.seed, report.results)
+        report.write(args.json, args.seed, found.results)
         print(f"written to {args.json}", file=sys.stderr)
     if args.plot:
-        plots.draw(args.plot, report.charts)
+        report.draw(args.plot, found.charts)
         print(f"drawn in {args.plot}", file=sys.stderr)
     return 0

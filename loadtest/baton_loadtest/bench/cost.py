@@ -10,14 +10,12 @@ import argparse
 from statistics import median
 from typing import Any
 
-from baton.core.quantiles import quantile
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.report import Chart, Line, Report
 from baton_loadtest.bench.serving import BLOCK_SIZE, open_runner
 from baton_loadtest.bench.steps import StepTimer
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.report import Chart, Line, Report, Result, at_most, quantile
 
 DEADLINE_S = 600.0
 SCHEDULER_US = 300.0

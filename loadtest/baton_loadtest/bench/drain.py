@@ -24,16 +24,14 @@ from baton.cli.ports import free_ports
 from baton.cli.scrape import scrape
 from baton.cli.supervisor import Supervisor
 from baton.core.errors import BatonError
-from baton.core.quantiles import quantile
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.fleet import fleet
 from baton_loadtest.bench.load import REQUEST_TIMEOUT_S, Load, drive
 from baton_loadtest.bench.process import say
-from baton_loadtest.bench.report import Bars, Report
-from baton_loadtest.load.over_grpc import greedy
-from baton_loadtest.results import Result, compared
+from baton_loadtest.drive import greedy
+from baton_loadtest.report import Bars, Report, Result, compared, quantile
 
 SETTLED_TOKENS = 8
 """Of every stream before anything happens."""

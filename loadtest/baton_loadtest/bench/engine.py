@@ -26,9 +26,8 @@ from baton_loadtest.bench.contenders import (
     line_up,
 )
 from baton_loadtest.bench.process import call, cores, say
-from baton_loadtest.bench.report import Bars, Report
 from baton_loadtest.bench.workload import Workload
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Bars, Report, Result, at_most, compared
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 512), (16, 256)
 WARM = 4

@@ -29,8 +29,7 @@ from baton_loadtest.bench.arrivals import ENGINE_CORE, MIB, OTHER_CORE, Arrivals
 from baton_loadtest.bench.attackers import ATTACKS
 from baton_loadtest.bench.fleet import fleet
 from baton_loadtest.bench.process import say
-from baton_loadtest.bench.report import Report
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Report, Result, at_most, compared
 
 FLOODS, LIGHT = "a", "b"
 QUOTA = 0.3

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 from baton.cli.layout import resolve_model
-from baton.core.quantiles import quantile
 from baton.core.request.attempt import Attempt
 from baton.core.request.grammar import Grammar
 from baton.core.request.request import SamplingParams, StopParams
@@ -26,9 +25,8 @@ from baton_loadtest.bench import shapes
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.grammar_asks import asks, write_tokenizer
 from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.report import Chart, Line, Report
 from baton_loadtest.bench.serving import open_loop, open_runner, policy
-from baton_loadtest.results import Result
+from baton_loadtest.report import Chart, Line, Report, Result, quantile
 
 DEADLINE_S = 280.0
 COMPILED = 5

@@ -23,8 +23,7 @@ from baton.transfer.kv_chunk import BLAKE2B, XXH3
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.kv_ends import NO_DIGEST, layout_of
 from baton_loadtest.bench.process import call
-from baton_loadtest.bench.report import Chart, Line, Report
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
 
 DEADLINE_S = 300.0
 OF_RAW = 0.8

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
-from baton_loadtest.load.over_grpc import greedy
+from baton_loadtest.drive import greedy
 
 REQUEST_TIMEOUT_S = 600
 

@@ -17,20 +17,16 @@ from collections.abc import Sequence
 
 from baton.cli.access import Access
 from baton.core.errors import BatonError
-from baton.core.quantiles import quantile
 from baton.rpc.loop import Loop
 from baton_loadtest.bench.known import known
 from baton_loadtest.bench.known_server import Latencies, Record
 from baton_loadtest.bench.process import say
-from baton_loadtest.bench.report import Report
+from baton_loadtest.drive import HttpLoadClient, LoadLimits, OpenLoop, TokenIds
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import fixed
-from baton_loadtest.load.over_http import OverHttp
-from baton_loadtest.load.runner import Limits, Runner
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.load.token_ids import TokenIds
 from baton_loadtest.load.workload import Drawn
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.report import Report, Result, at_most, quantile
 
 PROMPT_TOKENS = 64
 WARM_S = 2.0
@@ -64,9 +60,9 @@ def _run(args: argparse.Namespace, address: str, rate: int, seconds: float) -> S
     source = Drawn(Arrivals(Kind.POISSON, rate, seconds), fixed(PROMPT_TOKENS, args.output_tokens))
 
     async def main() -> Summary:
-        client = OverHttp(Access(address), "")
+        client = HttpLoadClient(Access(address), "")
         try:
-            runner = Runner(client, TokenIds(args.seed, 64, 1899), Limits())
+            runner = OpenLoop(client, TokenIds(args.seed, 64, 1899), LoadLimits())
             return Summary(await runner.run(source.workload(args.seed)), Objectives())
         finally:
             await client.close()

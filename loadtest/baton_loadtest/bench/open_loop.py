@@ -18,8 +18,7 @@ from typing import Any
 
 from baton.rpc.address import split
 from baton_loadtest.bench.child import progress
-from baton_loadtest.load.connection import Connection
-from baton_loadtest.load.events import Events
+from baton_loadtest.drive import Events, HttpConnection
 
 END_S = 60.0
 """What has not ended so long after the last arrival counts as failed."""
@@ -72,7 +71,7 @@ class _Load:
         self._job = job
         self._draw = random.Random(job["seed"])
         self._targets = [split(target, "targets") for target in job["targets"]]
-        self._idle: dict[int, list[Connection]] = {i: [] for i in range(len(self._targets))}
+        self._idle: dict[int, list[HttpConnection]] = {i: [] for i in range(len(self._targets))}
 
     async def run(self) -> list[list[dict[str, Any]]]:
         found = []
@@ -142,7 +141,7 @@ class _Load:
         idle = self._idle[one.target]
         while idle and not idle[-1].usable:
             idle.pop()
-        connection = idle.pop() if idle else await Connection.open(*self._targets[one.target])
+        connection = idle.pop() if idle else await HttpConnection.open(*self._targets[one.target])
         request = self._head(one, len(body)).encode() + body
         began = time.perf_counter()
         one.tokens = 0

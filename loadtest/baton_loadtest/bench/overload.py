@@ -24,8 +24,7 @@ from baton_loadtest.bench.arrivals import (
     stream,
 )
 from baton_loadtest.bench.fleet import fleet
-from baton_loadtest.bench.report import Report
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Report, Result, at_most, compared
 
 STORM, AFTER = 2.0, 0.7
 GOODPUT, REFUSAL_MS, FIRST_TOKEN, FLAT, BACK_S = 0.9, 50.0, 2.0, 1.1, 10.0

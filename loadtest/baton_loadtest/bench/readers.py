@@ -27,16 +27,14 @@ from baton.cli.layout import Layout, UpOptions
 from baton.cli.ports import free_ports
 from baton.cli.scrape import scrape
 from baton.core.errors import BatonError
-from baton.core.quantiles import quantile
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.bench.drain import Stream
 from baton_loadtest.bench.fleet import fleet
 from baton_loadtest.bench.load import REQUEST_TIMEOUT_S, Load
 from baton_loadtest.bench.process import say
-from baton_loadtest.bench.report import Report
-from baton_loadtest.load.over_grpc import greedy
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.drive import greedy
+from baton_loadtest.report import Report, Result, at_most, compared, quantile
 
 GOAL = 1.2
 WAIT_S = 120.0

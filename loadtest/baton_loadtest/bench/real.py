@@ -17,11 +17,8 @@ from baton.cli.layout import Layout, UpOptions
 from baton.cli.ports import free_ports
 from baton_loadtest.bench.arrivals import ENGINE_CORE, OTHER_CORE
 from baton_loadtest.bench.fleet import fleet
-from baton_loadtest.load.over_grpc import OverGrpc
-from baton_loadtest.load.runner import Limits, Runner
+from baton_loadtest.drive import GrpcLoadClient, LoadLimits, OpenLoop, TokenIds, Workload
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.load.token_ids import TokenIds
-from baton_loadtest.load.workload import Workload
 from baton_loadtest.planner.measured import MeasuredSpeed, ask
 
 TOKENS = (64, 1899)
@@ -32,7 +29,7 @@ KV_MIB = 2048
 
 
 class Real:
-    def __init__(self, layout: Layout, client: OverGrpc) -> None:
+    def __init__(self, layout: Layout, client: GrpcLoadClient) -> None:
         self._layout, self._client = layout, client
 
     async def told(self) -> list[MeasuredSpeed]:
@@ -42,7 +39,7 @@ class Real:
 
     async def run(self, workload: Workload, seed: int) -> Summary:
         """seed: of the tokens; what one run leaves in caches is not there for another."""
-        runner = Runner(self._client, TokenIds(seed, *TOKENS), Limits())
+        runner = OpenLoop(self._client, TokenIds(seed, *TOKENS), LoadLimits())
         return Summary(await runner.run(workload), Objectives())
 
 
@@ -63,7 +60,7 @@ async def started(asked: UpOptions) -> AsyncIterator[Real]:
         other_cpus=OTHER_CORE if alone else f"{ENGINE_CORE},{OTHER_CORE}",
     )
     async with fleet(options) as (layout, _):
-        client = OverGrpc(Access(layout.grpc), "")
+        client = GrpcLoadClient(Access(layout.grpc), "")
         try:
             yield Real(layout, client)
         finally:

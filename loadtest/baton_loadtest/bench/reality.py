@@ -19,16 +19,15 @@ from statistics import median
 
 from baton.cli.layout import UpOptions
 from baton.core.errors import BatonError
-from baton.core.quantiles import quantile
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.process import say
 from baton_loadtest.bench.real import Real, started
-from baton_loadtest.bench.report import Report
+from baton_loadtest.drive import Workload
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import Lengths, fixed, named
-from baton_loadtest.load.workload import Drawn, Workload
+from baton_loadtest.load.workload import Drawn
 from baton_loadtest.planner.calibrate import calibration_of
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.report import Report, Result, at_most, quantile
 from baton_loadtest.simulator import drawn
 from baton_loadtest.simulator.calibration import Calibration
 from baton_loadtest.simulator.settings import Delays, FleetFacts

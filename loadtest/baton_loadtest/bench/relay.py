@@ -21,8 +21,7 @@ from baton.cli.scrape import scrape
 from baton.core.errors import BatonError
 from baton_loadtest.bench.fleet import fleet
 from baton_loadtest.bench.load import Load, Outcome, drive
-from baton_loadtest.bench.report import Report
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Report, Result, compared
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
 HTTP_PORT, GRPC_PORT = 18000, 18051

@@ -18,12 +18,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.quantiles import quantile
 from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton_loadtest.bench.beside import Beside
 from baton_loadtest.bench.process import ContenderFailed, check_cpu_clock, cpu_spent_s, say
-from baton_loadtest.bench.report import Report
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.report import Report, Result, at_most, quantile
 
 FACES = {"grpc": "gRPC", "http": "SSE"}
 ADDED_MS, EACH_US, COALESCED_US = 3.0, 80.0, 30.0

@@ -18,7 +18,6 @@ from typing import Any
 
 from baton.core.kvcache.cache_events import BATCH_UNITS, CacheBatch
 from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
-from baton.core.quantiles import quantile
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.routing.breaker import Breaker, Breakers
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
@@ -31,8 +30,7 @@ from baton.router.workers.pools import Pool
 from baton.router.workers.worker import Worker
 from baton.router.workers.worker_link import WorkerLink
 from baton.rpc.channels import Channels
-from baton_loadtest.bench.report import Report
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.report import Report, Result, at_most, quantile
 
 DOCUMENTS = 64
 COMMON_UNITS = 8

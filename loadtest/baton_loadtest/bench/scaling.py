@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from baton.core.errors import InvalidArgument
-from baton.core.quantiles import quantile
 from baton.core.routing.scaling import Bounds, ScalingPolicy, ScalingRule
 from baton_loadtest.bench.process import say
-from baton_loadtest.bench.report import Chart, Line, Report
 from baton_loadtest.bench.simulator import KV_BYTES, SPEED
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import named
-from baton_loadtest.results import Result
+from baton_loadtest.report import Chart, Line, Report, Result, quantile
 from baton_loadtest.simulator.autoscaler import Autoscaler, Choice, Leading, Reactive
 from baton_loadtest.simulator.requests import Record, Request
 from baton_loadtest.simulator.settings import FleetFacts, WorkerFacts

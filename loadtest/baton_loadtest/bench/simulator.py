@@ -14,8 +14,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.routing.speed import WorkerSpeed
 from baton_loadtest import traces
 from baton_loadtest.bench.process import say
-from baton_loadtest.bench.report import Report
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Report, Result, at_most, compared
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.settings import FleetFacts, RouterFacts, WorkerFacts
 from baton_loadtest.simulator.simulation import Outcome, simulate

@@ -21,21 +21,20 @@ from math import inf
 from pathlib import Path
 
 from baton.cli.layout import UpOptions
-from baton.core.quantiles import quantile
 from baton.core.routing.routing import RoutingPolicy
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.process import say
 from baton_loadtest.bench.real import Real, started
-from baton_loadtest.bench.report import Report
+from baton_loadtest.drive import Workload
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import fixed
 from baton_loadtest.load.search import Range, Verdict, highest
 from baton_loadtest.load.summary import Summary
-from baton_loadtest.load.workload import Drawn, Workload
+from baton_loadtest.load.workload import Drawn
 from baton_loadtest.planner.asked import Targets
 from baton_loadtest.planner.calibrate import calibration_of
 from baton_loadtest.planner.split import SHARE, Advice, Answer, Carried, Splitting, of_100
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Report, Result, compared, quantile
 from baton_loadtest.simulator import drawn
 from baton_loadtest.simulator.calibration import Calibration
 

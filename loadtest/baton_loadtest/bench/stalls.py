@@ -12,16 +12,14 @@ import time
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.core.quantiles import quantile
 from baton.core.scheduler.decode import DecodePolicy
 from baton.core.scheduler.plan import ModelRunner
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.report import Chart, Line, Report
 from baton_loadtest.bench.serving import EVERYTHING, GROWTH, attempt, open_loop, open_runner, step
 from baton_loadtest.bench.workload import FIRST_TOKEN
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Chart, Line, Report, Result, compared, quantile
 
 SHORT_PROMPT = 64
 DEADLINE_S = 600.0

@@ -21,10 +21,9 @@ from baton.cli.layout import resolve_model
 from baton.v1.tokenizer_pb2 import EncodeInput, EncodeRequest
 from baton_loadtest.bench import process
 from baton_loadtest.bench.process import check_cpu_clock, say
-from baton_loadtest.bench.report import Chart, Line, Report
 from baton_loadtest.bench.tokens_hard import beside, growing
 from baton_loadtest.bench.tokens_worker import Worker, detokenize, encode, serving
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Chart, Line, Report, Result, compared
 
 TEXT_BYTES = 1 << 22
 ITEM_BYTES = 1 << 10

@@ -10,7 +10,7 @@ from baton.v1.tokenizer_pb2 import Chat, ChatMessage, EncodeInput, EncodeRequest
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 from baton_loadtest.bench.process import say
 from baton_loadtest.bench.tokens_worker import Worker, encoded_bytes, serving
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Result, at_most, compared
 
 LARGEST = 1 << 20
 """Bytes, as many as a tokenizer takes if it is not told otherwise."""

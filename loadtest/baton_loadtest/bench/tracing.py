@@ -29,9 +29,8 @@ from baton_loadtest.bench.beside import Beside
 from baton_loadtest.bench.fleet import apart, supervised
 from baton_loadtest.bench.pairs import check_count, ratio
 from baton_loadtest.bench.process import check_cpu_clock, cpu_spent_s, say
-from baton_loadtest.bench.report import Report
-from baton_loadtest.load.over_grpc import greedy
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.drive import greedy
+from baton_loadtest.report import Report, Result, at_most
 
 MOST_PERCENT = 3.0
 SCRAPE_EVERY_S = 15.0

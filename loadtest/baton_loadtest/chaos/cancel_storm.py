@@ -19,13 +19,12 @@ from typing import Any
 from baton.cli.layout import APART, UpOptions
 from baton.cli.process import Child
 from baton.cli.scrape import total
-from baton.core.quantiles import quantile
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.calls import call, read
 from baton_loadtest.chaos.cluster import Cluster, cluster
 from baton_loadtest.chaos.peers import Broken
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.report import Result, at_most, quantile
 
 CONCURRENCY = 24
 LONGEST_S = 0.25

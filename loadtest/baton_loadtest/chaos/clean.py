@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from baton_loadtest.chaos.settings import Settings
 from baton_loadtest.chaos.world import World, right
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Result, at_most, compared
 
 PER_BUFFER = 15
 PER_HANDOVER = 60

@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from baton_loadtest import results
+from baton_loadtest import report
 from baton_loadtest.chaos import options
 from baton_loadtest.chaos.streams import options as streams_options
 
@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"seed {args.seed}", file=sys.stderr)
     name = f"streams.{args.schedule}" if args.chaos == "run" else args.experiment
     module = import_module(f"baton_loadtest.chaos.{name.replace('-', '_')}")
-    found: list[results.Result] = module.measure(args)
-    print(results.table(found))
+    found: list[report.Result] = module.measure(args)
+    print(report.table(found))
     if args.json:
-        results.write(args.json, args.seed, found)
+        report.write(args.json, args.seed, found)
         print(f"written to {args.json}", file=sys.stderr)
     return int(any(result.met is False for result in found))
 

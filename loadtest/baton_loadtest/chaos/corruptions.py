@@ -18,7 +18,7 @@ from baton_loadtest.chaos import requests
 from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.settings import Settings
 from baton_loadtest.chaos.world import World, right
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Result, at_most, compared
 
 KV_CHUNKS = 4
 INJECTIONS = {

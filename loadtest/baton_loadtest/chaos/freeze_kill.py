@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.testing.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.peers import Broken, Peer, PeerGone, Said, until
 from baton_loadtest.chaos.settings import Settings
 from baton_loadtest.chaos.world import World, right
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, compared
 
 ONCE = ("opened", "announced", "granted", "refused", "tokens_told", "completed", "reserved")
 """Points that a hand-over reaches once; the others are reached with every chunk or KV chunk."""

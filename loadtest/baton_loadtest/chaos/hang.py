@@ -22,10 +22,10 @@ from baton.cli.process import Child
 from baton.cli.scrape import total
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.calls import call
 from baton_loadtest.chaos.cluster import Cluster, cluster
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, compared
 
 ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
 SHORT_S = 1.0

@@ -14,7 +14,7 @@ from baton.transfer.kv_chunk import HEADER_BYTES
 from baton_loadtest.chaos.peers import Broken, Peer, result, until
 from baton_loadtest.chaos.settings import Settings
 from baton_loadtest.chaos.world import World, right
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.report import Result, at_most, compared
 
 MIB = 1 << 20
 KV_CHUNKS = 4

@@ -9,7 +9,7 @@ from baton.cli.layout import APART, UpOptions
 from baton.cli.scrape import total
 from baton_loadtest.bench.load import Load, Outcome, drive
 from baton_loadtest.chaos.cluster import cluster
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Result, compared
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 8
 

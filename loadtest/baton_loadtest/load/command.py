@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
-    from baton_loadtest import results
+    from baton_loadtest import report
     from baton_loadtest.load import page
 
     name = _name(args)
     summary = runs.run(source, name)
     found = summary.results()
-    print(results.table(found))
+    print(report.table(found))
     for text in summary.warnings():
         print(text, file=sys.stderr)
     if args.json:
@@ -96,10 +96,10 @@ def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
 
 
 def _search(args: argparse.Namespace, runs: Runs, source: Source) -> int:
-    from baton_loadtest import results
+    from baton_loadtest import report
     from baton_loadtest.load import page
     from baton_loadtest.load.search import Range, Verdict
-    from baton_loadtest.results import Result
+    from baton_loadtest.report import Result
 
     if not 0 < args.search_share <= 1:
         raise InvalidArgument("must be above 0, and at most 1", field="search_share")
@@ -114,7 +114,7 @@ def _search(args: argparse.Namespace, runs: Runs, source: Source) -> int:
         Result("to be within objectives", 100 * args.search_share, "%"),
         Result("highest rate within objectives", found.rate or 0.0, "1/s"),
     ]
-    print(results.table(figures))
+    print(report.table(figures))
     print(found.said())
     if args.json:
         _write(args, figures)
@@ -131,10 +131,10 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _write(args: argparse.Namespace, found: list[Any]) -> None:
-    from baton_loadtest import results
+    from baton_loadtest import report
 
     try:
-        results.write(args.json, args.seed, found)
+        report.write(args.json, args.seed, found)
     except OSError as error:
         raise InvalidArgument(f"{args.json}: {error.strerror}", field="json") from None
     print(f"written to {args.json}", file=sys.stderr)

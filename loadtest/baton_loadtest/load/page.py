@@ -9,13 +9,11 @@ from html import escape
 from pathlib import Path
 
 from baton.core.errors import InvalidArgument
-from baton.core.quantiles import quantile
-from baton_loadtest import results
-from baton_loadtest.bench.report import Chart, Line
-from baton_loadtest.load.samples import ANSWERED, REFUSED, Sample
+from baton_loadtest import report
+from baton_loadtest.drive import ANSWERED, REFUSED, Sample
 from baton_loadtest.load.summary import Summary
 from baton_loadtest.load.svg import svg
-from baton_loadtest.results import Result
+from baton_loadtest.report import Chart, Line, Result, quantile
 
 PLACES = 100
 """Points of a line over time."""
@@ -38,9 +36,9 @@ def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequ
     """said: what a reader must know first."""
     rows = []
     for result in figures:
-        goal = results.goal_text(asdict(result))
+        goal = report.goal_text(asdict(result))
         rows.append(
-            f"<tr><td>{escape(result.name)}</td><td class=n>{results.number(result.value)}</td>"
+            f"<tr><td>{escape(result.name)}</td><td class=n>{report.number(result.value)}</td>"
             f"<td>{escape(result.unit)}</td><td>{escape(goal)}</td></tr>"
         )
     notes = "".join(f"<p class=note>{escape(text)}</p>" for text in said)
@@ -53,7 +51,7 @@ def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequ
         f"<h2>Figures</h2><table>{''.join(rows)}</table>"
         "<p>Latencies are of requests that were answered in full, and count from when the request "
         "was due, unless it says otherwise.</p>"
-        f"<p>{escape(results.machine())}</p></html>\n"
+        f"<p>{escape(report.machine())}</p></html>\n"
     )
 
 

@@ -17,13 +17,10 @@ from baton.cli.access import Access
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.rpc.address import split
 from baton.rpc.loop import Loop
-from baton_loadtest.load.over_grpc import OverGrpc
-from baton_loadtest.load.over_http import OverHttp
-from baton_loadtest.load.runner import Limits, Runner
+from baton_loadtest.drive import GrpcLoadClient, HttpLoadClient, LoadLimits, OpenLoop, TokenIds
 from baton_loadtest.load.search import Found, Range, Verdict, highest
 from baton_loadtest.load.shown import Shown
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.load.token_ids import TokenIds
 from baton_loadtest.load.workload import Source
 
 CONNECT_S = 5.0
@@ -44,9 +41,9 @@ class Runs:
             raise InvalidArgument("must be FIRST-LAST", field="token_ids")
         self._token_ids = TokenIds(args.seed, int(first), int(last))
         self._seed: int = args.seed
-        self._limits = Limits(args.max_open, args.timeout_s, args.timeout_s)
+        self._limits = LoadLimits(args.max_open, args.timeout_s, args.timeout_s)
         self._objectives = Objectives(args.slo_first_s, args.slo_between_s, args.lag_s)
-        self._client = OverGrpc if face == "grpc" else OverHttp
+        self._client = GrpcLoadClient if face == "grpc" else HttpLoadClient
         self._where, self._model = where, args.model
         if face == "http":
             _allow_files(args.max_open + OTHER_FILES)
@@ -86,13 +83,15 @@ class Runs:
 
         return _on_loop(all_of_it()), tried
 
-    async def _run(self, client: OverHttp | OverGrpc, source: Source, what: str) -> Summary:
+    async def _run(
+        self, client: HttpLoadClient | GrpcLoadClient, source: Source, what: str
+    ) -> Summary:
         workload = source.workload(self._seed)
         if not workload.sessions:
             raise InvalidArgument("no request would be due: more seconds, or a higher rate",
                                   field="seconds")  # fmt: skip
         shown = Shown(workload.requests, what)
-        runner = Runner(client, self._token_ids, self._limits, show=shown)
+        runner = OpenLoop(client, self._token_ids, self._limits, show=shown)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, runner.stop)
@@ -108,7 +107,7 @@ class Runs:
             shown.close()
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[OverHttp | OverGrpc]:
+    async def _opened(self) -> AsyncIterator[HttpLoadClient | GrpcLoadClient]:
         client = self._client(self._where, self._model)
         try:
             yield client

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from baton_loadtest.load.runner import Run
+from baton_loadtest.drive import Run
 
 LOOK_S, SAY_S = 0.5, 10.0
 

@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.core.quantiles import quantile
-from baton_loadtest.load.runner import Run
-from baton_loadtest.load.samples import ANSWERED, NOT_SENT, REFUSED, Sample
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.drive import ANSWERED, NOT_SENT, REFUSED, Run, Sample
+from baton_loadtest.report import Result, at_most, quantile
 
 SHARES = (0.5, 0.9, 0.95, 0.99, 0.999)
 BOUND_SHARE = 0.99

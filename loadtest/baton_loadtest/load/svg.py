@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from baton_loadtest.bench.report import Chart
-from baton_loadtest.results import number
+from baton_loadtest.report import Chart, number
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 30, 62

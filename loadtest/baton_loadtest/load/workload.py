@@ -11,43 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from baton.core.errors import InvalidArgument
+from baton_loadtest.drive import Piece, Session, Turn, Workload
 from baton_loadtest.load.arrivals import Arrivals, replayed
 from baton_loadtest.load.lengths import Lengths
-from baton_loadtest.load.token_ids import Piece
 from baton_loadtest.traces import BLOCK, Recorded, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """pieces: what the prompt has that the turns before do not. pause_s: after the last answer."""
-
-    pieces: tuple[Piece, ...]
-    output_tokens: int
-    pause_s: float = 0.0
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    due_s: float
-    turns: tuple[Turn, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """sessions: by when they are due, all before `seconds`. shortened: requests that would have
-    been longer than most_tokens, and turns that were left out for it."""
-
-    sessions: tuple[Session, ...]
-    seconds: float
-    shortened: int = 0
-
-    @property
-    def requests(self) -> int:
-        return sum(len(session.turns) for session in self.sessions)
 
 
 @dataclass(frozen=True, slots=True)

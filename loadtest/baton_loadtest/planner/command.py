@@ -15,7 +15,7 @@ from baton.core.request.model import KvLayout
 from baton.core.routing.speed import WorkerSpeed
 from baton.engine.config import EngineConfig
 from baton.engine.threads import configure
-from baton_loadtest import results
+from baton_loadtest import report
 from baton_loadtest.planner import calibrate, options
 from baton_loadtest.planner.asked import Margins, Traffic
 from baton_loadtest.planner.curves import (
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(basis.text, markup=False)
     show(console, found)
     if args.json:
-        results.write(args.json, 0, [one.result for group in found.values() for one in group])
+        report.write(args.json, 0, [one.result for group in found.values() for one in group])
         print(f"written to {args.json}", file=sys.stderr)
     return 0
 

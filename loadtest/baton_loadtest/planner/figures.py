@@ -17,7 +17,7 @@ from baton_loadtest.planner.curves import (
 from baton_loadtest.planner.facts import ModelFacts
 from baton_loadtest.planner.fleet import Fleet
 from baton_loadtest.planner.gpus import GB
-from baton_loadtest.results import Result, number
+from baton_loadtest.report import Result, number
 
 _KIB = 1024
 

@@ -14,12 +14,12 @@ from rich.table import Table
 from baton.core.errors import InvalidArgument
 from baton.core.routing.routing import RoutingPolicy
 from baton.core.routing.speed import UNMEASURED
-from baton_loadtest import results, traces
+from baton_loadtest import report, traces
 from baton_loadtest.load import scenario
 from baton_loadtest.planner import calibrate
 from baton_loadtest.planner.asked import Targets
 from baton_loadtest.planner.split import Advice, Answer, Carried, Setup, Splitting
-from baton_loadtest.results import Result, compared
+from baton_loadtest.report import Result, compared
 from baton_loadtest.simulator import calibration, drawn, traffic
 from baton_loadtest.simulator.calibration import Calibration
 from baton_loadtest.simulator.requests import Request
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for text in said(advice, splitting, targets):
         console.print(text, markup=False)
     if args.json:
-        results.write(args.json, args.seed, _results(advice))
+        report.write(args.json, args.seed, _results(advice))
         print(f"written to {args.json}", file=sys.stderr)
     return 0
 
@@ -154,12 +154,12 @@ def _table(advice: Advice, workers: int) -> Table:
     best = {id(advice.split), id(advice.aggregated)}
     for one in advice.carried:
         found = one.found
-        goodput = "none" if one.goodput is None else results.number(one.goodput)
+        goodput = "none" if one.goodput is None else report.number(one.goodput)
         table.add_row(
             one.setup.name,
             goodput,
-            f"{results.number(1000 * found.first_token_s[advice.share])} ms",
-            f"{results.number(1000 * found.token_s[advice.share])} ms",
+            f"{report.number(1000 * found.first_token_s[advice.share])} ms",
+            f"{report.number(1000 * found.token_s[advice.share])} ms",
             f"{100 * found.apart_share:.0f} %",
             f"{100 * max((*found.prefill_busy, *found.decode_busy)):.0f} %",
             style="bold" if id(one) in best else "",

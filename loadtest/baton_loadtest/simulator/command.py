@@ -72,8 +72,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises InvalidArgument."""
     from baton.core.routing.routing import RoutingPolicy
-    from baton_loadtest import results, traces
-    from baton_loadtest.results import Result
+    from baton_loadtest import report, traces
+    from baton_loadtest.report import Result
     from baton_loadtest.simulator import calibration
     from baton_loadtest.simulator.figures import figures
     from baton_loadtest.simulator.settings import FleetFacts, RouterFacts
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
         rate = goodput(outcome.records, Target(*args.target), outcome.end)
         found.append(Result("requests within the target", rate, "/s"))
     found.append(Result("CPU time of the simulation", took_s, "s"))
-    print(results.table(found))
+    print(report.table(found))
     if args.json:
-        results.write(args.json, 0, found)
+        report.write(args.json, 0, found)
         print(f"written to {args.json}", file=sys.stderr)
     if args.requests:
         args.requests.parent.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from baton.core.errors import InvalidArgument
 from baton.core.kvcache.prefix import UNIT_TOKENS
-from baton_loadtest.load.token_ids import Piece
-from baton_loadtest.load.workload import Workload
+from baton_loadtest.drive import Piece, Workload
 from baton_loadtest.simulator.requests import Request
 
 Part = tuple[str, int, int]

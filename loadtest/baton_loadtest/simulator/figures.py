@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_loadtest.results import Result
+from baton_loadtest.report import Result
 from baton_loadtest.simulator.summary import Summary
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.core import quantiles
+from baton_loadtest import report
 from baton_loadtest.simulator.gaps import merged, quantile
 from baton_loadtest.simulator.requests import Record
 from baton_loadtest.simulator.settings import FleetFacts
@@ -72,7 +72,7 @@ def summary(facts: FleetFacts, outcome: Outcome) -> Summary:
         answered=len(answered),
         refused=dict(Counter(record.refused for record in records if record.refused)),
         window_s=window_s,
-        first_token_s={q: quantiles.quantile(waits, q) for q in QUANTILES},
+        first_token_s={q: report.quantile(waits, q) for q in QUANTILES},
         token_s={q: quantile(gaps, q) for q in QUANTILES},
         input_tokens=inputs,
         output_tokens=sum(record.tokens for record in answered),

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_loadtest.bench.plots import draw
-from baton_loadtest.bench.report import Bars, Chart, Line
+from baton_loadtest.report import Bars, Chart, Line, draw
 
 CHARTS = (
     Chart("decode", "context", "ms", (Line("batch 1", [128, 512], [1.5, 2.0]),), log=True),

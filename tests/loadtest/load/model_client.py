@@ -6,12 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton_loadtest.drive import ANSWERED, Clock, LoadLimits, OpenLoop, Run, TokenIds, Workload
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import fixed
-from baton_loadtest.load.runner import Clock, Limits, Run, Runner
-from baton_loadtest.load.samples import ANSWERED
-from baton_loadtest.load.token_ids import TokenIds
-from baton_loadtest.load.workload import Drawn, Workload
+from baton_loadtest.load.workload import Drawn
 from tests.sim.virtual_loop import VirtualLoop
 
 Asked = tuple[tuple[int, ...], int]
@@ -52,7 +50,7 @@ def even(rate: float, seconds: float, prompt: int = 4, output: int = 3) -> Workl
 def virtually(
     client: ModelClient,
     workload: Workload,
-    limits: Limits | None = None,
+    limits: LoadLimits | None = None,
     stop_s: float = 0.0,
     loop: VirtualLoop | None = None,
 ) -> Run:
@@ -60,7 +58,7 @@ def virtually(
     loop = loop or VirtualLoop()
 
     async def main() -> Run:
-        runner = Runner(client, IDS, limits or Limits(), Clock(loop.time, spin_s=0.0))
+        runner = OpenLoop(client, IDS, limits or LoadLimits(), Clock(loop.time, spin_s=0.0))
         if stop_s:
             loop.call_later(stop_s, runner.stop)
         return await runner.run(workload)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton_loadtest.bench.report import Chart, Line
+from baton_loadtest.drive import ANSWERED, REFUSED
 from baton_loadtest.load import page
-from baton_loadtest.load.samples import ANSWERED, REFUSED
 from baton_loadtest.load.summary import Objectives, Summary
 from baton_loadtest.load.svg import svg
+from baton_loadtest.report import Chart, Line
 from tests.loadtest.load.model_client import ModelClient, even, virtually
 
 

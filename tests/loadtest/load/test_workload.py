@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
+from baton_loadtest.drive import LONGEST_CACHED, Piece, TokenIds
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import NAMED, fixed
-from baton_loadtest.load.token_ids import LONGEST, Piece, TokenIds
 from baton_loadtest.load.workload import Drawn, Replay
 from baton_loadtest.traces import BLOCK, Recorded, Trace
 
@@ -32,7 +32,7 @@ def test_ids_are_of_the_key_and_the_seed() -> None:
     assert TokenIds(3, 64, 1899).prompt(piece) == IDS.prompt(piece)
     assert TokenIds(4, 64, 1899).prompt(piece) != IDS.prompt(piece)
     assert IDS.prompt([Piece("b", 50)]) != IDS.prompt(piece)
-    long = [Piece("c", LONGEST + 1)]
+    long = [Piece("c", LONGEST_CACHED + 1)]
     assert IDS.prompt(long) == IDS.prompt(long)
 
 

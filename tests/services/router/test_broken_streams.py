@@ -16,7 +16,7 @@ from baton.cli.access import Access
 from baton.cli.http_client import ConnectionLost, HttpClient
 from baton.client import AsyncClient, Client, Delta
 from baton.core.errors import Unavailable
-from baton_loadtest.load.over_http import OverHttp
+from baton_loadtest.drive import HttpLoadClient
 from tests.services.router.conftest import World
 from tests.services.router.router_process import RouterProcess, router_process
 from tests.services.router_http.scripted import openai_client
@@ -51,7 +51,7 @@ async def of_openai(router: RouterProcess, begun: Callable[[], None]) -> None:
 
 
 async def of_the_load_test(router: RouterProcess, begun: Callable[[], None]) -> None:
-    client = OverHttp(Access(router.http), "")
+    client = HttpLoadClient(Access(router.http), "")
     request = client.prepare(tuple(PROMPT.encode()), 1000)
     assert await client.ask(request, lambda ids, number: begun()) == "connection lost"
     await client.close()

@@ -22,12 +22,11 @@ from baton.cli.ports import free_row
 from baton.cli.process import Child
 from baton.cli.scrape import met, scrape, total
 from baton.cli.supervisor import FIRST_BACKOFF_S, Supervisor
-from baton_loadtest.bench.fleet import supervised
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.cluster import environment
 from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.streams.network import Network
 from baton_loadtest.chaos.streams.roles import WORKER_ROLES
+from baton_loadtest.launch import say, supervised
 
 OF_EACH = 2
 KV_MEMORY_MIB = 64

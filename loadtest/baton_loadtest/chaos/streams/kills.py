@@ -16,8 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from baton.core.quantiles import quantile
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.streams.answer import Answer
 from baton_loadtest.chaos.streams.fleet import OF_EACH, Fleet, fleet
 from baton_loadtest.chaos.streams.hits import hits
@@ -25,7 +23,8 @@ from baton_loadtest.chaos.streams.load import Load, client_of
 from baton_loadtest.chaos.streams.roles import WORKER_ROLES
 from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
 from baton_loadtest.chaos.streams.workload import streams
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, quantile
 
 RESUME_GOAL_S = 3.0
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.cli.scrape import total
-from baton.core.quantiles import quantile
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.streams.answer import Answer
 from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet
@@ -29,7 +27,8 @@ from baton_loadtest.chaos.streams.proxy import Edge, Way
 from baton_loadtest.chaos.streams.roles import WORKER_ROLES
 from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
 from baton_loadtest.chaos.streams.workload import short, streams
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, quantile
 
 HEAL_GOAL_S = 5.0
 HANDOVER_BYTES = 512

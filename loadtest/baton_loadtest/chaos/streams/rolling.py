@@ -14,15 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from baton.core.quantiles import quantile
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.streams.fleet import Fleet, fleet
 from baton_loadtest.chaos.streams.hits import hits
 from baton_loadtest.chaos.streams.load import Load, client_of
 from baton_loadtest.chaos.streams.roles import WORKER_ROLES
 from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
 from baton_loadtest.chaos.streams.workload import streams
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, quantile
 
 
 def measure(args: argparse.Namespace) -> list[Result]:

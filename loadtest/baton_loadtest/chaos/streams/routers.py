@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.streams.answer import Answer
 from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet
@@ -25,7 +24,8 @@ from baton_loadtest.chaos.streams.load import Load, Stub, client_of, follow
 from baton_loadtest.chaos.streams.roles import WORKER_ROLES
 from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
 from baton_loadtest.chaos.streams.workload import Wanted, streams
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, compared
 
 FREE_GOAL_S = 3.0
 STAYS, DIES = "router-0", "router-1"

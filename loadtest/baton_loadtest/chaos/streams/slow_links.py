@@ -10,8 +10,6 @@ import argparse
 import asyncio
 import random
 
-from baton.core.quantiles import quantile
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.streams.fleet import fleet
 from baton_loadtest.chaos.streams.hits import hits
 from baton_loadtest.chaos.streams.load import Load, client_of
@@ -19,7 +17,8 @@ from baton_loadtest.chaos.streams.network import ProxiedNetwork
 from baton_loadtest.chaos.streams.partitions import pairs_of
 from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
 from baton_loadtest.chaos.streams.workload import streams
-from baton_loadtest.results import Result, at_most
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, quantile
 
 DELAYS_S = (0.02, 0.2)
 """The longest is a way around the world and back again."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from baton_loadtest.bench.process import say
 from baton_loadtest.chaos.streams.answer import PARTS, Answer, differences, is_shifted
 from baton_loadtest.chaos.streams.workload import KINDS, Wanted
-from baton_loadtest.results import Result, at_most, compared
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, compared
 
 
 def compared_with(

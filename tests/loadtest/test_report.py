@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tables
-from baton_loadtest.results import Result, at_most, compared, goal_text, number, table, write
+from baton_loadtest.report import Result, at_most, compared, goal_text, number, table, write
 
 
 def test_a_goal_is_met_or_missed() -> None:

@@ -12,7 +12,7 @@ import trustme
 
 from baton.cli.http_client import ConnectionLost, Unreachable, trust
 from baton.core.errors import InvalidArgument
-from baton_loadtest.load.connection import Connection
+from baton_loadtest.drive import HttpConnection
 
 REQUEST = b"GET / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
@@ -39,9 +39,11 @@ async def answering(*answers: bytes, tls: bool = False) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-async def asked(port: int, trusted: ssl.SSLContext | None = None) -> tuple[int, bytes, Connection]:
+async def asked(
+    port: int, trusted: ssl.SSLContext | None = None
+) -> tuple[int, bytes, HttpConnection]:
     parts: list[bytes] = []
-    connection = await Connection.open("127.0.0.1", port, trusted)
+    connection = await HttpConnection.open("127.0.0.1", port, trusted)
     async with asyncio.timeout(10):
         head = await connection.ask(REQUEST, parts.append)
     return head.status, b"".join(parts), connection
@@ -81,7 +83,7 @@ async def test_over_tls_to_whom_is_trusted() -> None:
 )
 async def test_an_answer_that_does_not_end(answer: bytes, heard: bool) -> None:
     async with answering(answer) as port:
-        connection = await Connection.open("127.0.0.1", port)
+        connection = await HttpConnection.open("127.0.0.1", port)
         with pytest.raises(ConnectionLost):
             async with asyncio.timeout(10):
                 await connection.ask(REQUEST, lambda part: None)
@@ -99,4 +101,4 @@ async def test_nobody_listens() -> None:
     async with answering() as port:
         pass
     with pytest.raises(Unreachable):
-        await Connection.open("127.0.0.1", port)
+        await HttpConnection.open("127.0.0.1", port)

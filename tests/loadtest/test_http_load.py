@@ -13,13 +13,19 @@ from baton.cli.access import Access
 from baton.core.errors import InvalidArgument
 from baton_loadtest.bench.known import Known, known
 from baton_loadtest.bench.known_server import Latencies, Record
+from baton_loadtest.drive import (
+    ANSWERED,
+    LONGEST_EVENT,
+    REFUSED,
+    Events,
+    HttpLoadClient,
+    LoadLimits,
+    OpenLoop,
+    Run,
+    TokenIds,
+)
 from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.events import LONGEST, Events
 from baton_loadtest.load.lengths import fixed
-from baton_loadtest.load.over_http import OverHttp
-from baton_loadtest.load.runner import Limits, Run, Runner
-from baton_loadtest.load.samples import ANSWERED, REFUSED
-from baton_loadtest.load.token_ids import TokenIds
 from baton_loadtest.load.workload import Drawn
 
 
@@ -33,9 +39,9 @@ def asked(address: str, rate: float = 100, turns: int = 1, seconds: float = 1.0)
     source = Drawn(Arrivals(Kind.CONSTANT, rate, seconds), fixed(20, 4), turns=turns)
 
     async def main() -> Run:
-        client = OverHttp(Access(address), "")
+        client = HttpLoadClient(Access(address), "")
         try:
-            runner = Runner(client, TokenIds(0, 64, 1899), Limits(request_s=30.0))
+            runner = OpenLoop(client, TokenIds(0, 64, 1899), LoadLimits(request_s=30.0))
             return await runner.run(source.workload(0))
         finally:
             await client.close()
@@ -112,7 +118,7 @@ async def test_an_end_without_done_is_no_answer() -> None:
     server = await asyncio.start_server(end_early, "127.0.0.1", 0)
     async with server:
         host, port = server.sockets[0].getsockname()
-        client = OverHttp(Access(f"{host}:{port}"), "")
+        client = HttpLoadClient(Access(f"{host}:{port}"), "")
         heard: list[int] = []
         end = await client.ask(client.prepare((1,), 2), lambda ids, number: heard.extend(ids))
         await client.close()
@@ -121,7 +127,7 @@ async def test_an_end_without_done_is_no_answer() -> None:
 
 def test_an_address_that_is_none() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        OverHttp(Access("nowhere"), "")
+        HttpLoadClient(Access("nowhere"), "")
     assert caught.value.field == "http"
 
 
@@ -151,7 +157,7 @@ def test_an_event_that_is_none(data: bytes) -> None:
 
 def test_an_event_without_end_is_not_kept() -> None:
     events = Events(lambda ids, count: None)
-    events.feed(b"x" * (LONGEST + 1))
+    events.feed(b"x" * (LONGEST_EVENT + 1))
     assert events.failed and not events._unread
 
 

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.quantiles import quantile
-from baton_loadtest.load import ahead
+from baton_loadtest import drive
+from baton_loadtest.drive import ANSWERED, NOT_SENT, REFUSED, UNENDED, LoadLimits
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import fixed
-from baton_loadtest.load.runner import Limits
-from baton_loadtest.load.samples import ANSWERED, NOT_SENT, REFUSED, UNENDED
 from baton_loadtest.load.summary import Objectives, Summary
 from baton_loadtest.load.workload import Drawn
+from baton_loadtest.report import quantile
 from tests.loadtest.load.model_client import Asked, ModelClient, even, virtually
 from tests.sim.virtual_loop import VirtualLoop
 
@@ -89,7 +88,7 @@ def test_a_frozen_server_is_seen_by_all_who_came_meanwhile() -> None:
 
 
 def test_too_many_open_are_not_sent_and_said() -> None:
-    run = virtually(ModelClient(first_s=lambda number: 1.0), even(10, 2), Limits(open=5))
+    run = virtually(ModelClient(first_s=lambda number: 1.0), even(10, 2), LoadLimits(open=5))
     ends = [one.end for one in run.samples]
     assert ends.count(NOT_SENT) == 10
     assert run.most_open == 5
@@ -101,10 +100,10 @@ def test_too_many_open_are_not_sent_and_said() -> None:
 
 def test_what_takes_too_long_is_given_up() -> None:
     client = ModelClient(first_s=lambda number: 100.0)
-    run = virtually(client, even(1, 2), Limits(request_s=30.0))
+    run = virtually(client, even(1, 2), LoadLimits(request_s=30.0))
     assert [one.end for one in run.samples] == ["timed out"] * 2
     assert run.samples[0].ended_s == near(30.0)
-    run = virtually(client, even(1, 2), Limits(request_s=30.0, rest_s=10.0))
+    run = virtually(client, even(1, 2), LoadLimits(request_s=30.0, rest_s=10.0))
     assert [one.end for one in run.samples] == [UNENDED] * 2
 
 
@@ -126,7 +125,7 @@ def test_prompts_are_made_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) 
             made.append(len(self.asked))
             return super().prepare(ids, output_tokens)
 
-    monkeypatch.setattr(ahead, "AHEAD_TOKENS", 8)
+    monkeypatch.setattr(drive, "AHEAD_TOKENS", 8)
     client = Counting()
     run = virtually(client, even(10, 1))
     assert made == [0, 0, *range(9)][: len(made)] and len(made) == 10
@@ -166,7 +165,7 @@ def test_a_session_ends_where_it_fails() -> None:
 
 def test_a_session_that_takes_too_long_is_cut_off() -> None:
     source = Drawn(Arrivals(Kind.CONSTANT, 0.1, 1.0), fixed(5, 3), turns=4, pause_s=1000.0)
-    run = virtually(ModelClient(), source.workload(0), Limits(rest_s=5.0))
+    run = virtually(ModelClient(), source.workload(0), LoadLimits(rest_s=5.0))
     assert [one.end for one in run.samples] == [ANSWERED]
     assert run.not_asked == 3 and not run.stopped
 

@@ -12,12 +12,17 @@ from baton.cli.access import Access
 from baton.rpc.options import PUBLIC_STREAMS
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from baton_loadtest.drive import (
+    ANSWERED,
+    REFUSED,
+    GrpcLoadClient,
+    LoadLimits,
+    OpenLoop,
+    Run,
+    TokenIds,
+)
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import fixed
-from baton_loadtest.load.over_grpc import OverGrpc
-from baton_loadtest.load.runner import Limits, Run, Runner
-from baton_loadtest.load.samples import ANSWERED, REFUSED
-from baton_loadtest.load.token_ids import TokenIds
 from baton_loadtest.load.workload import Drawn
 
 
@@ -62,12 +67,12 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         return pb.ListModelsResponse()
 
 
-async def with_server(inference: Inference, use: Callable[[OverGrpc], Awaitable[Run]]) -> Run:
+async def with_server(inference: Inference, use: Callable[[GrpcLoadClient], Awaitable[Run]]) -> Run:
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    client = OverGrpc(Access(f"127.0.0.1:{port}"), "tiny")
+    client = GrpcLoadClient(Access(f"127.0.0.1:{port}"), "tiny")
     try:
         return await use(client)
     finally:
@@ -75,8 +80,8 @@ async def with_server(inference: Inference, use: Callable[[OverGrpc], Awaitable[
         await server.stop(None)
 
 
-def runner(client: OverGrpc) -> Runner:
-    return Runner(client, TokenIds(0, 64, 1899), Limits(request_s=30.0))
+def runner(client: GrpcLoadClient) -> OpenLoop:
+    return OpenLoop(client, TokenIds(0, 64, 1899), LoadLimits(request_s=30.0))
 
 
 async def test_every_end_has_its_name() -> None:
@@ -99,7 +104,7 @@ async def test_many_have_more_than_one_connection() -> None:
     inference = Inference(gate, many)
     source = Drawn(Arrivals(Kind.CONSTANT, 1000, many / 1000), fixed(2, 1))
 
-    async def use(client: OverGrpc) -> Run:
+    async def use(client: GrpcLoadClient) -> Run:
         running = asyncio.create_task(runner(client).run(source.workload(0)))
         async with asyncio.timeout(30):
             await inference.all_there.wait()

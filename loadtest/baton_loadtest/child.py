@@ -1,0 +1,64 @@
+"""The other end of `launch`: the process that runs one function of a module, and answers in JSON.
+
+Only the standard library is imported here, so that an interpreter without Baton's dependencies can
+run such a function too. What a library prints goes to stderr, never between the lines of JSON.
+
+    python -m baton_loadtest.child MODULE FUNCTION
+
+A plain function is called with the one job of stdin, and its answer is printed. A coroutine
+function serves: it passes a handler of commands to `answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from importlib import import_module
+from inspect import iscoroutinefunction
+from typing import Any, TextIO
+
+LONGEST_LINE = 2**24
+"""Bytes of a command or an answer."""
+
+_out: TextIO = sys.stdout
+
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Takes a command and returns its answer."""
+
+
+def progress(text: str) -> None:
+    """Shows a line of progress to whoever waits for the answer of a job."""
+    print(json.dumps({"progress": text}), file=_out, flush=True)
+
+
+async def answer(handle: Handler) -> None:
+    """Answers one command after the other until stdin ends."""
+    lines = asyncio.StreamReader(LONGEST_LINE)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
+    while line := await lines.readline():
+        print(json.dumps(await handle(json.loads(line))), file=_out, flush=True)
+
+
+def main() -> None:
+    global _out
+    _out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    function = getattr(import_module(sys.argv[1]), sys.argv[2])
+    if iscoroutinefunction(function):
+        from baton.rpc.loop import Loop
+
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            runner.run(function())
+    else:
+        job: dict[str, Any] = json.load(sys.stdin)
+        print(json.dumps({"answer": function(job)}), file=_out, flush=True)
+
+
+if __name__ == "__main__":
+    # Under its own name: what others import from here must be this very module.
+    import_module("baton_loadtest.child").main()

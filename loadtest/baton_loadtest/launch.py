@@ -1,0 +1,335 @@
+"""Starts what is measured: a whole Baton, one process of it, or a function in a process of its own.
+
+A whole Baton is planned and supervised as `baton up` does it, in a state folder of its own. All
+processes are gone when their block is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import baton_loadtest
+from baton.cli.layout import Layout, UpOptions, plan
+from baton.cli.ports import free_row
+from baton.cli.scrape import scrape
+from baton.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
+from baton.core.errors import BatonError
+from baton.rpc.lifecycle import PARENT_VARIABLE
+from baton_loadtest.child import LONGEST_LINE
+
+ENGINE_CORE, OTHER_CORE = "0", "1"
+"""Cores of the engines and of everything else, where a benchmark pins them."""
+
+START_S = 60.0
+"""Until one process serves."""
+
+END_S = 60.0
+"""Until a process of a function ends by itself; it is killed then."""
+
+
+class ContenderFailed(BatonError):
+    """A process ended without an answer, or ran out of time."""
+
+
+def say(text: str) -> None:
+    """Prints a line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def environment(**variables: object) -> Iterator[None]:
+    """Sets environment variables while the block runs, for the processes that it starts."""
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def cores() -> list[int]:
+    """The cores that this process may use, in order."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pinned(*allowed: int | None) -> list[str]:
+    """The beginning of a command line that keeps a process on these cores, where that is possible;
+    None among them: on any core."""
+    if None in allowed or not hasattr(os, "sched_getaffinity") or not shutil.which("taskset"):
+        return []
+    return ["taskset", "-c", ",".join(map(str, allowed))]
+
+
+def stay_off_the_engine() -> None:
+    """Keeps this process, and those it starts without a pin, on OTHER_CORE."""
+    os.sched_setaffinity(0, {int(OTHER_CORE)})
+
+
+def check_cpu_clock() -> None:
+    """Raises BatonError where `cpu_spent_s` cannot be read."""
+    if sys.platform != "linux":
+        raise BatonError("another process's processor time can be read on Linux only")
+
+
+def cpu_spent_s(pid: int) -> float:
+    """User and system time of all threads of a process so far, on Linux. Raises OSError."""
+    # The id of another process's CPU clock, as clock_getcpuclockid(3) gives it.
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 of one that is gone."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningBaton:
+    """A whole Baton that serves."""
+
+    layout: Layout
+    supervisor: Supervisor
+
+    @property
+    def routers(self) -> list[str]:
+        """The HTTP addresses of the routers, as host:port."""
+        return [spec.metrics for spec in self.layout.processes if spec.role == "router"]
+
+    def pids(self, *roles: str) -> dict[str, int]:
+        """Process ids by name, of these roles or of all."""
+        return {
+            spec.name: self.supervisor.child(spec.name).pid
+            for spec in self.layout.processes
+            if not roles or spec.role in roles
+        }
+
+    def spent_s(self) -> dict[str, float]:
+        """Processor time so far, by the processes' names."""
+        found = {}
+        for name, pid in self.pids().items():
+            with suppress(OSError):
+                found[name] = cpu_spent_s(pid)
+        return found
+
+    async def metrics(self, name: str = "router-0") -> dict[str, float]:
+        """The metrics of one process. Raises OSError while it is not there."""
+        spec = next(spec for spec in self.layout.processes if spec.name == name)
+        return await asyncio.to_thread(scrape, self.layout.metrics_url(spec))
+
+
+@asynccontextmanager
+async def fleet(
+    options: UpOptions, *, pin: bool = False, change: Callable[[Layout], Layout] = lambda it: it
+) -> AsyncIterator[RunningBaton]:
+    """Starts a whole Baton on free ports.
+
+    pin: engines run on ENGINE_CORE with one thread each, everything else on OTHER_CORE. change: is
+    applied to the planned processes. Raises StartFailed.
+    """
+    first = free_row(2 * options.routers)
+    options = replace(options, http_port=first, grpc_port=first + options.routers)
+    if pin:
+        options = replace(options, threads=1, engine_cpus=ENGINE_CORE, other_cpus=OTHER_CORE)
+    layout = change(plan(options))
+    with tempfile.TemporaryDirectory() as folder, environment(XDG_STATE_HOME=folder):
+        async with supervised(layout) as supervisor:
+            yield RunningBaton(layout, supervisor)
+
+
+@asynccontextmanager
+async def supervised(
+    layout: Layout,
+    notify: Notify = lambda *_: None,
+    *,
+    longest_backoff_s: float = LONGEST_BACKOFF_S,
+) -> AsyncIterator[Supervisor]:
+    """Runs processes that are planned already; notify is called as the Supervisor calls it."""
+    ready = asyncio.Event()
+
+    def note(what: str, *details: object) -> None:
+        if what == "ready":
+            ready.set()
+        notify(what, *details)
+
+    supervisor = Supervisor(layout, note, longest_backoff_s=longest_backoff_s)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not ready.is_set():
+            await running
+        yield supervisor
+    finally:
+        supervisor.stop()
+        await asyncio.wait({running})
+
+
+@dataclass(frozen=True, slots=True)
+class BatonProcess:
+    """One process of Baton that serves."""
+
+    pid: int
+    announced: dict[str, Any]
+    """The JSON line that it printed when it began to serve."""
+
+    def spent_s(self) -> float:
+        """Processor time so far."""
+        return cpu_spent_s(self.pid)
+
+
+@asynccontextmanager
+async def process(role: str, *flags: str, core: int | None = None) -> AsyncIterator[BatonProcess]:
+    """Starts `python -m baton.ROLE`. Raises ContenderFailed when it does not serve."""
+    command = [*pinned(core), sys.executable, "-m", f"baton.{role}", "--log-level=warning", *flags]
+    started = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+    )
+    assert started.stdout is not None
+    try:
+        async with asyncio.timeout(START_S):
+            line = await started.stdout.readline()
+        if not line:
+            raise ContenderFailed(f"the {role} did not start")
+        yield BatonProcess(started.pid, json.loads(line))
+    finally:
+        with suppress(ProcessLookupError):
+            started.kill()
+        await started.wait()
+
+
+class Peer:
+    """A serving function (`child`) in a process of its own, to which commands are sent."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self._name, self._process = name, process
+        self._turn = asyncio.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, **command: Any) -> dict[str, Any]:
+        """Sends one command and returns its answer. Raises ContenderFailed when it is gone."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        async with self._turn:
+            try:
+                self._process.stdin.write(json.dumps(command).encode() + b"\n")
+                await self._process.stdin.drain()
+                line = await self._process.stdout.readline()
+            except ConnectionError:
+                line = b""
+        if not line:
+            raise ContenderFailed(f"{self._name} ended without an answer")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@asynccontextmanager
+async def peer(function: Callable[..., object], core: int | None = None) -> AsyncIterator[Peer]:
+    """Runs a serving function in a process of its own, which ends with the block."""
+    started = await asyncio.create_subprocess_exec(
+        *pinned(core),
+        *(sys.executable, "-m", "baton_loadtest.child", function.__module__, function.__name__),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=LONGEST_LINE,
+    )
+    assert started.stdin is not None
+    try:
+        yield Peer(function.__name__, started)
+    finally:
+        started.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await started.wait()
+        except TimeoutError:
+            started.kill()
+            await started.wait()
+
+
+def call(
+    function: Callable[[dict[str, Any]], dict[str, Any]],
+    job: dict[str, Any],
+    *,
+    threads: int,
+    deadline_s: float,
+    python: str = "",
+) -> dict[str, Any]:
+    """What the function returns for a job, in a new process on the first `threads` cores.
+
+    python: another interpreter, which sees this package but none of Baton's dependencies. Progress
+    goes to stderr. Raises ContenderFailed; then the process is gone as well.
+    """
+    command = [*pinned(*cores()[:threads]), python or sys.executable]
+    command += ["-m", "baton_loadtest.child", function.__module__, function.__name__]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        # This package alone, not what is installed beside it for another interpreter.
+        Path(folder, "baton_loadtest").symlink_to(next(iter(baton_loadtest.__path__)))
+        others = "" if python else os.environ.get("PYTHONPATH", "")
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": str(threads),
+                "PYTHONPATH": os.pathsep.join(filter(None, (folder, others))),
+            },
+            text=True,
+        )
+        timer = threading.Timer(deadline_s, process.kill)
+        timer.start()
+        try:
+            answer = _answer(process, job)
+        finally:
+            in_time = timer.is_alive()
+            timer.cancel()
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        if answer is None:
+            errors.seek(0)
+            last_line = (errors.read().strip().splitlines() or ["ended without an answer"])[-1]
+            reason = last_line if in_time else f"not done after {deadline_s:.0f} s"
+            raise ContenderFailed(f"{function.__name__}: {reason}")
+        return answer
+
+
+def _answer(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any] | None:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        json.dump(job, process.stdin)
+        process.stdin.close()
+    except BrokenPipeError:
+        return None
+    for line in process.stdout:
+        message = json.loads(line)
+        if "answer" in message:
+            found: dict[str, Any] = message["answer"]
+            return found
+        say(f"  {message['progress']}")
+    return None
