@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from baton.cli.main import main
-from baton.core.request.grammar import Grammar, GrammarKind
-from baton.core.request.request import Request
+from baton.core.request.request import Grammar, GrammarKind, Request
 from baton.router.api.grpc.grpc_door import KeyInterceptor
 from baton.router.api.grpc.servicer import InferenceServicer
 from baton.router.api.keys import OpenDoor

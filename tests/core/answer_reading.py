@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from baton.core.request.answer_parts import AnswerParts, Reader
+from baton.core.request.answer_reader import AnswerParts, Reader
 from baton.core.request.request import ToolCallDelta
 
 NAMES = frozenset({"f", "get_weather", "get-time"})

@@ -8,7 +8,7 @@ from importlib.resources import files
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from baton.core.request.tool_formats.forms import MARKERS
+from baton.core.request.tool_formats import MARKERS
 
 _FILE = str(files("baton") / "models" / "baton-tiny" / "tokenizer.json")
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.request.answer_deltas import AnswerDeltas
-from baton.core.request.answer_parts import AnswerParts
-from baton.core.request.reasoning import REASONING_FORMATS, left_open
+from baton.core.request.answer_reader import AnswerParts
+from baton.core.request.answers import AnswerDeltas, CallIds
 from baton.core.request.request import ChatPrompt, Delta, FinishReason, Message
-from baton.core.request.tool_formats.forms import TOOL_FORMATS
-from baton.router.request.answers import CallIds
+from baton.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS, left_open
 from tests.core.answer_reading import NAMES, read
 
 THINK = REASONING_FORMATS["think"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import Internal, NotFound, Reason
-from baton.core.observe.replay import Replay, digest, packed
 from baton.core.observe.request_record import (
     ATTEMPT_BYTES,
     BASE_BYTES,
@@ -13,8 +12,11 @@ from baton.core.observe.request_record import (
     MAX_ATTEMPTS,
     MAX_LOSSES,
     AttemptRecord,
+    Replay,
     RequestRecord,
     best_few,
+    digest,
+    packed,
 )
 from baton.core.observe.stages import Stage, StageClock
 from baton.core.request.attempt import Phase

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.attempt import ChoiceTokens, Logprobs, SequenceKey
+from baton.core.request.attempt import ChoiceTokens, Logprobs, PositionGap, SequenceKey, TokenLog
 from baton.core.request.request import FinishReason
-from baton.core.request.token_log import PositionGap, TokenLog
 
 
 def message(

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request.answer_parts import AnswerParts
-from baton.core.request.answer_text import MAX_KEPT
-from baton.core.request.reasoning import REASONING_FORMATS
-from baton.core.request.tool_formats.forms import TOOL_FORMATS
+from baton.core.request.answer_reader import MAX_KEPT, AnswerParts
+from baton.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.core.answer_reading import NAMES, cut, read
 
 SF = '{"city": "S\\"F", "n": [1, {"a": null}]}'

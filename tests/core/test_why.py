@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.observe.request_record import AttemptRecord
-from baton.core.observe.why import outline, why
+from baton.core.observe.request_record import AttemptRecord, outline, why
 from baton.core.routing.load import WorkerState
 from baton.core.routing.routing import Decision, PoolView, RoutingPolicy, WorkerSnapshot, decide
 from baton.core.routing.speed import WorkerSpeed

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import BatonError
 from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.grammar import Grammar
-from baton.core.request.request import FinishReason, SamplingParams, StopParams
+from baton.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
 from baton.core.scheduler.events import Event, Failed, Tokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.grammar import Grammar, GrammarKind
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
 from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
 from baton.grammar.compiler import compile_grammar

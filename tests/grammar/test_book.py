@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 from baton.grammar.book import MAX_KEPT_BYTES, GrammarBook
 from baton.grammar.vocabulary import load
 from tests.grammar.answering import BUNDLED

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.vocabulary import load
 from baton.router.api import structured

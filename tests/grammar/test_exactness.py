@@ -8,8 +8,7 @@ import pytest
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.grammar import Grammar, GrammarKind
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
 from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
 from tests.engine.modes import Heard, Watched, hand_over

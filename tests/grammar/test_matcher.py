@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.matcher import Compiled
 from baton.grammar.vocabulary import load

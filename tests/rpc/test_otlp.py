@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from baton.cli.ports import free_ports
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.rpc.otel import otlp_tracer
 from baton.rpc.otel_logs import SAY_EVERY_S, OtelLogs
 from baton.rpc.process_options import ProcessOptions

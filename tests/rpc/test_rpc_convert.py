@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument, Reason, from_reason
 from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
-from baton.core.request.grammar import Grammar, GrammarKind
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.request.request import FinishReason, SamplingParams, StopParams
+from baton.core.request.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    StopParams,
+)
 from baton.rpc import convert
 from baton.v1 import types_pb2 as pb
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from baton.core.errors import Cancelled, Internal, InvalidArgument, Overloaded
-from baton.core.observe.trace_context import UNTRACED, TraceContext
+from baton.core.observe.stages import UNTRACED, TraceContext
 from baton.rpc.process_options import ProcessOptions
 from baton.rpc.serving import ServingOptions
 from baton.rpc.tracing import (

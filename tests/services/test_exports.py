@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt
 from baton.rpc.convert import attempt_to_proto
 from baton.rpc.tracing import metadata_of

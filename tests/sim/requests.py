@@ -9,7 +9,7 @@ from random import Random
 from baton.core.request.attempt import Attempt
 from baton.core.request.request import Request, SamplingParams, StopParams, TokenPrompt
 from baton.detokenizer.text import ChoiceText, TextOptions
-from baton.router.request.choice_text import PROMPT_TAIL
+from baton.router.request.texts import PROMPT_TAIL
 from tests.core.attempts import VOCAB_SIZE, expected
 from tests.sim.workers import vocabulary
 

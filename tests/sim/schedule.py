@@ -25,7 +25,7 @@ from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import Delta
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.request.migrator import Migrator
+from baton.router.request.migration import Migrator
 from baton.router.request.pipeline import Pipeline
 from baton.router.workers.discovery import StaticDiscovery
 from baton.router.workers.fleet import Fleet

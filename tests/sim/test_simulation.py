@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 
-from baton.core.request import request_state, token_log
+from baton.core.request import attempt, request_state
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.routing.quarantine import Quarantine
-from baton.router.request.choice_text import ChoiceText
+from baton.router.request.texts import ChoiceText
 from baton.router.workers.decode_session import DecodeSession
 from baton.router.workers.prefill_client import PrefillClient
 from baton.router.workers.worker import Worker
@@ -71,22 +71,22 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 def accept_at_a_gap() -> AbstractContextManager[Any]:
     """Tokens above the next position are taken as if they followed."""
-    accept = token_log.TokenLog.accept
+    accept = attempt.TokenLog.accept
 
-    def careless(log: token_log.TokenLog, tokens: ChoiceTokens) -> int:
+    def careless(log: attempt.TokenLog, tokens: ChoiceTokens) -> int:
         return accept(log, tokens._replace(position=min(tokens.position, len(log))))
 
-    return mock.patch.object(token_log.TokenLog, "accept", careless)
+    return mock.patch.object(attempt.TokenLog, "accept", careless)
 
 
 def accept_twice() -> AbstractContextManager[Any]:
     """Duplicates are taken for what follows."""
-    accept = token_log.TokenLog.accept
+    accept = attempt.TokenLog.accept
 
-    def careless(log: token_log.TokenLog, tokens: ChoiceTokens) -> int:
+    def careless(log: attempt.TokenLog, tokens: ChoiceTokens) -> int:
         return accept(log, tokens._replace(position=max(tokens.position, len(log))))
 
-    return mock.patch.object(token_log.TokenLog, "accept", careless)
+    return mock.patch.object(attempt.TokenLog, "accept", careless)
 
 
 def number_no_attempts() -> AbstractContextManager[Any]:

@@ -15,8 +15,7 @@ from typing import Any
 
 from baton.cli.layout import resolve_model
 from baton.core.request.attempt import Attempt
-from baton.core.request.grammar import Grammar
-from baton.core.request.request import SamplingParams, StopParams
+from baton.core.request.request import Grammar, SamplingParams, StopParams
 from baton.core.scheduler.plan import Matcher, ModelRunner
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.matcher import Compiled

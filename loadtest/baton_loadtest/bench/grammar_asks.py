@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 
 _TEXT = {"type": "string", "maxLength": 24}
 _PERSON: dict[str, Any] = {

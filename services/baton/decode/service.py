@@ -30,7 +30,7 @@ from baton.core.errors import (
 )
 from baton.core.handover.messages import HANDOVER_ID_BYTES
 from baton.core.kvcache.block_pool import Extents
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.routing.load import TenantUse, WorkerState
 from baton.core.scheduler.decode import DecodeScheduler

@@ -11,7 +11,7 @@ import grpc
 
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unavailable
 from baton.core.handover.messages import HANDOVER_ID_BYTES
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.decode.service import DecodeService

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Overloaded, Unavailable
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.detokenizer.text import TextOptions
 from baton.detokenizer.texts import OpenTexts, TextNews
 from baton.detokenizer.vocabulary import Vocabulary

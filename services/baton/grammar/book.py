@@ -21,7 +21,7 @@ from time import thread_time
 from llguidance import LLTokenizer
 
 from baton.core.errors import InvalidArgument, Overloaded
-from baton.core.request.grammar import Grammar
+from baton.core.request.request import Grammar
 from baton.grammar.compiler import FIELD, compile_grammar
 from baton.grammar.matcher import Compiled
 

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 
 FIELD = "grammar"
 _MAX_REPORT = 200

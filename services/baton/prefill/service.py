@@ -29,7 +29,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.kvcache.block_pool import Extents
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.routing.load import TenantUse, WorkerState
 from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned

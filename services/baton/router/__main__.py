@@ -21,10 +21,11 @@ from baton.router.api.keys import Door, KeyedDoor, OpenDoor
 from baton.router.api.vllm.optional import engine_service
 from baton.router.config import RouterConfig
 from baton.router.leaving import Leaving
-from baton.router.observe import aliases, pacing
+from baton.router.observe import aliases
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.usage_log import UsageLog
-from baton.router.request.migrator import Migrator
+from baton.router.request import pacing
+from baton.router.request.migration import Migrator
 from baton.router.request.pipeline import Pipeline
 from baton.router.workers.fleet import Fleet
 from baton.router.workers.replicas import Replicas

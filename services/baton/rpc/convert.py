@@ -14,10 +14,15 @@ from collections.abc import Sequence
 
 from baton.core.errors import BatonError, InvalidArgument, Reason, from_reason
 from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
-from baton.core.request.grammar import Grammar, GrammarKind
 from baton.core.request.model import AnswerFormat, KvLayout, ModelDescription, WorkerIdentity
 from baton.core.request.prompt_logprobs import PromptLogprobs
-from baton.core.request.request import FinishReason, SamplingParams, StopParams
+from baton.core.request.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    StopParams,
+)
 from baton.v1 import types_pb2 as pb
 
 _UINT32_MAX = 2**32 - 1

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from baton.core.observe.trace_context import UNTRACED, TraceContext
+from baton.core.observe.stages import UNTRACED, TraceContext
 from baton.rpc import otel_logs
 from baton.rpc import trace_names as names
 from baton.rpc.tracing import NO_SPAN, NOT_OURS, NOTHING, Kind, Span, Value, now

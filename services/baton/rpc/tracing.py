@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from baton.core.errors import BatonError, Reason
-from baton.core.observe.trace_context import UNTRACED, TraceContext
+from baton.core.observe.stages import UNTRACED, TraceContext
 
 now = time.perf_counter
 """The clock of spans: it does not jump, and the stages of a request are timed by it."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from baton.core.request.tool_formats.forms import MARKERS
+from baton.core.request.tool_formats import MARKERS
 
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _SECRET_LETTERS = 40

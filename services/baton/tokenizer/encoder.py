@@ -13,9 +13,8 @@ from typing import NamedTuple
 from baton.core.errors import BatonError, Internal, InvalidArgument
 from baton.core.kvcache.prefix import prefix_hashes
 from baton.core.request.model import AnswerFormat
-from baton.core.request.reasoning import left_open
 from baton.core.request.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from baton.core.request.tool_formats.forms import MARKERS, reasoning_told_by, tools_told_by
+from baton.core.request.tool_formats import MARKERS, left_open, reasoning_format_of, tool_format_of
 from baton.tokenizer import chat_values
 from baton.tokenizer.control_tokens import ControlTokens
 from baton.tokenizer.files import TokenizerFiles
@@ -96,8 +95,8 @@ class Encoder:
                 message = f"its chat template {error.message}"
                 raise InvalidArgument(message, field="model") from error
         self.answer_format = AnswerFormat(
-            tools_told_by(files.chat_template or ""),
-            reasoning_told_by(files.chat_template or ""),
+            tool_format_of(files.chat_template or ""),
+            reasoning_format_of(files.chat_template or ""),
             tuple(self._markers()),
         )
 

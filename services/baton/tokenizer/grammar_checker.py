@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from baton.core.errors import BatonError, Internal, InvalidArgument, Overloaded
-from baton.core.request.grammar import Grammar
+from baton.core.request.request import Grammar
 from baton.grammar.compiler import FIELD
 from baton.tokenizer.child import Child
 from baton.tokenizer.grammar_process import OUT_OF_MEMORY

@@ -17,7 +17,7 @@ from pathlib import Path
 from llguidance import LLTokenizer
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.vocabulary import load
 

@@ -14,9 +14,8 @@ from baton.core.request.request import Accepted, Delta, Finished, FinishReason, 
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.records import UsageSink
-from baton.router.request.event_stream import EventStream
-from baton.router.request.migrator import Migrator
-from baton.router.request.pipeline import EmptyStream, Pipeline
+from baton.router.request.migration import Migrator
+from baton.router.request.pipeline import EmptyStream, EventStream, Pipeline
 from baton.router.workers.discovery import Discovery
 from baton.router.workers.fleet import Fleet
 from baton.rpc.channels import Channels

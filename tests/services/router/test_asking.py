@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.core.observe.load_monitor import LoadMonitor
+from baton.core.request.attempt import TokenLog
 from baton.core.request.request import FinishReason
-from baton.core.request.token_log import TokenLog
-from baton.router.request.deferred_calls import TICK_S, DeferredCalls
-from baton.router.request.runner import TokenCoalescer
+from baton.router.request.pacing import TICK_S, DeferredCalls, LoadMonitor, TokenCoalescer
 
 PATIENCE_S = 10.0
 

@@ -23,8 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from baton.core.admission.refusal import Limit, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
-from baton.core.request.grammar import Grammar, GrammarKind
-from baton.core.request.request import TextPrompt, TokenPrompt
+from baton.core.request.request import Grammar, GrammarKind, TextPrompt, TokenPrompt
 from baton.router.api.grpc.grpc_door import KeyInterceptor
 from baton.router.api.grpc.servicer import InferenceServicer
 from baton.router.api.http.app import HttpApp

@@ -9,7 +9,7 @@ import pytest
 from baton.core.errors import Overloaded
 from baton.core.request.request import Request
 from baton.core.routing.load import WorkerState
-from baton.router.request.migrator import AT_ONCE
+from baton.router.request.migration import AT_ONCE
 from tests.services.router import language
 from tests.services.router.conftest import Answer, Stream, World, until
 from tests.services.router.decode_worker import FakeDecode

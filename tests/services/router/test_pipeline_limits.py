@@ -23,7 +23,7 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.router.config import RouterConfig
-from baton.router.request.choice_text import MAX_DELTA_TOKENS
+from baton.router.request.texts import MAX_DELTA_TOKENS
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 

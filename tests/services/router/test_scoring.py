@@ -16,7 +16,7 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.router.config import RouterConfig
-from baton.router.request.scoring import check_size
+from baton.router.request.preparation import check_size
 from tests.services.router import language
 from tests.services.router.conftest import Answer, World, read, until
 

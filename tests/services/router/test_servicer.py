@@ -17,8 +17,8 @@ from baton.core.request.request import FinishReason
 from baton.router.api.grpc.grpc_door import KeyInterceptor
 from baton.router.api.grpc.servicer import InferenceServicer
 from baton.router.api.keys import OpenDoor
-from baton.router.request.choice_text import MAX_DELTA_TOKENS
-from baton.router.request.event_stream import EventStream
+from baton.router.request.pipeline import EventStream
+from baton.router.request.texts import MAX_DELTA_TOKENS
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer
 from baton.v1 import inference_pb2 as pb

@@ -14,9 +14,8 @@ from baton.core.errors import BatonError, Unavailable
 from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import SamplingParams, StopParams
-from baton.router.request.migration import Migration
 from baton.router.workers.broadcast import Broadcast
-from baton.router.workers.decode_session import DecodeSession, KvComplete
+from baton.router.workers.decode_session import DecodeSession, KvComplete, Migration
 from baton.router.workers.detokenizer_session import (
     DetokenizerSession,
     TextNews,

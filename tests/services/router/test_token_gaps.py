@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.observe.timings import BOUNDS_S, Timings
-from baton.router.request.runner import TokenGaps
+from baton.router.request.pacing import TokenGaps
 
 
 def test_tokens_of_one_message_share_its_gap() -> None:

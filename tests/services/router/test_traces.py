@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.request import ChatPrompt, Message, Request, TextPrompt
 from baton.router.api.grpc.grpc_door import KeyInterceptor
 from baton.router.api.grpc.servicer import InferenceServicer

@@ -10,11 +10,11 @@ from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from baton.core.errors import BatonError, InvalidArgument
-from baton.core.request.grammar import GrammarKind
 from baton.core.request.request import (
     Accepted,
     Delta,
     FinishReason,
+    GrammarKind,
     Request,
     SamplingParams,
     TextLogprob,

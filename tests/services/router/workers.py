@@ -17,7 +17,7 @@ import grpc
 from baton.core.errors import BatonError, HandoverFailed, InvalidArgument, Unavailable
 from baton.core.kvcache.cache_events import CacheBatch, CacheLog, Change
 from baton.core.kvcache.prefix import HASH_BYTES, prefix_hashes
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.request.prompt_logprobs import packed

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import InvalidArgument
-from baton.core.observe.trace_context import UNTRACED, TraceContext
+from baton.core.observe.stages import UNTRACED, TraceContext
 from baton.router.api.http import sse
 from baton.router.api.http.app import HttpApp
 from baton.router.api.http.limits import HttpLimits

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from baton.core.request.model import AnswerFormat
 from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall
-from baton.core.request.tool_formats.forms import reasoning_told_by, tools_told_by
+from baton.core.request.tool_formats import reasoning_format_of, tool_format_of
 from baton.tokenizer import chat_values
 from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
 
@@ -93,7 +93,7 @@ def test_the_size_counts_tools(tmp_path: Path) -> None:
     ],
 )
 def test_a_template_tells_the_formats(template: str, tools: str, reasoning: str) -> None:
-    assert (tools_told_by(template), reasoning_told_by(template)) == (tools, reasoning)
+    assert (tool_format_of(template), reasoning_format_of(template)) == (tools, reasoning)
 
 
 def test_markers_are_told_that_are_tokens(tmp_path: Path) -> None:

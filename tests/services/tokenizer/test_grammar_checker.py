@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from baton.core.errors import Internal, InvalidArgument, Overloaded
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 from baton.tokenizer.grammar_checker import Checker
 from tests.grammar.answering import BUNDLED
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import BatonError, Internal, InvalidArgument
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.rpc.interceptors import REQUEST_ID_KEY
 from baton.rpc.tracing import metadata_of
 from baton.tokenizer.encoder import Asked, Encoded

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.client import Client, Options
 from baton.core.errors import InvalidArgument
-from baton.core.observe.replay import digest
+from baton.core.observe.request_record import digest
 from baton.router.api.http.replay_schema import ReplayFile
 
 

@@ -1,25 +1,79 @@
 """What is remembered of one request while it runs and for a while afterwards.
 
-Counts, times, decisions and names only. Its prompt's token ids are here when replays are kept
-(`replay`), its text never.
+That is where its attempts ran and why there, what came of them, and what makes its tokens again.
+
+Counts, times, decisions and names only. The token ids of the prompt are kept where replays are kept
+(`RequestRecord.replay`), the text never.
 """
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from baton.core.errors import BatonError, Reason
-from baton.core.observe.replay import Replay
 from baton.core.observe.stages import StageClock, StageTimes
-from baton.core.request.attempt import Phase
+from baton.core.request.attempt import Phase, TokenLog
 from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.request.request import FinishReason, StopParams
-from baton.core.request.token_log import TokenLog
-from baton.core.routing.candidates import Candidate
-from baton.core.routing.routing import RoutingPolicy
+from baton.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
+from baton.core.routing.candidates import Candidate, FilterReason
+from baton.core.routing.routing import ALONE, CHEAPER, NO_PREFILL, SHORT, Decision, RoutingPolicy
 
-# What is remembered of one attempt: where it ran, why there, what came of it.
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """As they travel: little-endian int32."""
+    ids = array("i", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def unpacked(ids: bytes) -> array[int]:
+    """What `packed` made, as numbers."""
+    found = array("i", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+def digest(token_ids: Sequence[int]) -> str:
+    """Names tokens without telling them: hex, of sha256 over their packed form."""
+    return sha256(packed(token_ids)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """prompt: packed ids. sampling: with the seed in use. exact: every worker that served it ran in
+    exact mode. digests, output_tokens: one a choice, once it is over."""
+
+    model: ModelDescription
+    prompt: bytes
+    n: int
+    sampling: SamplingParams
+    stop: StopParams
+    grammar: Grammar | None = None
+    exact: bool = True
+    digests: tuple[str, ...] = ()
+    output_tokens: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        grammar = len(self.grammar.text) if self.grammar is not None else 0
+        lists = len(self.sampling.logit_bias) * 2 + len(self.sampling.allowed_token_ids)
+        return len(self.prompt) + grammar + 32 * lists + 160 * self.n
+
+    def ended(self, outputs: Sequence[Sequence[int]]) -> Replay:
+        """outputs: one a choice."""
+        return replace(
+            self,
+            digests=tuple(digest(ids) for ids in outputs),
+            output_tokens=tuple(len(ids) for ids in outputs),
+        )
+
 
 BEST_OF_A_ROLE = 4
 """Candidates of a role that are remembered: the best ones, and some that could not take it."""
@@ -221,3 +275,86 @@ class RequestRecord:
             self.failure = Failure(Reason.CANCELLED, "The client left.")
         if self.replay is not None:
             self.replay = self.replay.ended([log.token_ids() for log in logs])
+
+
+MAX_DETAIL = 200
+"""Characters that are told of what one worker's fate adds."""
+
+_MOVED = "Its KV came from another decode worker: nothing was prefilled."
+_ALONE = "Every choice ends at its first token, which prefill makes: no decode is needed."
+_LOCAL = "Prefilled on decode"
+_APART = "Prefill and decode ran apart"
+
+
+def outline(attempt: AttemptRecord) -> str:
+    """The same without what was known of workers, for those who may not see it."""
+    if attempt.moved:
+        return _MOVED
+    if attempt.decode is None:
+        return _ALONE
+    return f"{_LOCAL if attempt.prefill is None else _APART}."
+
+
+def why(decision: Decision, policy: RoutingPolicy, *, split: bool, moved: bool = False) -> str:
+    """split: a prefill pool is configured. moved: the attempt goes on with KV that there is."""
+    if moved:
+        return _MOVED
+    match decision.reason:
+        case reason if reason == ALONE:
+            return _ALONE
+        case reason if reason == NO_PREFILL:
+            return f"{_LOCAL}: {_nobody(decision.candidates, split=split)}"
+        case reason if reason == SHORT:
+            return f"{_LOCAL}: {_short(decision.uncached_tokens, policy)}"
+        case reason if reason == CHEAPER:
+            return (
+                f"{_LOCAL}: that is predicted to cost less, "
+                f"{_both(decision)}, for {_tokens(decision.uncached_tokens)}."
+            )
+        case _:
+            return f"{_APART}: {_apart(decision, policy)}"
+
+
+def _both(decision: Decision) -> str:
+    return f"{decision.local_s or 0.0:.4f} s against {decision.remote_s or 0.0:.4f} s apart"
+
+
+def _apart(decision: Decision, policy: RoutingPolicy) -> str:
+    if decision.remote_s is not None:
+        return (
+            f"that is predicted to cost less, {decision.remote_s:.4f} s against "
+            f"{decision.local_s or 0.0:.4f} s on decode alone, "
+            f"for {_tokens(decision.uncached_tokens)}."
+        )
+    limit = f"the input has more than {policy.short} tokens that decode has not cached"
+    if policy.by_speed:
+        return f"{limit}, and not all of these workers had measured their speeds."
+    return f"{limit} (local_prefill_tokens)."
+
+
+def _short(uncached_tokens: int, policy: RoutingPolicy) -> str:
+    said = f"{_tokens(uncached_tokens)}, and up to {policy.short} are not worth a hand-over"
+    if policy.by_speed:
+        return f"{said} while not all of these workers have measured their speeds."
+    return f"{said} (local_prefill_tokens)."
+
+
+def _nobody(candidates: Iterable[Candidate], *, split: bool) -> str:
+    """What became of the prefill workers."""
+    seen = [c for c in candidates if c.identity.role == "prefill"]
+    if not seen:
+        if split:
+            return "a prefill pool is configured, but this router knows no live worker of it."
+        return "this router has no prefill pool."
+    fates = Counter((c.filter_reason, c.detail[:MAX_DETAIL]) for c in seen)
+    told = "; ".join(_filter_reason(*key, count) for key, count in fates.most_common(4))
+    return f"no prefill worker could take it ({told})."
+
+
+def _filter_reason(filter_reason: FilterReason, detail: str, count: int) -> str:
+    which = "1 worker" if count == 1 else f"{count} workers"
+    return f"{which}: {filter_reason.value}" + (f", {detail}" if detail else "")
+
+
+def _tokens(count: int) -> str:
+    return f"{count} uncached {'token' if count == 1 else 'tokens'}"

@@ -1,14 +1,16 @@
-"""Where a request's time went, and who served it; reads no clock and knows no worker's doing.
+"""Where the time of a request goes, which workers serve it, and where in a trace it belongs.
 
-A request is in one stage at a time, so that the stages add up to all of its time. Of one that is
-tried again, or has several choices, each stage is the sum of all its turns: the newest event says
-which one it is in. Nothing here is called once per token.
+A request is in one stage at a time, so that the stages add up to all of its time. Of a request that
+is tried again, or has several choices, each stage is the sum of all its turns: the newest event
+decides which stage it is in. Nothing here is called once per token.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from baton.core.request.model import WorkerIdentity
 
@@ -172,3 +174,25 @@ class StageClock:
             moves=self.moves,
             workers=tuple(self._workers),
         )
+
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class TraceContext(NamedTuple):
+    """The two headers of W3C Trace Context. Both are empty where nothing is traced.
+
+    They may be a stranger's: whoever goes on with a trace parses them first.
+    """
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits, or "" where there is none. Fit for a log, whoever wrote the header."""
+        found = _TRACEPARENT.fullmatch(self.traceparent)
+        return found[1] if found else ""
+
+
+UNTRACED = TraceContext()

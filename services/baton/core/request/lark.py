@@ -7,10 +7,10 @@ out in letters it would be something else to the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind, Tool
 
 ANYTHING = "/(?s:.*)/"
 
@@ -63,5 +63,32 @@ class Lark:
         found = f"{ANYTHING} {self.literal(marker)} {ANYTHING}"
         return self.terminal(f"{ANYTHING} & ~({found})")
 
+    def arguments(self, tool: Tool) -> str:
+        """An object with arguments of a tool. A tool that names no parameters has none."""
+        schema = schema_of(tool)
+        return self.schema({"type": "object", **schema}) if schema else self.literal("{}")
+
+    def call_objects(self, tools: Sequence[Tool], key: str) -> str:
+        """One call as an object with its name first, then its arguments under a key."""
+        calls = []
+        for tool in tools:
+            head = self.literal(f'{{"name": "{tool.name}", "{key}": ')
+            calls.append(f'{head} {self.arguments(tool)} "}}"')
+        return self.one_of(calls)
+
+    def one_of(self, expressions: Iterable[str]) -> str:
+        return self.rule(" | ".join(expressions))
+
     def grammar(self, start: str) -> Grammar:
         return Grammar(GrammarKind.LARK, "\n".join([f"start: {start}", *self._rules, ""]))
+
+
+def schema_of(tool: Tool) -> Mapping[str, Any]:
+    """Of a validated tool."""
+    schema: Mapping[str, Any] = json.loads(tool.parameters or "{}")
+    return schema
+
+
+def several(first: str, other: str, parallel: bool) -> str:
+    """other: with what separates it from the one before."""
+    return f"{first} ({other})*" if parallel else first

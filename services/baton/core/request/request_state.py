@@ -29,10 +29,10 @@ from baton.core.request.attempt import (
     AttemptState,
     ChoiceTokens,
     Phase,
+    PositionGap,
+    TokenLog,
 )
-from baton.core.request.grammar import Grammar
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.request.token_log import PositionGap, TokenLog
+from baton.core.request.request import Grammar, SamplingParams, StopParams
 from baton.core.routing.quarantine import Suspicion
 
 # What a failed attempt means for its request, and for the worker that lost it.

@@ -1,9 +1,8 @@
 """The one check that every public entry (HTTP, gRPC) puts a Request through.
 
-Field names in errors are those of `Request`, its parts and `SamplingParams`; an entry whose clients
-use other names translates them.
-
-A request that passes costs a bounded amount of memory and work, whatever it says.
+Field names in errors are those of `Request`, its parts and `SamplingParams`. An entry whose clients
+use other names translates them. A request that passes costs a bounded amount of memory and work,
+whatever is in it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.checks import check_json_text, check_length, check_text, is_whole, wrong
-from baton.core.request.grammar import Grammar
 from baton.core.request.request import (
     ChatPrompt,
+    Grammar,
     Message,
     Prompt,
     Request,
@@ -29,10 +27,57 @@ from baton.core.request.request import (
     ToolUse,
 )
 
-# Reads the further variables that a client gives its chat template.
-#
-# They are data for somebody else's program, so they are small, plain JSON, and never stand for what
-# the conversation itself says.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape in JSON that is half a character, or one of two that are a whole one."""
+
+
+def check_length(field: str, items: Sequence[object], most: int, noun: str) -> None:
+    if len(items) > most:
+        raise wrong(field, f"must have at most {most} {noun}")
+
+
+def check_text(field: str, text: str, most: int) -> int:
+    """The text's size in UTF-8 bytes. Refuses lone surrogates, which no wire can carry."""
+    if len(text) > most:
+        raise wrong(field, f"must have at most {most} bytes")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise wrong(field, "is not valid Unicode text") from None
+    if size > most:
+        raise wrong(field, f"must have at most {most} bytes")
+    return size
+
+
+def check_json_text(field: str, text: str) -> None:
+    """Of a text that is read as JSON later, and used as it is if it is none. Refuses JSON with an
+    escape of half a character, which is no valid text once it is read."""
+    if not _SURROGATE.search(text):
+        return
+    try:
+        whole = is_whole(json.loads(text))
+    except (ValueError, RecursionError):
+        return
+    if not whole:
+        raise wrong(field, "must have no escape of half a character")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether every text in a value of JSON, keys too, is of whole characters. Raises
+    RecursionError."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def wrong(field: str, what: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} {what}", field=field)
+
+
+# The further variables that a client gives its chat template. They are data for somebody else's
+# program, so they are small, plain JSON, and never stand for what the conversation itself says.
 
 FIELD = "template_kwargs"
 MAX_BYTES = 1 << 14

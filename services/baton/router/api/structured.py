@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.grammar import Grammar, GrammarKind
+from baton.core.request.request import Grammar, GrammarKind
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 MAX_TEXTS = 1024

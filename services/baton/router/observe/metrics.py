@@ -18,8 +18,8 @@ from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError
 from baton.core.observe.stages import StageTimes
 from baton.core.observe.timings import BOUNDS_S, Timings, together
+from baton.core.request.attempt import TokenLog
 from baton.core.request.request import Request
-from baton.core.request.token_log import TokenLog
 from baton.core.routing.scaling import ScalingPolicy
 from baton.router.observe.pool_targets import PoolTargets
 from baton.router.workers.fleet import Fleet

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.core.observe.stages import Stage, StageClock
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import Stage, StageClock, TraceContext
+from baton.core.request.attempt import TokenLog
 from baton.core.request.request import Accepted, ChatPrompt, Request
 from baton.core.request.request_state import AttemptRun
-from baton.core.request.token_log import TokenLog
 from baton.router.request.dispatcher import Placement
 from baton.rpc import trace_names as names
 from baton.rpc.tracing import NO_SPAN, Kind, Span, Tracer, Value, error_type

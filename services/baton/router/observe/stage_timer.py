@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.core.errors import BatonError
-from baton.core.observe.request_record import AttemptRecord, RequestRecord, best_few
+from baton.core.observe.request_record import AttemptRecord, RequestRecord, best_few, why
 from baton.core.observe.stages import Stage, StageClock
-from baton.core.observe.why import why
-from baton.core.request.attempt import Phase
+from baton.core.request.attempt import Phase, TokenLog
 from baton.core.request.request_state import AttemptRun
-from baton.core.request.token_log import TokenLog
 from baton.router.observe.request_trace import NO_TRACE, RequestTrace
 from baton.router.request.dispatcher import Placement
 from baton.router.workers.decode_session import KvComplete

@@ -1,79 +1,152 @@
-"""One running sequence on its way to another decode worker; a value that is passed along.
+"""Migrates what runs on workers that drain to others: sequences with their KV, and texts.
 
-The mover makes it, the attempt that runs the sequence asks its worker, and the attempt that is to
-go on takes it over.
+Texts are opened again elsewhere from the token log, all at once. Of the sequences of one worker a
+few migrate at a time, so that both staging pools and both engines keep serving the rest; the others
+go on where they are until it is their turn. What cannot migrate ends there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from enum import Enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from baton.core.handover.messages import HANDOVER_ID_BYTES
-from baton.core.request.attempt import AttemptKey, SequenceKey
+from baton.core.request.attempt import SequenceKey
 from baton.core.request.model import WorkerIdentity
-from baton.router.workers.decode_session import DecodeSession
+from baton.core.routing.load import WorkerState
+from baton.core.routing.routing import Demand, receiver_for
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.workers.decode_session import (
+    DecodeSession,
+    Migration,
+    MigrationOutcome,
+    SequenceSink,
+)
+from baton.router.workers.fleet import Fleet
 from baton.router.workers.worker import Worker
 
+AT_ONCE = 4
+"""Sequences of one worker that move at the same time."""
 
-class MigrationOutcome(Enum):
-    STAYED = "stayed"
-    """It goes on where it is, or ended there."""
-    MOVED = "moved"
-    FAILED = "failed"
-    """Its KV was on offer and did not arrive: its request goes on by prefilling again."""
-    DROPPED = "dropped"
-    """Its request ended on the way."""
+LOOK_AGAIN_S = 0.25
+
+STAYED_S = 0.25
+"""A sequence that could not be given away is not asked for again for so long."""
+
+FAILED_S = 5.0
+"""A worker that did not get a sequence's KV is passed over for so long."""
+
+PATIENCE_S = 60.0
+"""A move that takes longer does not keep others waiting; what it waits for ends by itself."""
 
 
-class Migration:
-    """key: the sequence as its present worker knows it. The first outcome counts."""
+@dataclass(slots=True)
+class _Leaving:
+    """A worker that drains. Times are when a thing may be tried again, on the loop's clock."""
 
-    def __init__(
-        self, key: SequenceKey, sender: Worker[DecodeSession], receiver: WorkerIdentity
-    ) -> None:
-        self.key = key
-        self.receiver = receiver
-        self.handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
-        self.outcome: MigrationOutcome | None = None
-        self._sender = sender
-        self._over = asyncio.Event()
+    moves: dict[Migration, int] = field(default_factory=dict)
+    """Under way, with the positions of each."""
+    stayed: dict[SequenceKey, float] = field(default_factory=dict)
+    failed: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def sender(self) -> WorkerIdentity:
-        return self._sender.identity
 
-    def ask(self) -> None:
-        """Has the worker put the sequence on offer. The answer comes to the attempt."""
-        self._sender.client.hand_over(self.key, self.handover_id, self.receiver)
+class Migrator:
+    """One per router. `run` until cancelled."""
 
-    def stayed(self) -> None:
-        self._end(MigrationOutcome.STAYED)
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._leaving: dict[str, _Leaving] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def moved(self) -> None:
-        self._end(MigrationOutcome.MOVED)
+    async def run(self) -> None:
+        try:
+            while True:
+                self._look()
+                await self._fleet.changed.wait(LOOK_AGAIN_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def failed(self) -> None:
-        self._take_back(MigrationOutcome.FAILED)
+    def _look(self) -> None:
+        draining = {
+            worker.identity.instance_id: worker
+            for worker in self._fleet.decodes.workers()
+            if worker.load is not None and worker.load.state is WorkerState.DRAINING
+        }
+        for gone in self._leaving.keys() - draining.keys():
+            del self._leaving[gone]
+        self._move_texts()
+        for instance_id, worker in draining.items():
+            self._move_some(worker, self._leaving.setdefault(instance_id, _Leaving()))
 
-    def dropped(self) -> None:
-        self._take_back(MigrationOutcome.DROPPED)
+    def _move_texts(self) -> None:
+        """Where no other detokenizer has the same tokenizer, texts end where they are."""
+        pool = self._fleet.detokenizers
+        able = {worker.model.tokenizer_digest for worker in pool.serving()}
+        for worker in pool.workers():
+            drains = worker.load is not None and worker.load.state is WorkerState.DRAINING
+            if drains and worker.model.tokenizer_digest in able:
+                worker.client.send_away()
 
-    async def over(self) -> MigrationOutcome:
-        """Returns the outcome when there is one."""
-        await self._over.wait()
-        assert self.outcome is not None
-        return self.outcome
+    def _move_some(self, sender: Worker[DecodeSession], leaving: _Leaving) -> None:
+        now = asyncio.get_running_loop().time()
+        leaving.stayed = {key: end for key, end in leaving.stayed.items() if end > now}
+        leaving.failed = {key: end for key, end in leaving.failed.items() if end > now}
+        for sink, key, positions in _movable(sender, leaving):
+            if len(leaving.moves) >= AT_ONCE:
+                return
+            receiver = self._receiver(sender, leaving, positions)
+            if receiver is not None:
+                move = Migration(key, sender, receiver)
+                leaving.moves[move] = positions
+                sink.move(move)
+                task = asyncio.create_task(self._follow(move, leaving))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    def _take_back(self, outcome: MigrationOutcome) -> None:
-        """Nobody collects it (any more); the sender is told."""
-        if self.outcome is None:
-            whole = AttemptKey(self.key.request_id, self.key.attempt)
-            self._sender.client.cancel(whole, self.key.choice)
-        self._end(outcome)
+    def _receiver(
+        self, sender: Worker[DecodeSession], leaving: _Leaving, positions: int
+    ) -> WorkerIdentity | None:
+        sender_now = sender.snapshot
+        if sender_now is None:
+            return None
+        demand = Demand(
+            request_id=sender.identity.instance_id,
+            # Those under way may not be in anybody's load yet.
+            input_tokens=positions + sum(leaving.moves.values()),
+            choices=1 + len(leaving.moves),
+            needs_decode=True,
+            model=sender.model.name,
+            model_digest=sender.model.digest,
+            tokenizer_digest=sender.model.tokenizer_digest,
+            failed=frozenset(leaving.failed),
+        )
+        return receiver_for(demand, self._fleet.decodes.snapshots(), sender_now)
 
-    def _end(self, outcome: MigrationOutcome) -> None:
-        if self.outcome is None:
-            self.outcome = outcome
-        self._over.set()
+    async def _follow(self, move: Migration, leaving: _Leaving) -> None:
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                outcome = await move.over()
+        except TimeoutError:
+            return
+        finally:
+            del leaving.moves[move]
+        if outcome is MigrationOutcome.STAYED:
+            leaving.stayed[move.key] = now() + STAYED_S
+        elif outcome is MigrationOutcome.FAILED:
+            leaving.failed[move.receiver.instance_id] = now() + FAILED_S
+        self._metrics.moves.labels(outcome.value).inc()
+        self._look()
+
+
+def _movable(
+    sender: Worker[DecodeSession], leaving: _Leaving
+) -> Iterator[tuple[SequenceSink, SequenceKey, int]]:
+    """What runs there and is not on its way, with its positions."""
+    for sink in sender.client.sinks():
+        for key, positions in sink.movable().items():
+            if key not in leaving.stayed:
+                yield sink, key, positions

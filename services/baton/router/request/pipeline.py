@@ -1,7 +1,7 @@
-"""The whole request state of one request, top to bottom; the only place that starts one.
+"""The way of one request from top to bottom; the only place that starts one.
 
-is there room for its bytes → is anything let in → validate → is it let in → prepare (see
-`preparation`) → runner (its turn, attempts on prefill and decode, tokens to text) → events.
+room for its bytes → precheck → validate → admit → prepare (`preparation`) → RequestRunner
+(`runner`: its turn, attempts on prefill and decode, tokens to text) → EventStream
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 from baton.core.admission.admission import Holding
 from baton.core.admission.refusal import Refusal
 from baton.core.admission.tenants import Tenant
-from baton.core.errors import BatonError, DeadlineExceeded
-from baton.core.observe.load_monitor import LoadMonitor
+from baton.core.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.core.observe.request_record import RequestRecord
+from baton.core.request.answers import AnswerDeltas
 from baton.core.request.model import ModelDescription
 from baton.core.request.request import Accepted, Delta, Event, Finished, FinishReason, Request
 from baton.core.request.validation import validate
@@ -27,16 +27,104 @@ from baton.router.observe.records import Records, UsageSink
 from baton.router.observe.request_trace import trace_of
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.admission import AdmissionController, Permit
-from baton.router.request.deferred_calls import DeferredCalls
-from baton.router.request.event_stream import EventStream, left
 from baton.router.request.guards import Guards
+from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.request.preparation import Preparation, new_id
 from baton.router.request.runner import RequestRunner
 from baton.router.workers.fleet import Fleet
 from baton.router.workers.tokenizer_client import Encoded
 from baton.rpc.tracing import OFF, Tracer, now
 
-# A request's events where all of them are known at once: nothing of it runs.
+
+def left() -> BatonError:
+    """What a request ends with, or is refused with, because its router leaves."""
+    return Unavailable("This router is leaving.", retry_after_s=1.0)
+
+
+class EventStream(AsyncIterator[Event]):
+    """Owns the runner's task. parts: what each choice's deltas are put through; empty: nothing.
+    `aclose` may be called at any time, and more than once."""
+
+    def __init__(
+        self,
+        runner: RequestRunner,
+        task: asyncio.Task[None],
+        accepted: Accepted,
+        on_first_token: Callable[[], None],
+        parts: Sequence[AnswerDeltas] = (),
+    ) -> None:
+        self._runner = runner
+        self._task = task
+        self._events: deque[Event] = deque([accepted])
+        self._on_first_token = on_first_token
+        self._parts = parts
+        self._began = False
+        self._ended = False
+
+    async def __anext__(self) -> Event:
+        """Raises BatonError when the request failed; what came before it has been told."""
+        while not self._events:
+            if self._ended:
+                raise StopAsyncIteration
+            over = self._task.done()
+            if self._collect():
+                break
+            if over:
+                self._ended = True
+                self._raise_failure()
+                reasoning_tokens = sum(part.reasoning_tokens for part in self._parts)
+                return self._runner.finished(reasoning_tokens)
+            await self._runner.news.wait()
+            early_s = self._runner.asking.early_s
+            if early_s > 0:
+                # Lets more tokens come for the next event; the end of an answer does not wait.
+                await asyncio.wait((self._task,), timeout=early_s)
+        return self._events.popleft()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first attempt found in a prefix cache, known with its first
+        token."""
+        return self._runner.cached_tokens
+
+    def call_off(self) -> None:
+        """Ends the request if it still runs: what is there is told, and then Cancelled raised."""
+        self._runner.cancel()
+
+    async def aclose(self) -> None:
+        """Ends the request if it still runs; returns when all that it held is given back."""
+        self._ended = True
+        self._events.clear()
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def _raise_failure(self) -> None:
+        """Of a task that is over."""
+        if self._task.cancelled():
+            # By the router, which closes: whoever reads ends its request by `aclose`.
+            error = left()
+            error.request_id = self._runner.request_state.request_id
+            raise error
+        try:
+            self._task.result()
+        except BatonError as error:
+            error.request_id = self._runner.request_state.request_id
+            raise
+
+    def _collect(self) -> bool:
+        """Takes what every choice has that was not told yet."""
+        for text in self._runner.texts.choices:
+            delta = text.take_delta()
+            if delta is not None:
+                parts = self._parts
+                self._events.append(parts[delta.choice].of(delta) if parts else delta)
+        if not self._events:
+            return False
+        self._runner.asking.told()
+        if not self._began:
+            self._began = True
+            self._on_first_token()
+        return True
 
 
 class EmptyStream(AsyncIterator[Event]):

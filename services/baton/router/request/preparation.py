@@ -1,7 +1,7 @@
-"""From a request that was let in to the runner that will run it.
+"""Prepares an admitted request: from the Request to a RequestRunner that is not started yet.
 
-which model → encode → does it fit → resolve what the client left open → is it still let in → how
-likely the prompt is, if that is asked → a runner, not started yet.
+choose the model → encode → does it fit the model → draw what the client left open → settle what
+it was admitted for → score the prompt, if the client wants that → RequestRunner
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound, Unavailable
 from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
-from baton.core.observe.load_monitor import LoadMonitor
-from baton.core.observe.replay import Replay, packed
-from baton.core.observe.stages import Stage
-from baton.core.observe.trace_context import UNTRACED, TraceContext
-from baton.core.request.answer_deltas import AnswerDeltas
+from baton.core.observe.request_record import Replay, packed
+from baton.core.observe.stages import UNTRACED, Stage, TraceContext
+from baton.core.request.answers import AnswerDeltas, AnswerRules
 from baton.core.request.model import ModelDescription
+from baton.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
 from baton.core.request.request import (
     Accepted,
     Request,
+    SamplingParams,
     StopParams,
+    TextLogprob,
     TextPrompt,
     TokenLogprobs,
     TokenPrompt,
@@ -33,21 +35,83 @@ from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.admission import Permit
-from baton.router.request.answers import AnswerRules
-from baton.router.request.choice_text import PROMPT_TAIL, TextOptions
-from baton.router.request.deferred_calls import DeferredCalls
 from baton.router.request.dispatcher import Dispatcher, QueueEntry
 from baton.router.request.guards import Guards
+from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.request.runner import RequestRunner, RequestRunnerLimits
-from baton.router.request.scoring import UNREAD, check_size, score, scoring_request_state
-from baton.router.request.spelling import Speller
+from baton.router.request.texts import PROMPT_TAIL, Speller, TextOptions
 from baton.router.workers.fleet import Fleet
 from baton.router.workers.tokenizer_client import Encoded
 from baton.router.workers.tokenizers import AskedBy, Tokenizers
 from baton.rpc.trace_names import SCORE
 from baton.rpc.tracing import now
 
-# Whether a request fits the model that it asks for, and what it leaves open.
+WORDED_AT_ONCE = 1024
+"""Entries that are put into words before others get their turn."""
+
+UNREAD = TextOptions((), False, False, (), (), 0, frozenset())
+"""Of the token that nobody sees."""
+
+
+def check_size(request: Request, num_prompt: int) -> None:
+    """Raises InvalidArgument for more than is told of one prompt."""
+    num_top = request.prompt_logprobs
+    if num_top is not None and entries_bytes(num_prompt, num_top) > MAX_BYTES:
+        most = MAX_BYTES // entries_bytes(1, num_top)
+        raise InvalidArgument(
+            f"prompt_logprobs with {num_top} alternatives are told of prompts of at most {most} "
+            f"tokens; this one has {num_prompt}.",
+            field="prompt_logprobs",
+        )
+
+
+def scoring_request_state(
+    request: Request, request_id: str, prompt: tuple[int, ...], max_attempts: int
+) -> RequestState:
+    """A request state that scores the prompt and ends with its first token."""
+    return RequestState(
+        f"{request_id}-prompt",
+        prompt,
+        n=1,
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopParams(max_tokens=1, ignore_eos=True),
+        max_fruitless_attempts=max_attempts,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        tenant=request.tenant,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+async def score(
+    runner: RequestRunner, speller: Speller, tokenizer_digest: str, deadline: float
+) -> tuple[TokenLogprobs, ...]:
+    """The entries of a prompt's tokens, the first one's of no meaning. runner: of a scoring run;
+    deadline: on the running loop's clock. Raises BatonError."""
+    prompt = runner.request_state.prompt
+    await runner.run()
+    told = runner.prompt_logprobs
+    if told is None:
+        # A decode worker's stream broke just when it told them; its token alone came again.
+        raise Unavailable("The prompt's log-probabilities were lost.", retry_after_s=1.0)
+    names = chain(prompt, told.alternatives())
+    texts = await speller.spell(names, tokenizer_digest, deadline)
+    return await _worded(prompt, told, texts)
+
+
+async def _worded(
+    prompt: tuple[int, ...], told: PromptLogprobs, texts: dict[int, bytes]
+) -> tuple[TokenLogprobs, ...]:
+    def word(token_id: int, logprob: float) -> TextLogprob:
+        return TextLogprob(token_id, texts[token_id], logprob)
+
+    entries = [TokenLogprobs(word(prompt[0], 0.0))]
+    for token_id, entry in zip(prompt[1:], told.entries(), strict=True):
+        top = tuple(word(other, value) for other, value in entry.top)
+        entries.append(TokenLogprobs(word(token_id, entry.logprob), top))
+        if not len(entries) % WORDED_AT_ONCE:
+            await asyncio.sleep(0)
+    return tuple(entries)
 
 
 def resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> StopParams:

@@ -7,116 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence, Sized
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 
 from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Internal, Unavailable
-from baton.core.observe.load_monitor import LoadMonitor
 from baton.core.observe.stages import Stage
-from baton.core.observe.timings import Timings
 from baton.core.request.model import ModelDescription
 from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.request.request import Finished
 from baton.core.request.request_state import AttemptRun, RequestState
-from baton.core.request.token_log import TokenLog
 from baton.core.routing.routing import Demand, RoutingPolicy
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.attempt import AttemptRunner
-from baton.router.request.choice_text import TextOptions
-from baton.router.request.deferred_calls import DeferredCalls
 from baton.router.request.dispatcher import Dispatcher, Placer, QueueEntry
 from baton.router.request.guards import Guards
-from baton.router.request.migration import Migration
-from baton.router.request.texts import Texts
+from baton.router.request.pacing import DeferredCalls, LoadMonitor, TokenCoalescer, TokenGaps
+from baton.router.request.texts import TextOptions, Texts
 from baton.router.workers.broadcast import Broadcast
+from baton.router.workers.decode_session import Migration
 from baton.router.workers.fleet import Fleet
 from baton.rpc.logs import named
-
-# TokenGaps, how long a client waits between tokens, as a router sees them; reads no clock.
-#
-# Tokens that come in one message share the time since the one before them: a client that is told of
-# several at once waited for each of them that long on average. What a request waits while it goes
-# on elsewhere counts like any other gap, and the first token does not count.
-
-
-class TokenGaps:
-    """Of one request. logs: the output of each choice. times: of all requests."""
-
-    def __init__(self, logs: Sequence[Sized], times: Timings) -> None:
-        self._logs = logs
-        self._times = times
-        self._last: dict[int, tuple[int, float]] = {}
-        """Of each choice that began: its length, and when it came to that."""
-
-    def came(self, choice: int, now: float) -> None:
-        """A choice's log may have grown."""
-        length = len(self._logs[choice])
-        known, since = self._last.get(choice, (0, now))
-        if length <= known:
-            return
-        self._last[choice] = length, now
-        if known:
-            gap_s = (now - since) / (length - known)
-            for _ in range(length - known):
-                self._times.add(gap_s)
-
-
-# When a detokenizer is asked for the text of a request's new tokens: at once, or, while the router
-# is too busy to send each by itself, together with those that come soon. What the client is not to
-# be told yet needs no text yet; but stop strings are searched for in the text, so with those
-# nothing waits.
-
-
-class TokenCoalescer:
-    """ask: has the text of a choice's new tokens asked for. searched: there are stop strings."""
-
-    def __init__(
-        self,
-        logs: Sequence[TokenLog],
-        ask: Callable[[int], None],
-        pace: LoadMonitor,
-        later: DeferredCalls,
-        *,
-        searched: bool,
-    ) -> None:
-        self._logs = logs
-        self._ask = ask
-        self._pace = pace
-        self._later = later
-        self._searched = searched
-        self._told_at = 0.0
-        self._clock = asyncio.get_running_loop().time
-        self._waiting: set[int] = set()
-
-    def told(self) -> None:
-        """The client has just been told something."""
-        self._told_at = self._clock()
-
-    @property
-    def early_s(self) -> float:
-        """How much too early it would be to tell the client more now; 0 or less: it is not."""
-        if not (self._told_at and self._pace.interval_s):
-            return 0.0
-        return self._told_at + self._pace.interval_s - self._clock()
-
-    def came(self, choice: int) -> None:
-        """A choice's log has grown or ended. Neither the first tokens wait nor the last."""
-        if self._pace.interval_s and not (self._searched or self._logs[choice].ended):
-            if choice in self._waiting:
-                return
-            if self.early_s > 0:
-                self._waiting.add(choice)
-                due = self._told_at + self._pace.interval_s
-                self._later.at(due, partial(self._waited, choice))
-                return
-        self._ask(choice)
-
-    def _waited(self, choice: int) -> None:
-        self._waiting.discard(choice)
-        self._ask(choice)
-
 
 log = logging.getLogger(__name__)
 

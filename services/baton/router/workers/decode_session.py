@@ -7,20 +7,25 @@ longer has is told as lost.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from enum import Enum
+from typing import Protocol
 
 import grpc
 
 from baton.core.errors import BatonError, Unavailable
+from baton.core.handover.messages import HANDOVER_ID_BYTES
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.routing.routing import is_stalled
 from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.shared_stream import SharedStream, WorkerStalled
+from baton.router.workers.worker import Worker
 from baton.rpc.awake import Clock
 from baton.rpc.convert import (
     attempt_to_proto,
@@ -43,9 +48,6 @@ from baton.v1.decode_pb2 import (
     StepFrame,
 )
 from baton.v1.decode_pb2_grpc import DecodeStub
-
-if TYPE_CHECKING:
-    from baton.router.request.migration import Migration
 
 log = logging.getLogger(__name__)
 
@@ -290,3 +292,65 @@ def _position(key: SequenceKey, position: int) -> SequencePosition:
     return SequencePosition(
         request_id=key.request_id, choice=key.choice, attempt=key.attempt, position=position
     )
+
+
+class MigrationOutcome(Enum):
+    STAYED = "stayed"
+    """It goes on where it is, or ended there."""
+    MOVED = "moved"
+    FAILED = "failed"
+    """Its KV was on offer and did not arrive: its request goes on by prefilling again."""
+    DROPPED = "dropped"
+    """Its request ended on the way."""
+
+
+class Migration:
+    """key: the sequence as its present worker knows it. The first outcome counts."""
+
+    def __init__(
+        self, key: SequenceKey, sender: Worker[DecodeSession], receiver: WorkerIdentity
+    ) -> None:
+        self.key = key
+        self.receiver = receiver
+        self.handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
+        self.outcome: MigrationOutcome | None = None
+        self._sender = sender
+        self._over = asyncio.Event()
+
+    @property
+    def sender(self) -> WorkerIdentity:
+        return self._sender.identity
+
+    def ask(self) -> None:
+        """Has the worker put the sequence on offer. The answer comes to the attempt."""
+        self._sender.client.hand_over(self.key, self.handover_id, self.receiver)
+
+    def stayed(self) -> None:
+        self._end(MigrationOutcome.STAYED)
+
+    def moved(self) -> None:
+        self._end(MigrationOutcome.MOVED)
+
+    def failed(self) -> None:
+        self._take_back(MigrationOutcome.FAILED)
+
+    def dropped(self) -> None:
+        self._take_back(MigrationOutcome.DROPPED)
+
+    async def over(self) -> MigrationOutcome:
+        """Returns the outcome when there is one."""
+        await self._over.wait()
+        assert self.outcome is not None
+        return self.outcome
+
+    def _take_back(self, outcome: MigrationOutcome) -> None:
+        """Nobody collects it (any more); the sender is told."""
+        if self.outcome is None:
+            whole = AttemptKey(self.key.request_id, self.key.attempt)
+            self._sender.client.cancel(whole, self.key.choice)
+        self._end(outcome)
+
+    def _end(self, outcome: MigrationOutcome) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+        self._over.set()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.core.errors import BatonError
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.prompt_logprobs import PromptLogprobs

@@ -16,12 +16,10 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.router.request.cancellation import cancelled_here
-from baton.router.request.write_timeout import StepLimit
 from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.reconnect_policy import SILENCE_S, ReconnectPolicy
 from baton.rpc.awake import Clock
-from baton.rpc.calls import abandon
+from baton.rpc.calls import StepLimit, abandon, cancelled_here
 
 Up = TypeVar("Up")
 Down = TypeVar("Down")

@@ -10,10 +10,9 @@ import grpc
 
 from baton.core.errors import Internal
 from baton.core.kvcache.prefix import HASH_BYTES
-from baton.core.observe.trace_context import UNTRACED, TraceContext
-from baton.core.request.grammar import Grammar
+from baton.core.observe.stages import UNTRACED, TraceContext
 from baton.core.request.model import AnswerFormat
-from baton.core.request.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.core.request.request import ChatPrompt, Grammar, Prompt, TextPrompt, TokenPrompt
 from baton.router.workers.unary_client import UnaryClient
 from baton.rpc.chat_messages import chat_to_proto
 from baton.rpc.convert import (

@@ -13,10 +13,9 @@ from typing import TypeVar
 
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, DeadlineExceeded
-from baton.core.observe.trace_context import UNTRACED, TraceContext
-from baton.core.request.grammar import Grammar
+from baton.core.observe.stages import UNTRACED, TraceContext
 from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.request.request import ChatPrompt, Prompt, TokenPrompt
+from baton.core.request.request import ChatPrompt, Grammar, Prompt, TokenPrompt
 from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.core.routing.retry_budget import RetryBudget
 from baton.router.config import RouterConfig

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 
 from baton.core.errors import WorkerLost
-from baton.core.observe.trace_context import UNTRACED, TraceContext
-from baton.router.request.cancellation import cancelled_here
+from baton.core.observe.stages import UNTRACED, TraceContext
+from baton.rpc.calls import cancelled_here
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.interceptors import REQUEST_ID_KEY
 from baton.rpc.tracing import metadata_of

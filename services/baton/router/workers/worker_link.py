@@ -20,13 +20,12 @@ from baton.core.routing.breaker import Breakers
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.routing.prefix_index import PrefixIndex
 from baton.core.routing.routing import is_stalled
-from baton.router.request.cancellation import cancelled_here
-from baton.router.request.write_timeout import StepLimit
 from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.reconnect_policy import SILENCE_S, ReconnectPolicy
 from baton.router.workers.shared_stream import BROKEN, WorkerStalled
 from baton.router.workers.worker import C, Worker
 from baton.rpc.awake import Clock
+from baton.rpc.calls import StepLimit, cancelled_here
 from baton.rpc.convert import identity_to_proto
 from baton.rpc.worker import cache_from_proto, description_from_proto, load_from_proto
 from baton.v1.worker_pb2 import WatchRequest

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from baton.core.errors import BatonError, InvalidArgument, from_reason
 from baton.core.observe.stages import StageTimes
-from baton.core.request.grammar import Grammar
 from baton.core.request.model import ModelDescription
 from baton.core.request.request import (
     Accepted,
@@ -15,6 +14,7 @@ from baton.core.request.request import (
     Delta,
     Event,
     Finished,
+    Grammar,
     Prompt,
     Request,
     TextLogprob,

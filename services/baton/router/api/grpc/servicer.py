@@ -19,7 +19,7 @@ from baton.router.api.grpc.inference_messages import (
 )
 from baton.router.api.grpc.time_left import deadline_s
 from baton.router.request.pipeline import Pipeline
-from baton.router.request.write_timeout import WriteTimeout
+from baton.rpc.calls import WriteTimeout
 from baton.rpc.server import Service
 from baton.rpc.tracing import context_of
 from baton.v1 import inference_pb2 as pb

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.admission.admission import Holding
 from baton.core.errors import BatonError, Internal
-from baton.core.observe.trace_context import TraceContext
+from baton.core.observe.stages import TraceContext
 from baton.core.request.request import Accepted, Delta, Finished, Request
 from baton.router.api.http import timings
 from baton.router.api.http.answer import Answer
@@ -31,7 +31,7 @@ from baton.router.api.http.sse import EventWriter
 from baton.router.api.http.tasks import in_parallel, while_connected
 from baton.router.api.http.tools import joined
 from baton.router.api.http.usage import Usage
-from baton.router.request.event_stream import left
+from baton.router.request.pipeline import left
 from baton.rpc.logs import named
 from baton.rpc.tracing import context_of
 

@@ -11,10 +11,10 @@ import msgspec
 
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, InvalidArgument
-from baton.core.observe.trace_context import TraceContext
-from baton.core.request.grammar import Grammar
+from baton.core.observe.stages import TraceContext
 from baton.core.request.request import (
     ChatPrompt,
+    Grammar,
     Message,
     Prompt,
     Request,

@@ -13,11 +13,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.core.errors import InvalidArgument, NotFound, Unavailable
-from baton.core.observe.replay import Replay, unpacked
-from baton.core.observe.request_record import AttemptRecord, Loss, RequestRecord
-from baton.core.observe.why import outline
-from baton.core.request.grammar import Grammar
+from baton.core.observe.request_record import (
+    AttemptRecord,
+    Loss,
+    Replay,
+    RequestRecord,
+    outline,
+    unpacked,
+)
 from baton.core.request.model import WorkerIdentity
+from baton.core.request.request import Grammar
 from baton.core.routing.candidates import Candidate
 from baton.router.api.http.answer import FINISH_REASONS
 from baton.router.api.http.door import caller

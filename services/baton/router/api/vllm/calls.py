@@ -14,9 +14,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, InvalidArgument
-from baton.core.observe.trace_context import TraceContext
-from baton.core.request.checks import check_text
+from baton.core.observe.stages import TraceContext
 from baton.core.request.request import Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from baton.core.request.validation import check_text
 from baton.router.api.structured import (
     Asked,
     any_object,

@@ -21,7 +21,7 @@ from baton.router.api.vllm.calls import MAX_REQUEST_IDS, Call, call_of
 from baton.router.api.vllm.running import Aborted, Handle, Running
 from baton.router.api.vllm.tokenizer_files import TokenizerFiles
 from baton.router.request.pipeline import Pipeline
-from baton.router.request.write_timeout import WriteTimeout
+from baton.rpc.calls import WriteTimeout
 from baton.rpc.server import Service
 from baton.rpc.tracing import context_of
 
