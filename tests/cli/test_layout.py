@@ -35,6 +35,18 @@ def test_every_process_has_its_own_ports_and_the_router_knows_all() -> None:
             assert known[f"--{role}s"].split(",") == wanted
 
 
+def test_port_0_of_routers_is_a_free_one_that_is_named() -> None:
+    layout = plan(UpOptions(http_port=0, grpc_port=0, routers=2))
+    routers = [spec for spec in layout.processes if spec.role == "router"]
+    http = [int(spec.metrics.rpartition(":")[2]) for spec in routers]
+    grpc = [int(spec.grpc.rpartition(":")[2]) for spec in routers]
+    assert http == [http[0], http[0] + 1]
+    assert grpc == [grpc[0], grpc[0] + 1]
+    assert min(*http, *grpc) > 0
+    assert layout.http == f"http://127.0.0.1:{http[0]}"
+    assert layout.grpc == f"127.0.0.1:{grpc[0]}"
+
+
 def test_who_prefills_is_the_routers_own_choice_unless_it_is_told() -> None:
     told = {}
     for given in (-1, 0, 64):

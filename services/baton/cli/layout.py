@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from baton.cli.model_source import OTHERS, WEIGHTS, may_be_hub_id
-from baton.cli.ports import HOST, free_ports
+from baton.cli.ports import HOST, free_ports, free_row
 from baton.cli.shares import memory_flags
 from baton.cli.throwaway_ca import ThrowawayCa
 from baton.core.errors import InvalidArgument
@@ -40,7 +40,9 @@ class UpOptions:
     decode_flags: tuple[str, ...] = ()
     """More of them for every decode worker."""
     http_port: int = 8000
+    """Of the first router; the others have the ports above it. 0: free ones."""
     grpc_port: int = 50051
+    """As http_port."""
     transport: str = "nixl"
     exact: bool = True
     dtype: str = "auto"
@@ -189,9 +191,11 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         lists += ["--vllm-engine", "true", "--vllm-tokenizer", str(model)]
     if options.local_prefill_tokens >= 0:
         lists += ["--local-prefill-tokens", str(options.local_prefill_tokens)]
+    http_port = options.http_port or free_row(options.routers)
+    grpc_port = options.grpc_port or free_row(options.routers)
     for index in range(options.routers):
-        http = f"{HOST}:{options.http_port + index}"
-        grpc = f"{HOST}:{options.grpc_port + index}"
+        http = f"{HOST}:{http_port + index}"
+        grpc = f"{HOST}:{grpc_port + index}"
         listen = ("--http-listen", http, "--grpc-listen", grpc)
         more = ("--replicas", str(options.routers), *options.router_flags)
         tls = ca.flags("router") if ca else ()
@@ -199,8 +203,8 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         processes.append(ProcessSpec("router", index, command, grpc, http))
     return Layout(
         tuple(processes),
-        f"{'https' if ca else 'http'}://{HOST}:{options.http_port}",
-        f"{HOST}:{options.grpc_port}",
+        f"{'https' if ca else 'http'}://{HOST}:{http_port}",
+        f"{HOST}:{grpc_port}",
         threads,
         str(ca.ca) if ca else "",
         secrets.token_hex(32),

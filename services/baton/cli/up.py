@@ -57,8 +57,11 @@ def add_parser(subparsers: Any) -> None:
             f"--{name}", type=int, default=getattr(defaults, name), metavar="N",
             help=f"how many {name.rstrip('s')} processes (default %(default)s)",
         )  # fmt: skip
-    parser.add_argument("--http-port", type=int, default=defaults.http_port, metavar="P")
-    parser.add_argument("--grpc-port", type=int, default=defaults.grpc_port, metavar="P")
+    for name, port in ("http", defaults.http_port), ("grpc", defaults.grpc_port):
+        parser.add_argument(
+            f"--{name}-port", type=int, default=port, metavar="P",
+            help="of the first router (default %(default)s; 0: a free one)",
+        )  # fmt: skip
     parser.add_argument(
         "--transport", choices=("nixl", "loopback"), default=_best_transport(),
         help="how KV moves from prefill to decode (default %(default)s)",
