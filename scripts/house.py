@@ -2,9 +2,10 @@
 
     python scripts/house.py              # the numbers
     python scripts/house.py --list NAME  # what is behind one of them
+    python scripts/house.py --request    # also what a streamed chat request enters (`baton up`)
 
-Reads imports and definitions as text and runs nothing. Lines of code are lines that hold a token
-which is no comment and no docstring. Generated stubs (`baton.v1`) are left out.
+Imports and definitions are read as text. Lines of code are lines that hold a token which is no
+comment and no docstring. Generated stubs (`baton.v1`) are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 import tokenize
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -25,17 +33,24 @@ SHORT, SMALL, CROWDED = 40, 60, 14
 """Lines of a file that needs a reason, lines of one that is no room of its own, files of a folder
 that cannot be taken in at a glance."""
 
+SAMPLING_FIELD = "min_p"
+"""A field of sampling that every form of a request carries."""
+
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", metavar="NAME", help="what is behind one number")
-    wanted = parser.parse_args().list
-    for name, found, extra in numbers():
-        if wanted is None:
+    parser.add_argument(
+        "--request", action="store_true", help="start a Baton and follow one streamed chat request"
+    )
+    args = parser.parse_args()
+    counted = [*numbers(), *(entered() if args.request else ())]
+    for name, found, extra in counted:
+        if args.list is None:
             print(f"{name:52} {len(found):6,}{extra}")
-        elif name == wanted:
+        elif name == args.list:
             print("\n".join(sorted(found)))
 
 
@@ -79,12 +94,110 @@ def numbers() -> Iterator[tuple[str, list[str], str]]:
     yield "class names with several owners", shared, ""
     circles = [" ".join(sorted(circle)) for circle in _circles(imports)]
     yield "import circles", circles, ""
+    naming = [m for m, path in modules.items() if SAMPLING_FIELD in _names(path)]
+    yield f"modules that name the sampling field {SAMPLING_FIELD}", naming, ""
     everything = [str(path) for path in modules.values()]
     total = sum(_code_lines(path) for path in modules.values())
     yield "files under services/baton", everything, f"  with {total:,} lines of code"
     measuring = list((ROOT / "loadtest").rglob("*.py"))
     total = sum(_code_lines(path) for path in measuring)
     yield "files under loadtest", list(map(str, measuring)), f"  with {total:,} lines of code"
+
+
+RECORDER = """
+import json, os, sys, threading, time
+folder = os.environ["HOUSE_FOLDER"]
+seen = set()
+def note(frame, event, arg):
+    if event == "call":
+        seen.add(frame.f_code)
+def watch():
+    while not os.path.exists(folder + "/begin"):
+        time.sleep(0.02)
+    seen.clear()
+    open(f"{folder}/{os.getpid()}.begun", "w").close()
+    while not os.path.exists(folder + "/end"):
+        time.sleep(0.02)
+    found = sorted({(c.co_filename, c.co_qualname) for c in list(seen)})
+    with open(f"{folder}/{os.getpid()}.part", "w") as file:
+        json.dump(found, file)
+    os.rename(f"{folder}/{os.getpid()}.part", f"{folder}/{os.getpid()}.json")
+if "HOUSE_FOLDER" in os.environ and any("baton." in word for word in sys.orig_argv):
+    threading.Thread(target=watch, daemon=True).start()
+    threading.setprofile(note)
+    sys.setprofile(note)
+"""
+"""Runs in each process before everything else. What the processes do by the clock while the request
+runs is counted, too."""
+
+
+def entered() -> Iterator[tuple[str, list[str], str]]:
+    """What one streamed chat request enters in all processes: files and functions of `baton`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sitecustomize.py").write_text(RECORDER)
+        path = os.pathsep.join([name, str(SOURCE), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {
+            "HOUSE_FOLDER": name, "PYTHONPATH": path, "XDG_STATE_HOME": str(folder / "state")
+        }  # fmt: skip
+        baton = [sys.executable, "-m", "baton.cli.main"]
+        words = [*baton, "up", "--detach", "--http-port", "0", "--grpc-port", "0"]
+        ready = folder / "ready"
+        with ready.open("w") as file:  # A pipe would stay open for as long as the processes run.
+            subprocess.run(words, env=environment, stdout=file, check=True)
+        try:
+            address = json.loads(ready.read_text().splitlines()[-1])["http"]
+            _chat(address, "Who are you?")  # Whatever happens once has happened then.
+            _between(folder, "begin", "begun")
+            _chat(address, "What is 3 + 4?")
+            _between(folder, "end", "json")
+        finally:
+            subprocess.run([*baton, "down"], env=environment, check=True)
+        found = {
+            tuple(pair) for file in folder.glob("*.json") for pair in json.loads(file.read_text())
+        }
+    ours = [
+        f"{Path(file).relative_to(SOURCE)} {function}"
+        for file, function in found
+        if file.startswith(f"{SOURCE}/baton") and "/v1/" not in file
+        if not function.endswith(("comp>", "<genexpr>", "<module>"))
+    ]
+    yield "files that a streamed chat request enters", sorted({o.split()[0] for o in ours}), ""
+    yield "functions that a streamed chat request enters", ours, ""
+
+
+def _chat(address: str, text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": 16}
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert b"[DONE]" in answer.read()
+
+
+def _between(folder: Path, sign: str, suffix: str) -> None:
+    """Gives the processes a sign and waits until all have answered it."""
+    (folder / sign).touch()
+    waited = time.monotonic() + 20
+    while len(list(folder.glob(f"*.{suffix}"))) < len(PROCESSES):
+        if time.monotonic() > waited:
+            raise TimeoutError(f"not every process wrote its .{suffix}")
+        time.sleep(0.05)
+    time.sleep(0.5)
+
+
+def _names(path: Path) -> set[str]:
+    """Identifiers and texts of a file that are one word."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(path)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                found.add(name)
+            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
+                found.add(name)
+    return found
 
 
 def _module(path: Path) -> str:
