@@ -8,9 +8,9 @@ import torch
 
 from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention import LayerArguments
-from baton.engine.probe import AttentionShape
-from baton.engine.triton_backend import TritonBackend
+from baton.engine.attention.interface import LayerArguments
+from baton.engine.attention.triton.backend import TritonBackend
+from baton.engine.loader import AttentionShape
 from baton_loadtest.report import Result, compared
 from gpucheck.definition import attention
 from gpucheck.timing import seconds

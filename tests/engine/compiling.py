@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.engine.triton import copies, decode, merge, prefill, shapes
+from baton.engine.attention.triton import copies, decode, prefill, shapes
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FLOAT32 = {"tops", "totals", "outputs"}
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> None:
     small, large = shapes.decode_shape(*sizes), shapes.prefill_shape(*sizes)
     kernels = {
         "decode": (decode._decode, small, {}),
-        "merge": (merge._merge, small, {}),
+        "merge": (decode._merge, small, {}),
         "prefill": (prefill._prefill, large, {"NESTED": False}),
         "exact prefill": (prefill._prefill, small, {"NESTED": True}),
         "write": (copies._write, small, {}),
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> None:
             "WINDOW": window,
             "SOFTCAP": float(arguments[7]),
             "SINKS": window > 0,
-            "UNROLLED": merge._UNROLLED,
+            "UNROLLED": decode._UNROLLED,
             "PLACES": copies._PLACES,
             **own,
         }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.core.errors import InvalidArgument
-from baton.engine.int8 import check_int8
+from baton.engine.linear import check_int8
 
 
 def _multiplies_bytes() -> bool:

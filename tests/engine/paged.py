@@ -11,10 +11,10 @@ import torch
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention import LayerArguments
-from baton.engine.block_cache import BlockCache, block_ids, places_of
-from baton.engine.step_builder import StepBuilder
-from baton.engine.triton_attention import TritonAttention
+from baton.engine.attention.interface import LayerArguments
+from baton.engine.attention.triton.backend import TritonAttention
+from baton.engine.attention.triton.steps import StepBuilder
+from baton.engine.kv.cache import BlockCache, block_ids, places_of
 from gpucheck.definition import attention
 
 NUM_BLOCKS = 96

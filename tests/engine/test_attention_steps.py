@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention import LayerArguments, PagedAttention
-from baton.engine.inputs import build_inputs
-from baton.engine.kernels import Kernel, flash_cpu, reference
-from baton.engine.kv_cache import KvCache
-from baton.engine.reader import Reader
-from baton.engine.tiles import exact_tiles, loose_tiles
+from baton.engine.attention.interface import LayerArguments
+from baton.engine.attention.kernels import Kernel, flash_cpu, reference
+from baton.engine.attention.tiled import KeyReader, PagedAttention, build_inputs
+from baton.engine.attention.tiles import exact_tiles, loose_tiles
+from baton.engine.kv.cache import KvCache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, VALUE = 6, 3, 8, 6
@@ -147,7 +146,7 @@ def test_keys_are_read_where_they_lie_when_that_pays(window: int | None) -> None
         (False, loose_tiles(chunk, 0)),
     ):
         (tile,) = tiles
-        reader = Reader(cache, exact=exact)
+        reader = KeyReader(cache, exact=exact)
         reading = reader.read(chunk, [tile], window, 1)
         (own,) = reading.tiles
         if exact or window is not None:
@@ -164,7 +163,7 @@ def test_keys_are_read_where_they_lie_when_that_pays(window: int | None) -> None
 
 def test_views_are_kept_from_step_to_step_and_no_longer() -> None:
     layout = KvLayout("d", "float32", 2, 1, 4, 4)
-    reader = Reader(KvCache(layout, 20, 16, CPU), exact=True)
+    reader = KeyReader(KvCache(layout, 20, 16, CPU), exact=True)
 
     def read(position: int) -> object:
         reader.begin()

@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.scheduler.plan import Chunk
-from baton.engine.masks import MaskBank
-from baton.engine.routes import find_routes
-from baton.engine.tiles import LOOSE, Tile, exact_tiles, loose_tiles
+from baton.engine.attention.tiles import (
+    LOOSE,
+    MaskBank,
+    Tile,
+    exact_tiles,
+    find_routes,
+    loose_tiles,
+)
 
 CPU = torch.device("cpu")
 WHERE = ((0, 40),)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from baton.core.errors import Internal
 from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
-from baton.engine.block_cache import BlockCache
-from baton.engine.kv_cache import KvCache
+from baton.engine.kv.cache import BlockCache, KvCache
 from tests.engine.devices import CUDA
 
 CPU = torch.device("cpu")

@@ -12,8 +12,7 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.engine.copying import CopyThread
-from baton.engine.thread import EngineThread
+from baton.engine.thread import CopyThread, EngineThread
 from baton.testing.fake_runner import FakeRunner
 from tests.core.attempts import attempt
 

@@ -12,9 +12,8 @@ import torch
 from baton.core.errors import Internal
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import PENDING, Chunk, SampledToken, SampleRow, StepPlan, StepResult
-from baton.engine import device_sampler
-from baton.engine.device_sampler import sample_step
-from baton.engine.last_tokens import LastTokens
+from baton.engine import sampler
+from baton.engine.sampler import LastTokens, sample_step
 
 VOCAB = 1200
 GREEDY = SamplingParams(temperature=0.0)
@@ -87,7 +86,7 @@ def test_a_row_gets_the_token_that_it_gets_alone(
     scores = torch.stack([logits(i) for i in range(40)]).to(kind)
     rows = mixed(40)
     alone = [one(scores[i], rows[i]) for i in range(40)]
-    monkeypatch.setitem(device_sampler._ROWS_TOGETHER, "cpu", together)
+    monkeypatch.setitem(sampler._ROWS_TOGETHER, "cpu", together)
     for order in (list(range(40)), list(reversed(range(40))), list(range(0, 40, 3))):
         result = step(scores[order], [rows[i] for i in order])
         got = [(token.token_id, token.choice, token.logprobs) for token in result.tokens]

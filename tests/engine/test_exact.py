@@ -10,7 +10,7 @@ import torch
 
 from baton.core.kvcache.block_pool import Extents
 from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.engine import products
+from baton.engine import exact
 from baton.engine.config import EngineConfig
 from baton.engine.linear import PackedLinear
 from baton.engine.runner import TorchRunner
@@ -166,7 +166,7 @@ def test_a_step_is_padded_once_and_not_by_every_layer(saved: Callable[[str], Pat
     logits(runner, [49, 50], neighbours=8)
     assert seen
     for rows, layer in seen:
-        assert layer.sizes is not None and sum(products.cuts(rows, layer.sizes)) == rows
+        assert layer.sizes is not None and sum(exact.cuts(rows, layer.sizes)) == rows
 
 
 def test_without_exact_mode_bits_are_not_promised(saved: Callable[[str], Path]) -> None:

@@ -15,11 +15,17 @@ from transformers.pytorch_utils import Conv1D
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from baton.engine.config import EngineConfig
-from baton.engine.forms import Form
-from baton.engine.int8 import check_int8, fewest_rows, quantize_rows, quantized, worth_quantizing
-from baton.engine.linear import swap
+from baton.engine.exact import Product
+from baton.engine.linear import (
+    Form,
+    check_int8,
+    fewest_rows,
+    quantize_rows,
+    quantized,
+    swap,
+    worth_quantizing,
+)
 from baton.engine.loader import run_network
-from baton.engine.products import Product
 from baton.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
 from tests.engine.machine import needs_int8

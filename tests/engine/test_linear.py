@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from baton.engine.choice import Bound, Chooser
-from baton.engine.linear import PackedLinear, loosen, swap
+from baton.engine.linear import Bound, Chooser, PackedLinear, loosen, swap
 from tests.engine.tiny_models import build
 
 CUTS = ((0, 0), (0, 1), (3, 5), (40, 33), (100, 200))

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Internal, InvalidArgument
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, configure_threads
 from baton.engine.digest import MANIFEST
-from baton.engine.guards import UnsupportedModel
+from baton.engine.loader import UnsupportedModel
 from baton.engine.runner import TorchRunner
-from baton.engine.threads import configure
 from tests.engine.tiny_models import VOCAB, save_tiny_model
 
 
@@ -130,11 +129,11 @@ def test_settings_can_be_printed() -> None:
 
 def test_threads_are_configured_before_torch_only() -> None:
     with pytest.raises(Internal, match="before torch"):
-        configure(2)
+        configure_threads(2)
     program = (
         "import os, sys\n"
-        "from baton.engine.threads import configure\n"
-        "configure(3)\n"
+        "from baton.engine.config import configure_threads\n"
+        "configure_threads(3)\n"
         "assert 'torch' not in sys.modules\n"
         "names = ['OMP_WAIT_POLICY', 'THP_MEM_ALLOC_ENABLE', 'OMP_NUM_THREADS', 'GOMP_SPINCOUNT']\n"
         "print(*(os.environ.get(name) for name in names))\n"
@@ -155,7 +154,7 @@ def test_threads_are_configured_before_torch_only() -> None:
 def test_the_fake_and_the_settings_need_no_torch() -> None:
     program = (
         "import sys\n"
-        "import baton.testing.fake_runner, baton.engine.config, baton.engine.threads\n"
+        "import baton.testing.fake_runner, baton.engine.config\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.inputs import build_inputs
-from baton.engine.kv_cache import KvCache
-from baton.engine.spans import spans
+from baton.engine.attention.tiled import build_inputs
+from baton.engine.kv.cache import KvCache
+from baton.engine.kv.extents import spans
 
 CPU = torch.device("cpu")
 

@@ -15,15 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch.autograd import profiler
 
 from baton.core.errors import InvalidArgument, Unavailable
+from baton.engine import footprint
 from baton.engine import runner as runner_module
-from baton.engine import sizing
 from baton.engine.config import MIB, EngineConfig
-from baton.engine.footprint import largest_step, weights_bytes
-from baton.engine.free_memory import host_free_bytes
+from baton.engine.footprint import allocate, foresee, largest_step, weights_bytes
 from baton.engine.loader import load
-from baton.engine.memory import Footprint, MemoryPlan, plan_memory, size
+from baton.engine.memory import Footprint, MemoryPlan, host_free_bytes, plan_memory, size
 from baton.engine.runner import TorchRunner
-from baton.engine.sizing import allocate, foresee
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 
 FREE = 24 * MIB
@@ -129,7 +127,7 @@ def test_what_is_foreseen_is_what_a_loaded_model_takes(
     config = EngineConfig(str(saved(arch)), kv_memory_bytes=0, exact=False)
     block_bytes = foresee(config, FREE).memory.block_bytes
     config = replace(config, swap_host_bytes=4 * block_bytes, swap_disk_bytes=2 * block_bytes)
-    real, told = sizing.size_pool, list[MemoryPlan]()
+    real, told = footprint.size_pool, list[MemoryPlan]()
 
     def sized(*arguments: Any, **options: Any) -> MemoryPlan:
         told.append(real(*arguments, **options))

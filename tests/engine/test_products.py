@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from baton.engine.exact import confine, without_tails
+from baton.engine.exact import (
+    NotExact,
+    confine,
+    cuts,
+    in_tiles,
+    prove,
+    random_rows,
+    tiled,
+    without_tails,
+)
 from baton.engine.linear import swap
-from baton.engine.products import NotExact, cuts, in_tiles, prove, random_rows, tiled
 
 CPU = torch.device("cpu")
 

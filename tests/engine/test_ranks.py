@@ -11,13 +11,13 @@ import torch
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.engine.config import EngineConfig
-from baton.engine.ranks.local import LocalRanks
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.runner import TorchRunner
 from baton.transfer.buffers import StagingPool
 from baton.worker.process import share_ring
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
+from tests.engine.local_ranks import LocalRanks
 from tests.engine.modes import attempt, decode_loop, run
 from tests.engine.test_parity import expected
 from tests.engine.tiny_models import VOCAB, save_tiny_model

@@ -17,7 +17,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import StepPlan
 from baton.engine import loader, selfcheck
 from baton.engine.config import EngineConfig
-from baton.engine.guards import UnsupportedModel
+from baton.engine.loader import UnsupportedModel
 from baton.engine.runner import TorchRunner
 from tests.engine.driving import together
 from tests.engine.tiny_models import REFUSED, save_tiny_model

@@ -11,9 +11,7 @@ from baton.core.errors import Internal
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
-from baton.engine.decode_buffers import DecodeBuffers
-from baton.engine.step_builder import StepBuilder
-from baton.engine.step_tensors import StepTensors
+from baton.engine.attention.triton.steps import DecodeBuffers, StepBuilder, StepTensors
 
 CPU = torch.device("cpu")
 TRASH = 40

@@ -24,10 +24,10 @@ from baton.core.scheduler.plan import (
     StepPlan,
     StepResult,
 )
-from baton.engine import swap_stores
-from baton.engine.kv_cache import KvCache
-from baton.engine.moved import LOST, Moved, joined, owners
-from baton.engine.swap import SwapMemory
+from baton.engine.kv import swap as swap_module
+from baton.engine.kv.cache import KvCache
+from baton.engine.kv.extents import LOST, Moved, joined, owners
+from baton.engine.kv.swap import SwapMemory
 from tests.engine.driving import GREEDY
 
 BLOCKS, BLOCK_SIZE, LAYERS = 12, 16, 2
@@ -89,7 +89,7 @@ def test_blocks_come_back_bit_equal_from_host_and_disk(
 ) -> None:
     memory = cache(*sizes, even=even)
     # A staging memory of two blocks, so that runs are cut.
-    monkeypatch.setattr(swap_stores, "_STAGING_BYTES", 2 * memory.block_bytes + 1)
+    monkeypatch.setattr(swap_module, "_STAGING_BYTES", 2 * memory.block_bytes + 1)
     swap = swap_memory(memory, 3, 6)
     assert swap.num_blocks == (3, 6)
     wanted = [block(memory, number) for number in range(BLOCKS)]

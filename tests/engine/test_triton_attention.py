@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.engine.triton import decode, shapes
+from baton.engine.attention.triton import decode, shapes
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.machine import check_interpreter
 from tests.engine.paged import Case, Paged

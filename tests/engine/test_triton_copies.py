@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from baton.core.request.model import KvLayout
-from baton.engine.block_cache import BlockCache
-from baton.engine.triton import copies
+from baton.engine.attention.triton import copies
+from baton.engine.kv.cache import BlockCache
 from tests.engine.devices import CUDA, INTERPRETER
 
 CPU = torch.device("cpu")

@@ -12,14 +12,11 @@ pytest.importorskip("triton")
 
 from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine import selfcheck
-from baton.engine.block_cache import BlockCache
+from baton.engine.attention.triton.backend import TritonAttention
+from baton.engine.attention.triton.steps import DecodeBuffers, StepBuilder, StepTensors
 from baton.engine.config import EngineConfig
-from baton.engine.decode_buffers import DecodeBuffers
-from baton.engine.loader import load, run_network, wire
-from baton.engine.probe import probe_attention
-from baton.engine.step_builder import StepBuilder
-from baton.engine.step_tensors import StepTensors
-from baton.engine.triton_attention import TritonAttention
+from baton.engine.kv.cache import BlockCache
+from baton.engine.loader import load, probe_attention, run_network, wire
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import random_prompts, scattered
 from tests.engine.tiny_models import ARCHS, VOCAB, build

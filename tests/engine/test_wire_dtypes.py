@@ -14,11 +14,9 @@ import torch
 
 from baton.core.request.model import DTYPE_BYTES, KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.block_cache import BlockCache
 from baton.engine.config import EngineConfig
-from baton.engine.kv_cache import KvCache
+from baton.engine.kv.cache import DTYPES, BlockCache, KvCache, converted, is_lossless
 from baton.engine.runner import TorchRunner
-from baton.engine.wire import DTYPES, converted, is_lossless
 from baton.testing.fake_runner import FakeRunner
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import generate, random_prompts

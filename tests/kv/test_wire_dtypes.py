@@ -17,7 +17,7 @@ import torch
 
 from baton.core.errors import Incompatible
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.engine.kv_cache import KvCache
+from baton.engine.kv.cache import KvCache
 from baton.rpc.handover import GrpcSenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
 from baton.transfer.staging import Staging

@@ -16,7 +16,7 @@ import grpc
 import torch
 
 from baton.core.request.model import KvLayout
-from baton.engine.kv_cache import KvCache
+from baton.engine.kv.cache import KvCache
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.transfer.sender import KvSender

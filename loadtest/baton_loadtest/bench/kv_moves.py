@@ -18,8 +18,8 @@ from typing import Any
 from baton.core.handover.messages import KvChunkHeader
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.engine.copying import CopyThread
-from baton.engine.kv_cache import KvCache
+from baton.engine.kv.cache import KvCache
+from baton.engine.thread import CopyThread
 from baton.rpc.channels import Channels
 from baton.rpc.handover import GrpcSenderConnection
 from baton.rpc.loop import Loop

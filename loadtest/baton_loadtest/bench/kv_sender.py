@@ -18,7 +18,7 @@ from typing import Any
 from baton.core.handover.messages import HANDOVER_ID_BYTES
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout
-from baton.engine.copying import CopyThread
+from baton.engine.thread import CopyThread
 from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service

@@ -21,8 +21,7 @@ from baton.core.scheduler.events import Failed, Tokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.scheduler import QueueLimit
-from baton.engine.config import EngineConfig
-from baton.engine.threads import configure
+from baton.engine.config import EngineConfig, configure_threads
 from baton_loadtest.bench.workload import Workload
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def open_runner(
 ) -> TorchRunner:
     """A runner with KV memory for so many positions. A process's second one keeps its threads."""
     if "torch" not in sys.modules:
-        configure(threads)
+        configure_threads(threads)
     from baton.engine.runner import TorchRunner
 
     return TorchRunner.load(

@@ -13,8 +13,7 @@ from baton.cli.layout import resolve_model
 from baton.core.errors import ContextLengthExceeded, InvalidArgument
 from baton.core.request.model import KvLayout
 from baton.core.routing.speed import WorkerSpeed
-from baton.engine.config import EngineConfig
-from baton.engine.threads import configure
+from baton.engine.config import EngineConfig, configure_threads
 from baton_loadtest import report
 from baton_loadtest.planner import calibrate, options
 from baton_loadtest.planner.asked import Margins, Traffic
@@ -130,7 +129,7 @@ def _model(
         max_step_tokens=args.step_tokens + args.sequences,
     )
     if "torch" not in sys.modules:
-        configure()
+        configure_threads()
     try:
         from baton_loadtest.planner.model import read
     except ImportError as error:

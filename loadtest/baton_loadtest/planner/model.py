@@ -12,8 +12,8 @@ from torch import nn
 
 from baton.core.request.model import KvLayout
 from baton.engine.config import EngineConfig
+from baton.engine.footprint import Outlook, foresee
 from baton.engine.memory import MemoryPlan
-from baton.engine.sizing import Outlook, foresee
 from baton_loadtest.planner.facts import ModelFacts
 
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli.layout import resolve_model
 from baton.core.errors import InvalidArgument
-from baton.engine.config import MIB, EngineConfig
+from baton.engine.config import MIB, EngineConfig, configure_threads
 from baton.engine.memory import size
-from baton.engine.threads import configure
 from baton_loadtest.planner import options, split_options
 
 if TYPE_CHECKING:
-    from baton.engine.sizing import Outlook
+    from baton.engine.footprint import Outlook
 
 GIB = 1024 * MIB
 _DEFAULTS = EngineConfig("any", kv_memory_bytes=0)
@@ -89,9 +88,9 @@ def _memory(args: argparse.Namespace) -> int:
         quantize=args.quantize,
     )
     if "torch" not in sys.modules:
-        configure()
+        configure_threads()
     try:
-        from baton.engine.sizing import foresee
+        from baton.engine.footprint import foresee
     except ImportError as error:
         raise InvalidArgument("planning needs the engine: pip install 'baton[engine]'") from error
     free = None if args.memory_gib is None else int(args.memory_gib * GIB)

@@ -35,10 +35,10 @@ def python() -> Finding:
 
 
 def torch() -> Finding:
-    from baton.engine.threads import configure
+    from baton.engine.config import configure_threads
 
     if "torch" not in sys.modules:
-        configure()
+        configure_threads()
     try:
         module = importlib.import_module("torch")
     except (ImportError, OSError):
@@ -131,7 +131,7 @@ def model(name: str) -> Callable[[], Finding]:
         except InvalidArgument as error:
             return fail(error.message, advice)
         try:
-            from baton.engine.guards import check_class, check_files
+            from baton.engine.loader import check_class, check_files
 
             library = importlib.import_module("transformers")
             meta = importlib.import_module("torch").device("meta")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB, EngineConfig
-from baton.engine.free_memory import host_free_bytes
-from baton.engine.memory import size
+from baton.engine.memory import host_free_bytes, size
 
 GPU = Path("/dev/nvidia0")
 _FLOAT32_BYTES = 4

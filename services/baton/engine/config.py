@@ -1,11 +1,17 @@
-"""What the operator chooses about the engine."""
+"""What the operator chooses about the engine, and how its process uses threads and memory.
+
+Nothing here imports torch: OpenMP reads its environment once, when its library is loaded, so a
+process calls `configure_threads` before anything imports torch.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from baton.core.errors import InvalidArgument
+from baton.core.errors import Internal, InvalidArgument
 from baton.core.request.model import DTYPE_BYTES
 
 TILE = 16
@@ -98,3 +104,24 @@ class EngineConfig:
     def describe(self) -> dict[str, str]:
         """Every field as text, for the one print at start."""
         return {f.name: str(getattr(self, f.name)) for f in fields(self)}
+
+
+_SPINS = "100000"
+"""Of libgomp, some 250 microseconds: longer than from one parallel part to the next."""
+
+
+def configure_threads(threads: int = 0) -> None:
+    """Sets the thread count (0: torch's default) and how threads wait, in this process's
+    environment.
+
+    An OMP_NUM_THREADS that the operator has set is kept when threads is 0. Raises Internal when
+    torch is already imported, because then nothing would change.
+    """
+    if "torch" in sys.modules:
+        raise Internal("threads must be configured before torch is imported")
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if threads:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["MKL_NUM_THREADS"] = str(threads)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 
 from baton.core.scheduler.plan import StepPlan
-from baton.engine.backend import DecodeBuffers, ForwardPass
-from baton.engine.last_tokens import LastTokens
-from baton.engine.transfer import upload
+from baton.engine.attention.interface import DecodeBuffers, ForwardPass
+from baton.engine.device import upload
+from baton.engine.sampler import LastTokens
 
 Forward = Callable[[ForwardPass], torch.Tensor]
 """Runs the network: logits [S, vocab] of the sampled rows."""

@@ -1,30 +1,156 @@
 """From a folder or hub id to a transformers model wired to our attention, or a readable refusal.
 
-Knows files and model classes; KV memory and steps are the runner's.
+Files, configurations and model classes are refused by name, before serving, where a model would
+load but answer wrongly: each of these checks stands for a failure that was seen to be silent. What
+only running a model shows is checked by `selfcheck`.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.model import ModelDescription
-from baton.engine.attention import INTERFACE
+from baton.core.errors import Internal, InvalidArgument
+from baton.core.request.model import KvLayout, ModelDescription
+from baton.engine.attention.interface import INTERFACE, LayerArguments, paged
 from baton.engine.config import EngineConfig
 from baton.engine.digest import fetched_digest, model_digest
-from baton.engine.guards import UnsupportedModel, check_class, check_files, rope_limit
-from baton.engine.int8 import check_int8
-from baton.engine.progress import Bar, Progress, quiet
-from baton.engine.wire import DTYPES
+from baton.engine.kv.cache import DTYPES
+from baton.engine.linear import check_int8
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class UnsupportedModel(InvalidArgument):
+    """The model cannot be served correctly. The message says why; field is "model"."""
+
+    def __init__(self, message: str):
+        super().__init__(message, field="model")
+
+
+def check_files(folder: Path) -> list[Path]:
+    """The weight files, each with a sound header. Raises UnsupportedModel naming what is wrong."""
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"model {folder.name} has no config.json")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        if any(found for pattern in _PICKLES for found in folder.glob(pattern)):
+            raise UnsupportedModel(
+                f"model {folder.name} has pickled weights only; convert them to safetensors"
+            )
+        raise UnsupportedModel(f"model {folder.name} has no safetensors weights")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        missing = wanted - {file.name for file in weights}
+        if missing:
+            raise UnsupportedModel(
+                f"model {folder.name} lacks {', '.join(sorted(missing))} of its weights"
+            )
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise UnsupportedModel(f"weights {file.name} are corrupt or cut short") from error
+    return weights
+
+
+def check_class(model_class: Any, config: Any) -> None:
+    """Raises UnsupportedModel for architectures whose attention cannot be replaced."""
+    name = config.model_type
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"{name}: its attention cannot be replaced (no attention backend support)"
+        )
+    if getattr(model_class, "_is_stateful", False):
+        raise UnsupportedModel(f"{name}: it keeps a recurrent state, which is not KV")
+    text = config.get_text_config()
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        raise UnsupportedModel(f"{name}: layers of type {', '.join(sorted(others))} are not served")
+
+
+def rope_limit(config: Any) -> int | None:
+    """Positions up to which rotary frequencies are fixed, or None when they always are.
+
+    With rope types dynamic and longrope the frequencies depend on the longest sequence of a batch:
+    below the original length they are constant, beyond it one sequence would change all others.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    entries = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
+    limits = [
+        int(entry.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for entry in entries
+        if "dynamic" in entry.get("rope_type", "") or entry.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
+
+
+Progress = Callable[[int, int], None]
+"""Told (bytes done, bytes in all) while weights are read."""
+
+
+class Bar:
+    """Turns steps of any size into (done, total) calls that never go backwards."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress = progress
+        self._done = 0
+        self.total = total
+
+    def advance(self, count: int) -> None:
+        self._done = min(self._done + count, self.total)
+        if self._progress is not None:
+            self._progress(self._done, self.total)
+
+
+class _WeightsBar:
+    """Stands in for transformers' own progress bar, which counts tensors."""
+
+    def __init__(self, bar: Bar, items: Any):
+        self._bar = bar
+        self._items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        share = self._bar.total // 2 // max(1, len(self._items))
+        for item in self._items:
+            yield item
+            self._bar.advance(share)
+        self._bar.advance(self._bar.total)
+
+
+@contextmanager
+def quiet(bar: Bar) -> Iterator[None]:
+    """Transformers' bar drives ours, and its advice to Python users is not printed."""
+
+    def hook(factory: Any, args: Any, kwargs: Any) -> Any:
+        items = args[0] if args else kwargs.get("iterable")
+        return factory(*args, **kwargs) if items is None else _WeightsBar(bar, items)
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+        transformers_logging.set_verbosity(verbosity)
+
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +242,15 @@ def outline(config: EngineConfig) -> LoadedModel:
 
 
 def wire(network: nn.Module) -> None:
-    """Routes all attention of the model through `attention.paged`.
+    """Routes all attention of the model through `attention.interface.paged`.
 
-    On CPUs, experts that `experts` does not know go through their loop: the batched forms make a
+    On CPUs, experts that `linear` cannot pack go through their loop: the batched forms make a
     token's bits depend on how many others chose its expert, and are no faster.
     """
+    # Imported late: it loads half of transformers, which loading a model needs anyway.
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(INTERFACE, paged)
     network.set_attn_implementation(INTERFACE)  # type: ignore[operator]
     if network.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
         raise UnsupportedModel("the model did not take our attention")
@@ -254,3 +384,76 @@ def _eos_token_ids(network: nn.Module, settings: Any) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+
+
+class KvProbe:
+    """An attention context that computes nothing and notes what attention layers are given."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.shapes: set[tuple[int, int, int, int]] = set()
+        self.softcap = False
+        self.sliding = 0
+
+    def attend(
+        self,
+        arguments: LayerArguments,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        self.layers.append(arguments.layer)
+        self.shapes.add((query.shape[0], key.shape[0], key.shape[-1], value.shape[-1]))
+        self.softcap |= arguments.softcap is not None
+        self.sliding += arguments.window is not None
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention of a model looks like. dtype: the type that KV is kept in. per_head: query
+    heads per KV head. sliding_layers: how many look back over a window only.
+    """
+
+    layout: KvLayout
+    dtype: str
+    per_head: int
+    softcap: bool
+    sliding_layers: int = 0
+
+
+def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
+    """The shape of attention and KV, taken from a run of the wired model, not its configuration.
+
+    wire_dtype: of KV on the wire; auto is the type that it is kept in.
+    Raises UnsupportedModel unless attention is called exactly once for each layer, with all it
+    needs.
+    """
+    network = loaded.network
+    name = network.config.model_type  # type: ignore[union-attr]
+    probe = KvProbe()
+    device = next(network.parameters()).device
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    positions = torch.arange(2, device=device)[None]
+    try:
+        run_network(network, tokens, positions, tokens[0, :1], probe)
+    except Internal as error:
+        raise UnsupportedModel(f"{name}: {error.message}") from error
+    layers = int(network.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
+    if sorted(probe.layers) != list(range(layers)):
+        raise UnsupportedModel(
+            f"{name}: attention was called for {len(probe.layers)} of {layers} layers"
+        )
+    if len(probe.shapes) != 1:
+        raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
+    ((query_heads, heads, key_size, value_size),) = probe.shapes
+    dtype = next(k for k, v in DTYPES.items() if v == network.dtype)
+    layout = KvLayout(
+        model_digest=loaded.description.digest,
+        dtype=dtype if wire_dtype == "auto" else wire_dtype,
+        num_layers=layers,
+        num_kv_heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+    )
+    return AttentionShape(layout, dtype, query_heads // heads, probe.softcap, probe.sliding)

@@ -16,25 +16,28 @@ from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, ModelDescription
 from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine import selfcheck
-from baton.engine.backend import Backend, ForwardPass, KvMemory
-from baton.engine.backends import open_backend
-from baton.engine.check import check_plan
+from baton.engine.attention.backends import open_backend
+from baton.engine.attention.interface import Backend, ForwardPass
 from baton.engine.config import EngineConfig
-from baton.engine.device_sampler import SampledStep, sample_step
-from baton.engine.exact import confine
-from baton.engine.footprint import largest_step
-from baton.engine.free_memory import give_back_freed
+from baton.engine.exact import NotExact, confine, cuts
+from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool
 from baton.engine.graphs import DecodeGraphs, cuda_recorder
-from baton.engine.last_tokens import LastTokens
+from baton.engine.kv.cache import KvMemory, is_lossless
+from baton.engine.kv.extents import Moved, check_plan
+from baton.engine.kv.swap import SwapMemory
 from baton.engine.linear import loosen, swap
-from baton.engine.loader import LoadedModel, choose_device, load, run_network, wire
-from baton.engine.moved import Moved
-from baton.engine.probe import AttentionShape, probe_attention
-from baton.engine.products import NotExact, cuts
-from baton.engine.progress import Progress
-from baton.engine.sizing import allocate, free_bytes, size_pool
-from baton.engine.swap import SwapMemory
-from baton.engine.wire import is_lossless
+from baton.engine.loader import (
+    AttentionShape,
+    LoadedModel,
+    Progress,
+    choose_device,
+    load,
+    probe_attention,
+    run_network,
+    wire,
+)
+from baton.engine.memory import give_back_freed
+from baton.engine.sampler import LastTokens, SampledStep, sample_step
 
 log = logging.getLogger(__name__)
 

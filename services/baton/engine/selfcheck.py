@@ -15,8 +15,8 @@ from baton.core.errors import InvalidArgument
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.engine.guards import UnsupportedModel
-from baton.engine.products import NotExact
+from baton.engine.exact import NotExact
+from baton.engine.loader import UnsupportedModel
 
 Forward = Callable[[StepPlan], torch.Tensor]
 """Runs a plan and returns the sampled rows' logits [S, vocab]."""

@@ -1,13 +1,4 @@
-"""EngineThread, the one thread that owns scheduler, pool and runner.
-
-asyncio talks to it through two queues. Inwards: functions that run between submitting or collecting
-one step and the next, in order, with the EngineLoop as their argument. Outwards: two deliveries a
-step (answers with what planning told, then what the step told), each one call into the event loop
-whatever it carries. The thread sleeps when there is nothing to do, and polls nothing.
-
-It submits steps as long as the runner has room for one and there is one to plan; else it collects
-the oldest in flight.
-"""
+"""EngineThread: the thread that runs an engine loop, and one for copies beside its steps."""
 
 from __future__ import annotations
 
@@ -17,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from baton.core.errors import Overloaded, Unavailable
@@ -25,7 +17,46 @@ from baton.core.scheduler.loop import EngineLoop, SchedulerT
 from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.core.scheduler.scheduler import Load
 from baton.core.scheduler.step_cost import StepTimes
-from baton.engine.copying import CopyThread, to_end
+
+T = TypeVar("T")
+
+
+async def to_end(running: asyncio.Future[T]) -> T:
+    """Awaits work on another thread; a cancellation of ours is raised when it is done.
+
+    For work that uses memory of the waiter's.
+    """
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError:
+                continue
+        running.exception()
+        raise
+
+
+class CopyThread:
+    """Runs copies one at a time, in the order of calls. Starts its thread with the first one."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "kv-copy")
+
+    async def run(self, copy: Callable[[], object]) -> None:
+        """Raises what the copy raises, and Unavailable when closed. Cancelled, it returns only when
+        the copy has ended."""
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, copy)
+        except RuntimeError:
+            raise Unavailable("This worker's engine has stopped.") from None
+        await to_end(running)
+
+    def close(self) -> None:
+        """Waits for the copy that runs. Idempotent."""
+        self._thread.shutdown()
+
 
 # StepWatch, how long the running step has been running.
 #
@@ -76,7 +107,6 @@ class StepWatch:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 MAX_QUEUED_CALLS = 65536
 STOP_TIMEOUT_S = 10.0

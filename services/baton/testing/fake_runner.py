@@ -32,9 +32,7 @@ from baton.core.scheduler.plan import (
     StepPlan,
     StepResult,
 )
-from baton.engine.check import check_extents, check_plan
-from baton.engine.moved import Moved, owners
-from baton.engine.spans import spans
+from baton.engine.kv.extents import Moved, check_extents, check_plan, owners, spans
 
 # FakeMemory, bytes in place of tensors: KV of FakeRunner.
 #

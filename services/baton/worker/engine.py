@@ -14,10 +14,9 @@ from pathlib import Path
 
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import ModelRunner
-from baton.engine.config import MIB, EngineConfig
+from baton.engine.config import MIB, EngineConfig, configure_threads
 from baton.engine.ranks.ray_ranks import RayRanks
 from baton.engine.ranks.runner import RankedRunner
-from baton.engine.threads import configure
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton.worker.options import WorkerOptions
@@ -49,9 +48,9 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
         config = engine_config(options, digest)
         if options.tensor_parallel > 1:
             return _open_ranks(options, config)
-        configure(options.threads)
+        configure_threads(options.threads)
+        from baton.engine.footprint import foresee
         from baton.engine.runner import TorchRunner
-        from baton.engine.sizing import foresee
 
         # What can never fit is refused before gigabytes are read.
         foresee(config)

@@ -14,7 +14,7 @@ from baton.cli.layout import UpOptions, plan, resolve_model
 from baton.cli.main import main
 from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB, EngineConfig
-from baton.engine.sizing import foresee
+from baton.engine.footprint import foresee
 from tests.loadtest.planner.model_configs import LLAMA_8B
 
 

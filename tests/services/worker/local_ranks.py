@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 import baton.worker.engine
-from baton.engine.ranks.local import LocalRanks
+from tests.engine.local_ranks import LocalRanks
 
 
 def local(size: int, threads: int, *, spin: bool) -> LocalRanks:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.engine.ranks.family import FAMILY
+from baton.engine.ranks.ray_ranks import FAMILY
 from tests.engine.tiny_models import save_tiny_model
 from tests.services.worker.pair import until
 from tests.services.worker.processes import Process, worker

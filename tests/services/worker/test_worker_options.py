@@ -105,7 +105,7 @@ def test_who_serves_cannot_be_disturbed(cls: type[WorkerOptions], flag: str) -> 
 @pytest.fixture
 def fresh_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are set before torch is imported; here it may be already."""
-    monkeypatch.setattr("baton.worker.engine.configure", lambda threads: None)
+    monkeypatch.setattr("baton.worker.engine.configure_threads", lambda threads: None)
 
 
 def test_the_fake_runner_has_one_rank() -> None:

@@ -1,4 +1,4 @@
-"""One rank: a TorchRunner over its heads, told what to do by messages.
+"""One rank: a TorchRunner over its heads that does what messages say.
 
 Ranks run the same messages in the same order, which is all the order their sums need.
 """
@@ -15,11 +15,12 @@ import torch
 from baton.core.errors import BatonError, InvalidArgument
 from baton.core.scheduler.plan import StepPlan
 from baton.engine.config import EngineConfig
-from baton.engine.kv_cache import KvCache
+from baton.engine.exact import MOST
+from baton.engine.footprint import free_bytes
+from baton.engine.kv.cache import KeysAndValues, KvCache, as_tensor, keys_and_values, of_heads
 from baton.engine.loader import choose_device, load
-from baton.engine.products import MOST
-from baton.engine.ranks.group import Group
-from baton.engine.ranks.messages import (
+from baton.engine.ranks.runner import (
+    FIELD,
     Answer,
     Done,
     Open,
@@ -33,12 +34,9 @@ from baton.engine.ranks.messages import (
     encode,
     to_request,
 )
-from baton.engine.ranks.runner import FIELD
-from baton.engine.ranks.shards import shard_builder
+from baton.engine.ranks.shards import Group, shard_builder
 from baton.engine.ranks.shared import MemoryFile
 from baton.engine.runner import TorchRunner
-from baton.engine.sizing import free_bytes
-from baton.engine.wire import KeysAndValues, as_tensor, keys_and_values, of_heads
 
 log = logging.getLogger(__name__)
 

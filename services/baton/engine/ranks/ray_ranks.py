@@ -1,8 +1,13 @@
 """Ranks as Ray actors on this machine, and a Ray of the worker's own around them.
 
-It is started with the worker, serves nobody else, listens on loopback only, asks for a token that
-nobody else knows, and ends with the worker however that one ends, see `family`. Ray is imported
-here only, and only when a worker is told to have more than one rank.
+Ray is started with the worker, serves nobody else, listens on loopback only, asks for a token that
+nobody else knows, and ends with the worker however that one ends. It is imported only when a worker
+has more than one rank, and torch only in an actor whose threads are configured.
+
+Ray's servers end with the worker by themselves, by the kernel's death signal. Their helpers do not:
+those notice late, or never, that their parent was killed. So whichever process is left of a worker,
+itself or its ranks, sweeps: it ends all processes of that Ray, found by its folder, and removes its
+files.
 """
 
 from __future__ import annotations
@@ -10,17 +15,126 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
+import shutil
+import signal
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 from baton.core.errors import Internal, InvalidArgument, Unavailable
-from baton.engine.config import MIB
-from baton.engine.ranks.deaths import on_death
-from baton.engine.ranks.family import FAMILY, sweep
-from baton.engine.ranks.ray_actor import RankActor
+from baton.engine.config import MIB, configure_threads
 from baton.engine.ranks.runner import FIELD
+
+
+def on_death(pids: Iterable[int], died: Callable[[], None]) -> None:
+    """Calls `died` once, on a thread of its own, when the first of the processes has ended.
+
+    The thread is a daemon and sleeps until then. A process that is gone already counts.
+    """
+    waiting = select.poll()
+    fds: list[int] = []
+    gone = False
+    for pid in pids:
+        try:
+            fds.append(os.pidfd_open(pid))
+            waiting.register(fds[-1], select.POLLIN)
+        except ProcessLookupError:
+            gone = True
+
+    def watch() -> None:
+        if not gone:
+            waiting.poll()
+        for fd in fds:
+            os.close(fd)
+        died()
+
+    threading.Thread(target=watch, name="deaths", daemon=True).start()
+
+
+FAMILY = "BATON_RAY"
+"""Set to the folder of a worker's Ray in all of its processes."""
+
+_LONGEST_S = 5.0
+_POLL_S = 0.05
+
+
+def sweep(folder: str) -> None:
+    """Kills all others of the family, waits until they are gone, and removes the folder. Bounded.
+
+    The caller must not need them any more.
+    """
+    end = monotonic() + _LONGEST_S
+    while (left := _members(folder)) and monotonic() < end:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        sleep(_POLL_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _members(folder: str) -> list[int]:
+    """Processes of this Ray but the caller; those that have ended and wait for their parent are
+    none."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        # It may end while it is looked at.
+        with suppress(OSError):
+            if _is_member(entry, folder):
+                found.append(int(entry.name))
+    return found
+
+
+def _is_member(process: Path, folder: str) -> bool:
+    """By the variable; or, as Ray writes its helpers' titles over their variables, by such a title
+    and a log file."""
+    if f"{FAMILY}={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+        return True
+    if not (process / "comm").read_text().startswith("ray::"):
+        return False
+    files = (os.readlink(file) for file in (process / "fd").iterdir())
+    return any(file.startswith(f"{folder}/") for file in files)
+
+
+_TURN_S = 0.5
+
+
+class RankActor:
+    """worker: process id. folder: Ray's, see `family`. threads: of this rank. spin: whether these
+    cores are its own, see `configure_threads`."""
+
+    def __init__(
+        self, rank: int, size: int, folder: str, worker: int, threads: int, spin: bool
+    ) -> None:
+        on_death([worker], lambda: _leave(rank, folder))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        configure_threads(threads if spin else 0)
+        from baton.engine.ranks.rank import Rank
+
+        self._rank = Rank(rank, size, Path(folder) / "ranks")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def answer(self, request: bytes) -> bytes:
+        """See Rank.answer: bytes in, bytes out, and nothing is raised that Ray would pickle."""
+        return self._rank.answer(request)
+
+
+def _leave(rank: int, folder: str) -> None:
+    """The worker is dead and nobody is left to be told. The first rank there is sweeps, and ends
+    the others before their turn."""
+    sleep(rank * _TURN_S)
+    sweep(folder)
+    os._exit(1)
+
 
 log = logging.getLogger(__name__)
 

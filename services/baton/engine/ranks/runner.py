@@ -1,39 +1,127 @@
 """RankedRunner, the ModelRunner port over several ranks; imports neither torch nor Ray.
 
-All ranks are told every plan and compute their heads of it; all of them draw the same tokens, and
+All ranks get every plan and compute their heads of it; all of them draw the same tokens, and
 rank 0's are reported. KV moves through memory that all ranks map: each packs its heads into the
 payload where it lies, and no rank sees another's.
+
+Messages between the runner and its ranks are plain values, encoded with msgspec; field types are
+checked on arrival. There is no pickle, whatever carries the bytes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
+
+import msgspec
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, ModelDescription
 from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.engine.check import check_extents, check_plan
 from baton.engine.config import EngineConfig
-from baton.engine.ranks.messages import (
-    Answer,
-    Done,
-    Open,
-    Opened,
-    Pack,
-    Refused,
-    Request,
-    Step,
-    Stepped,
-    Unpack,
-    encode,
-    to_answer,
-)
-from baton.engine.ranks.port import Ranks
+from baton.engine.kv.extents import check_extents, check_plan
 from baton.engine.ranks.shared import Region, Scratch, SharedPlace
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Load your part. Sizes of memory in `config` are already a rank's share."""
+
+    config: EngineConfig
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    plan: StepPlan
+
+
+class Pack(msgspec.Struct, frozen=True, tag=True):
+    """Write your heads' KV of the positions into the payload at `place`."""
+
+    extents: Extents
+    first_position: int
+    count: int
+    place: SharedPlace
+
+
+class Unpack(msgspec.Struct, frozen=True, tag=True):
+    """The inverse: read your heads' KV out of the payload at `place`."""
+
+    extents: Extents
+    first_position: int
+    count: int
+    place: SharedPlace
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """layout: of the rank's own heads."""
+
+    model: ModelDescription
+    layout: KvLayout
+    num_blocks: int
+    not_exact_because: str
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    result: StepResult
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """field: what the operator has to change; "" for a fault of ours."""
+
+    message: str
+    field: str = ""
+
+
+Request = Open | Step | Pack | Unpack
+Answer = Opened | Stepped | Done | Refused
+
+# A plan's sequences of tokens may be of any kind that can be read like a tuple.
+_encoder = msgspec.msgpack.Encoder(enc_hook=list)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def to_request(data: bytes) -> Request:
+    return _requests.decode(data)
+
+
+def to_answer(data: bytes) -> Answer:
+    return _answers.decode(data)
+
+
+class Ranks(Protocol):
+    """Ranks 0 to size - 1, each a `rank.Rank` that answers what it is told, in order.
+
+    Called by the engine thread only. Real: `ray_ranks.RayRanks`; double: `LocalRanks` of the tests.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    def ask(self, request: bytes) -> Iterator[tuple[int, bytes]]:
+        """Tells all ranks the same and yields (rank, answer) as they come.
+
+        Raises Internal when a rank has died, or takes longer than any step can. Who stops asking
+        half way has to close: the ranks are out of step.
+        """
+
+    def on_death(self, died: Callable[[], None]) -> None:
+        """Has `died` called, on a thread of its own, when a rank ends before `close`."""
+
+    def close(self) -> None:
+        """Ends the ranks and frees what they hold. Idempotent."""
+
 
 log = logging.getLogger(__name__)
 

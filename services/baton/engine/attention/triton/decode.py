@@ -1,0 +1,279 @@
+"""Paged attention of one query per sequence, split over a sequence's parts and merged after.
+
+A decode step reads all KV of its sequences once and computes little, so that what counts is that
+all of a GPU reads: one sequence's parts go to several programs (flash decoding: Dao, Haziza, Massa,
+Sizov, 2023). All query heads of a KV head make one tile, so that KV is read once for all of them.
+
+How a sequence is cut depends on its own length alone, and what a program makes of a part does not
+depend on which program it is: no result depends on the batch. Grids depend on the number of
+sequences only, so that a CUDA graph of a batch size serves all lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from baton.engine.attention.triton.shapes import TileShape, padded
+from baton.engine.attention.triton.tiles import (
+    Scores,
+    Sequences,
+    attend,
+    finish,
+    first_seen,
+    fold,
+    jit,
+    part_size,
+)
+
+_UNROLLED = 4
+
+
+class PartStates:
+    """Memory for the states of all parts of up to `sequences` sequences.
+
+    top, total: float32 [sequences, kv_heads, parts, per_head]; output: the same and value_size.
+    """
+
+    def __init__(
+        self,
+        sequences: int,
+        kv_heads: int,
+        parts: int,
+        per_head: int,
+        value_size: int,
+        device: torch.device,
+    ):
+        shape = (sequences, kv_heads, parts, per_head)
+        self.parts = parts
+        self.top = torch.empty(shape, dtype=torch.float32, device=device)
+        self.total = torch.empty(shape, dtype=torch.float32, device=device)
+        self.output = torch.empty((*shape, value_size), dtype=torch.float32, device=device)
+
+
+def merge_parts(
+    parts: PartStates, sequences: Sequences, scores: Scores, shape: TileShape, output: torch.Tensor
+) -> None:
+    """Writes the sequences' rows of output, [T, heads, Dv] and contiguous."""
+    _, kv_heads, most, per_head = parts.top.shape
+    _merge[(len(sequences.ends), kv_heads)](
+        parts.top,
+        parts.total,
+        parts.output,
+        sequences.first_rows,
+        sequences.ends,
+        output if scores.sinks is None else scores.sinks,
+        output,
+        PER_HEAD=per_head,
+        ROWS=shape.rows,
+        POSITIONS=shape.positions(per_head),
+        PARTS=most,
+        VALUE_SIZE=output.shape[-1],
+        VALUE_PADDED=padded(output.shape[-1]),
+        WINDOW=scores.window,
+        SINKS=scores.sinks is not None,
+        UNROLLED=_UNROLLED,
+        num_warps=shape.warps,
+    )
+
+
+@jit
+def _merge(
+    tops: tl.tensor,
+    totals: tl.tensor,
+    outputs: tl.tensor,
+    first_rows: tl.tensor,
+    ends: tl.tensor,
+    sinks: tl.tensor,
+    target: tl.tensor,
+    PER_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+) -> None:
+    """Program (s, h): the output of sequence s and KV head h, its parts taken in their order."""
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    end = tl.load(ends + sequence)
+    size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
+    count = (end - 1) // size + 1 - first_seen(end - 1, WINDOW) // size
+    row = tl.arange(0, ROWS)
+    live = row < PER_HEAD
+    element = tl.arange(0, VALUE_PADDED)
+    mask = live[:, None] & (element < VALUE_SIZE)[None, :]
+    base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    output = tl.zeros((ROWS, VALUE_PADDED), tl.float32)
+    for group in range(0, count, UNROLLED):
+        # Unrolled, so that the loads of several parts are under way at once.
+        for i in tl.static_range(UNROLLED):
+            there = group + i < count
+            spots = (base + group + i) * PER_HEAD + row
+            top, total, output = fold(
+                top,
+                total,
+                output,
+                tl.load(tops + spots, mask=live & there, other=float("-inf")),
+                tl.load(totals + spots, mask=live & there, other=0.0),
+                tl.load(
+                    outputs + spots[:, None] * VALUE_SIZE + element[None, :],
+                    mask=mask & there,
+                    other=0.0,
+                ),
+            )
+    heads = kv_head * PER_HEAD + row
+    output = finish(top, total, output, sinks, heads, live, SINKS)
+    first_row = tl.load(first_rows + sequence).to(tl.int64)
+    spots = first_row * tl.num_programs(1) * PER_HEAD + heads
+    tl.store(target + spots[:, None] * VALUE_SIZE + element[None, :], output, mask=mask)
+
+
+# Programs that fill any GPU several times over: a sequence gets as many as fit this.
+_PROGRAMS = 2048
+
+
+def decode_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequences: Sequences,
+    scores: Scores,
+    shape: TileShape,
+    parts: PartStates,
+    output: torch.Tensor,
+) -> None:
+    """Writes the sequences' rows of output, [T, heads, Dv] and contiguous.
+
+    query [heads, T, D], its last dimension contiguous. keys [blocks, kv_heads, block_size, D] and
+    values [.., Dv]: one layer of block-major memory, see `BlockCache`. parts: memory for at least
+    as many sequences.
+    """
+    count, kv_heads = len(sequences.ends), keys.shape[1]
+    per_head = query.shape[0] // kv_heads
+    programs = max(1, min(parts.parts, _PROGRAMS // (count * kv_heads)))
+    _decode[(count, kv_heads, programs)](
+        query,
+        keys,
+        values,
+        sequences.first_rows,
+        sequences.ends,
+        sequences.table_starts,
+        sequences.tables,
+        parts.top,
+        parts.total,
+        parts.output,
+        scores.factor,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        PER_HEAD=per_head,
+        ROWS=shape.rows,
+        POSITIONS=shape.positions(per_head),
+        PARTS=parts.parts,
+        KEY_SIZE=keys.shape[-1],
+        KEY_PADDED=padded(keys.shape[-1]),
+        VALUE_SIZE=values.shape[-1],
+        VALUE_PADDED=padded(values.shape[-1]),
+        BLOCK_SIZE=keys.shape[2],
+        KEYS=shape.keys,
+        WINDOW=scores.window,
+        SOFTCAP=scores.softcap,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    merge_parts(parts, sequences, scores, shape, output)
+
+
+@jit
+def _decode(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    first_rows: tl.tensor,
+    ends: tl.tensor,
+    table_starts: tl.tensor,
+    tables: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    outputs: tl.tensor,
+    scale: tl.tensor,
+    query_head_stride: tl.tensor,
+    query_row_stride: tl.tensor,
+    block_stride: tl.tensor,
+    PER_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:
+    """Program (s, h, z): the states of parts z, z + programs, .. of sequence s and KV head h."""
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    end = tl.load(ends + sequence)
+    first = first_seen(end - 1, WINDOW)
+    size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
+    first_part = first // size
+    count = (end - 1) // size + 1 - first_part
+    if tl.program_id(2) >= count:
+        return
+    row = tl.arange(0, ROWS)
+    live = row < PER_HEAD
+    element = tl.arange(0, KEY_PADDED)
+    start = query + tl.load(first_rows + sequence).to(tl.int64) * query_row_stride
+    heads = (kv_head * PER_HEAD + row)[:, None].to(tl.int64) * query_head_stride
+    queries = tl.load(
+        start + heads + element[None, :],
+        mask=live[:, None] & (element < KEY_SIZE)[None, :],
+        other=0.0,
+    )
+    position = tl.zeros((ROWS,), tl.int32) + (end - 1)
+    table = tables + tl.load(table_starts + sequence)
+    value_element = tl.arange(0, VALUE_PADDED)
+    base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
+    for part in range(tl.program_id(2), count, tl.num_programs(2)):
+        low = (first_part + part) * size
+        top, total, output = attend(
+            tl.full((ROWS,), float("-inf"), tl.float32),
+            tl.zeros((ROWS,), tl.float32),
+            tl.zeros((ROWS, VALUE_PADDED), tl.float32),
+            queries,
+            position,
+            tl.maximum(low, first // KEYS * KEYS),
+            tl.minimum(low + size, end),
+            end,
+            table,
+            keys + kv_head * BLOCK_SIZE * KEY_SIZE,
+            values + kv_head * BLOCK_SIZE * VALUE_SIZE,
+            block_stride,
+            scale,
+            KEY_SIZE,
+            KEY_PADDED,
+            VALUE_SIZE,
+            VALUE_PADDED,
+            BLOCK_SIZE,
+            KEYS,
+            WINDOW,
+            SOFTCAP,
+            False,
+        )
+        spots = (base + part) * PER_HEAD + row
+        tl.store(tops + spots, top, mask=live)
+        tl.store(totals + spots, total, mask=live)
+        tl.store(
+            outputs + spots[:, None] * VALUE_SIZE + value_element[None, :],
+            output,
+            mask=live[:, None] & (value_element < VALUE_SIZE)[None, :],
+        )

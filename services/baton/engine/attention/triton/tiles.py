@@ -1,0 +1,234 @@
+"""Attention of one tile of queries, as functions that the kernels for decode and prefill share.
+
+They see a block table and a tile; the kernels decide which tiles there are. Softmax runs online
+(Milakov and Gimelshein, 2018) over `KEYS` positions at a time, all scores being in units of log 2.
+Its state is the top score, the total weight and the weighted sum of values, all float32, by row.
+
+A step over positions that a row does not see leaves the row's state bit by bit as it was. So where
+a loop begins and ends, which depends on a row's neighbours in its tile, never shows in its result.
+
+Triton's compiler reads these functions: types are `tl.tensor` throughout, capital parameters are
+constants, and `if` on a constant is decided when compiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.engine.attention.triton import shapes
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """A kernel, launched as `kernel[grid](*arguments)`, or a function for use within kernels.
+
+    Annotations of its parameters may name nothing outside `triton.language`: the compiler reads
+    them too.
+    """
+    return triton.jit(function)
+
+
+def jit_of_any(*parameters: str) -> Callable[[Callable[..., Any]], Any]:
+    """As `jit`, but one compiled kernel serves all values of these parameters."""
+    wrap: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=parameters)
+    return wrap
+
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """From products to weights. window: positions a query sees, itself among them, or 0 for all.
+    softcap: 0 for none. sinks: [heads], or None.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def factor(self) -> float:
+        """What `tiles.attend` takes as its scale."""
+        return self.scale * _LOG2_E * (2.0 / self.softcap if self.softcap else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences with one query each: int32 [S] on the device, but for the tables.
+
+    first_rows: the query's row in the batch. ends: positions it sees, its own being the last.
+    table_starts: where the sequence's blocks begin in tables, int32 [N].
+    """
+
+    first_rows: torch.Tensor
+    ends: torch.Tensor
+    table_starts: torch.Tensor
+    tables: torch.Tensor
+
+    def first(self, count: int) -> Sequences:
+        """The first `count` of them."""
+        return Sequences(
+            self.first_rows[:count], self.ends[:count], self.table_starts[:count], self.tables
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of several queries. tiles: int32 [N, 2], (chunk, position // positions of a tile).
+
+    sequences: first_rows is the batch row of a chunk's first query, ends the position after its
+    last one. first_positions: int32 [C], the position of its first one.
+    """
+
+    sequences: Sequences
+    first_positions: torch.Tensor
+    tiles: torch.Tensor
+
+
+PART = tl.constexpr(shapes.PART)
+LOG2_E = tl.constexpr(_LOG2_E)
+
+
+@jit
+def first_seen(position: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """The first position that `position` sees."""
+    if WINDOW > 0:
+        return tl.maximum(position - (WINDOW - 1), 0)
+    else:
+        return position * 0
+
+
+@jit
+def part_size(
+    position: tl.tensor, POSITIONS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr
+) -> tl.tensor:
+    """Positions in a part of what `position` sees: the same for all of a tile's positions."""
+    span = (position // POSITIONS + 1) * POSITIONS
+    if WINDOW > 0:
+        span = tl.minimum(span, WINDOW)
+    size = PART
+    while size * (PARTS - 1) < span:
+        size *= 2
+    return size
+
+
+@jit
+def attend(
+    top: tl.tensor,
+    total: tl.tensor,
+    output: tl.tensor,
+    query: tl.tensor,
+    position: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    end: tl.tensor,
+    table: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    block_stride: tl.tensor,
+    scale: tl.tensor,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALL_SEEN: tl.constexpr,
+) -> tl.tensor:
+    """Goes on from a state over the positions low (a multiple of KEYS) to high: the new state.
+
+    query [ROWS, KEY_PADDED], position [ROWS]. keys, values: of one head. Nothing at `end` or after
+    is read. scale includes log2(e), or with a soft cap 2 * log2(e) / cap. ALL_SEEN: every row sees
+    every one of these positions.
+    """
+    key_element = tl.arange(0, KEY_PADDED)
+    value_element = tl.arange(0, VALUE_PADDED)
+    for start in range(low, high, KEYS):
+        spot = start + tl.arange(0, KEYS)
+        written = spot < end
+        block = tl.load(table + spot // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
+        base = (block * block_stride)[:, None]
+        offset = (spot % BLOCK_SIZE)[:, None]
+        key = tl.load(
+            keys + base + offset * KEY_SIZE + key_element[None, :],
+            mask=written[:, None] & (key_element < KEY_SIZE)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            # tanh(x) is 1 - 2 / (1 + exp(2 x)), which has the right limits on both sides.
+            scores = (1.0 - 2.0 / (1.0 + tl.exp2(scores))) * (SOFTCAP * LOG2_E)
+        if not ALL_SEEN:
+            seen = spot[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (spot[None, :] > (position - WINDOW)[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen nothing yet would compute -inf - -inf.
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(scores - finite[:, None])
+        fade = tl.exp2(top - finite)
+        value = tl.load(
+            values + base + offset * VALUE_SIZE + value_element[None, :],
+            mask=written[:, None] & (value_element < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
+        total = tl.fma(total, fade, tl.sum(weight, 1))
+        output = output * fade[:, None]
+        output = tl.dot(weight.to(value.dtype), value, output, input_precision="ieee")
+        top = new_top
+    return top, total, output
+
+
+@jit
+def fold(
+    top: tl.tensor,
+    total: tl.tensor,
+    output: tl.tensor,
+    part_top: tl.tensor,
+    part_total: tl.tensor,
+    part_output: tl.tensor,
+) -> tl.tensor:
+    """The state over a sequence's parts so far and its next part.
+
+    Explicit fma: what a compiler makes of a sum of products could differ from kernel to kernel.
+    """
+    new_top = tl.maximum(top, part_top)
+    finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fade = tl.exp2(top - finite)
+    share = tl.exp2(part_top - finite)
+    total = tl.fma(total, fade, part_total * share)
+    output = tl.fma(output, fade[:, None], part_output * share[:, None])
+    return new_top, total, output
+
+
+@jit
+def finish(
+    top: tl.tensor,
+    total: tl.tensor,
+    output: tl.tensor,
+    sinks: tl.tensor,
+    head: tl.tensor,
+    live: tl.tensor,
+    SINKS: tl.constexpr,
+) -> tl.tensor:
+    """Attention's output from the state over all positions. head [ROWS]: each row's query head.
+
+    A sink is a score that takes weight and gives no value.
+    """
+    if SINKS:
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+        new_top = tl.maximum(top, sink)
+        fade = tl.exp2(top - new_top)
+        total = tl.fma(total, fade, tl.exp2(sink - new_top))
+        output = output * fade[:, None]
+    return output / tl.where(total == 0.0, 1.0, total)[:, None]
