@@ -13,7 +13,7 @@ from baton.core.errors import Internal, InvalidArgument
 from baton.engine.config import EngineConfig
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.runner import TorchRunner
-from baton.transfer.buffers import StagingPool
+from baton.transfer.staging import StagingPool
 from baton.worker.process import share_ring
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together

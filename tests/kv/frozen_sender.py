@@ -15,9 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from baton.transfer.buffers import StagingPool
-from baton.transfer.reader import Reader
-from baton.transfer.transport import TransportError
+from baton.transfer.staging import StagingPool, TransportError
+from baton.transfer.transports import TransferReader
 from tests.kv.neighbours import neighbour
 from tests.kv.ring_process import make
 
@@ -41,7 +40,7 @@ def _state(task: Path) -> str:
 
 async def main(filter_reason: str) -> dict[str, object]:
     ring = StagingPool(NUM_BUFFERS, BUFFER_BYTES)
-    reader = Reader(lambda: make("nixl", ring, secrets.token_hex(16)))
+    reader = TransferReader(lambda: make("nixl", ring, secrets.token_hex(16)))
     await reader.start()
     with neighbour("nixl", NUM_BUFFERS, BUFFER_BYTES) as peer:
         await reader.add_peer(peer.instance_id, peer.metadata, peer.ring)

@@ -17,14 +17,14 @@ from baton.core.handover.messages import ReceiverMessage, SenderMessage
 from baton.core.handover.table import LIMITS, Limit, State
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.rpc.handover import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.options import INTERNAL_CLIENT, INTERNAL_SERVER
-from baton.transfer.faults import NO_FAULTS, Faults
-from baton.transfer.line import Liveness
+from baton.transfer.grpc import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
 from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
 from baton.transfer.sender import KvSender, PendingTransfer
-from baton.transfer.staging import Staging
+from baton.transfer.staging import NO_FAULTS, Faults
+from baton.transfer.stream import Liveness
+from baton.transfer.transports import Staging
 from baton.transfer.ucx import Ucx
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 

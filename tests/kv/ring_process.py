@@ -9,10 +9,9 @@ import json
 import secrets
 import sys
 
-from baton.transfer.buffers import StagingPool
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
-from baton.transfer.transport import KvTransport
+from baton.transfer.staging import KvTransport, StagingPool
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 
 

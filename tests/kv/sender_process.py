@@ -13,10 +13,10 @@ import sys
 import grpc
 
 from baton.core.errors import BatonError
-from baton.rpc.handover import HandoverServicer
-from baton.transfer.line import Liveness
+from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import Staging
+from baton.transfer.stream import Liveness
+from baton.transfer.transports import Staging
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, TOKENS, identity, kv_of
 from tests.kv.ring_process import ucx

@@ -9,8 +9,8 @@ import pytest
 
 from baton.core.errors import Overloaded
 from baton.transfer.kv_chunk import BLAKE2B
-from baton.transfer.line import Liveness
 from baton.transfer.sender import Outcome
+from baton.transfer.stream import Liveness
 from tests.kv.rig import (
     BUFFER_BYTES,
     LAYOUT,

@@ -20,9 +20,9 @@ from baton.core.errors import (
 )
 from baton.core.handover.table import LIMITS, Limit, ReceiverState, SenderState, State
 from baton.core.request.attempt import ChoiceTokens
-from baton.transfer.line import Liveness
 from baton.transfer.receiver import Collected
 from baton.transfer.sender import Outcome, PendingTransfer
+from baton.transfer.stream import Liveness
 from tests.kv.rig import TOKENS, Pool, Rig, identity, rig, until
 
 ABOUT = {"request_id": "r1", "trace_id": "t1"}
@@ -254,7 +254,7 @@ async def test_a_fault_of_ours_is_logged_with_its_request(
 
 def about_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
     """Whose the faults are that were logged."""
-    lines = [vars(line) for line in caplog.records if line.name == "baton.transfer.ending"]
+    lines = [vars(line) for line in caplog.records if line.name == "baton.transfer.stream"]
     return [{name: line[name] for name in ABOUT} for line in lines]
 
 

@@ -19,8 +19,8 @@ from baton.core.errors import (
 from baton.core.handover.messages import OpenHandover
 from baton.core.handover.table import SenderState
 from baton.transfer import sender as sender_module
-from baton.transfer.reader import Reader
 from baton.transfer.sender import Outcome
+from baton.transfer.transports import TransferReader
 from tests.kv.rig import LAYOUT, Pool, expected, identity, kv_of, rig, until
 
 
@@ -121,11 +121,11 @@ async def test_a_flipped_bit_in_the_senders_buffer_is_never_unpacked(
         offer, pool = world.offer(40), Pool()
         world.compute(offer)
         await world.receiver.meet(world.sender.identity)
-        read = Reader.read
+        read = TransferReader.read
         flipped = 0
 
         async def read_corrupted(
-            self: Reader, peer: str, remote_buffer: int, *rest: object
+            self: TransferReader, peer: str, remote_buffer: int, *rest: object
         ) -> None:
             nonlocal flipped
             if self is world.landed.readers[transport]:
@@ -133,7 +133,7 @@ async def test_a_flipped_bit_in_the_senders_buffer_is_never_unpacked(
                 world.given.ring.view(remote_buffer)[byte] ^= 1
             await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Reader, "read", read_corrupted)
+        monkeypatch.setattr(TransferReader, "read", read_corrupted)
         with pytest.raises(HandoverFailed, match="not what was announced"):
             await world.collect(offer, pool)
         assert flipped > 0 and not pool.kv
@@ -146,16 +146,18 @@ async def test_a_buffer_in_use_again_does_not_verify(monkeypatch: pytest.MonkeyP
     async with rig() as world:
         await world.receiver.meet(world.sender.identity)
         stale, pool = world.offer(40), Pool()
-        read = Reader.read
+        read = TransferReader.read
 
-        async def read_late(self: Reader, peer: str, remote_buffer: int, *rest: object) -> None:
+        async def read_late(
+            self: TransferReader, peer: str, remote_buffer: int, *rest: object
+        ) -> None:
             stale.fail(Cancelled("the client left"))
             await stale.wait()
             newer = world.sender.staging.ring.view(remote_buffer)
             newer[128 : 128 + LAYOUT.bytes_per_position] = kv_of(b"another prompt", 0)
             await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Reader, "read", read_late)
+        monkeypatch.setattr(TransferReader, "read", read_late)
         world.compute(stale)
         with pytest.raises((HandoverFailed, Cancelled)):
             await world.collect(stale, pool)

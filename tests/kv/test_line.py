@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.core.handover.messages import Heartbeat
-from baton.transfer.line import HeartbeatStream, Liveness, PeerLost
+from baton.transfer.stream import HeartbeatStream, Liveness, PeerLost
 
 LIVENESS = Liveness(heartbeat_s=0.3, missed=4)
 HELD_UP_S = 2.0

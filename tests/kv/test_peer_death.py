@@ -18,10 +18,10 @@ import pytest
 
 from baton.core.errors import HandoverFailed
 from baton.core.request.model import WorkerIdentity
-from baton.rpc.handover import GrpcSenderConnection
-from baton.transfer.line import Liveness
+from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
-from baton.transfer.staging import Staging
+from baton.transfer.stream import Liveness
+from baton.transfer.transports import Staging
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, TOKENS, Pool, expected, identity, until
 
 NUM_BUFFERS = 4

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Incompatible
-from baton.transfer.probe import probe
-from baton.transfer.reader import Reader
-from baton.transfer.transport import TransportError
+from baton.transfer.receiver import probe
+from baton.transfer.staging import TransportError
+from baton.transfer.transports import TransferReader
 from tests.kv.rig import Pool, Rig, expected, rig, until
 
 EVERY_S = 0.05
@@ -22,15 +22,17 @@ def corrupt(
 ) -> list[str]:
     """Flips a bit of what the sender's buffer holds before each read that `broken` picks, by
     transport and number of the read. Returns the transports of all reads so far."""
-    read, reads = Reader.read, list[str]()
+    read, reads = TransferReader.read, list[str]()
 
-    async def read_corrupted(self: Reader, peer: str, remote_buffer: int, *rest: object) -> None:
+    async def read_corrupted(
+        self: TransferReader, peer: str, remote_buffer: int, *rest: object
+    ) -> None:
         reads.append(self.name)
         if broken(self.name, len(reads)):
             world.given.ring.view(remote_buffer)[200] ^= 1
         await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Reader, "read", read_corrupted)
+    monkeypatch.setattr(TransferReader, "read", read_corrupted)
     return reads
 
 
@@ -78,11 +80,11 @@ async def test_a_sender_that_no_transport_reaches_is_refused_by_name(
 
 
 async def test_an_unreadable_sender_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: Reader, *_: object) -> None:
+    async def fail(self: TransferReader, *_: object) -> None:
         raise TransportError("no")
 
     async with rig() as world:
-        monkeypatch.setattr(Reader, "read", fail)
+        monkeypatch.setattr(TransferReader, "read", fail)
         with pytest.raises(Incompatible, match="could not be read"):
             await world.receiver.meet(world.sender.identity)
         assert probes(world, "unreadable") == 1

@@ -10,11 +10,9 @@ import pytest
 
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.core.handover.messages import StagingPoolDescription
-from baton.transfer import reader as reader_module
-from baton.transfer.buffers import StagingBuffer, StagingPool
-from baton.transfer.reader import Reader
-from baton.transfer.staging import Staging
-from baton.transfer.transport import ReadState, TransportError
+from baton.transfer import transports
+from baton.transfer.staging import ReadState, StagingBuffer, StagingPool, TransportError
+from baton.transfer.transports import Staging, TransferReader
 from tests.kv.rig import until
 
 RING = StagingPoolDescription(0, 4096, 4)
@@ -65,10 +63,10 @@ class Hesitant:
 @asynccontextmanager
 async def reading(
     monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[tuple[Hesitant, Reader, StagingPool]]:
-    monkeypatch.setattr(reader_module, "ORPHANED_NAP_S", 0.01)
+) -> AsyncIterator[tuple[Hesitant, TransferReader, StagingPool]]:
+    monkeypatch.setattr(transports, "ORPHANED_NAP_S", 0.01)
     transport, ring = Hesitant(), StagingPool(4, 4096)
-    reader = Reader(lambda: transport)
+    reader = TransferReader(lambda: transport)
     await reader.start()
     await reader.add_peer("peer", b"", RING)
     yield transport, reader, ring
@@ -195,7 +193,7 @@ async def test_closing_with_a_read_orphaned_leaves_the_transport_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transport, ring = Hesitant(), StagingPool(4, 4096)
-    reader = Reader(lambda: transport)
+    reader = TransferReader(lambda: transport)
     await reader.start()
     await reader.add_peer("peer", b"", RING)
     buffer = taken(ring)
@@ -211,7 +209,7 @@ async def test_a_transport_that_cannot_start_is_an_error() -> None:
     def make() -> Hesitant:
         raise TransportError("no")
 
-    reader = Reader(make)
+    reader = TransferReader(make)
     with pytest.raises(TransportError):
         await reader.start()
     await reader.close()

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.core.errors import Unavailable
-from baton.transfer.reader import Reader
-from baton.transfer.self_probe import probe_self
-from baton.transfer.staging import Staging
-from baton.transfer.transport import TransportError
+from baton.transfer.staging import TransportError
+from baton.transfer.transports import Staging, TransferReader
+from baton.worker.fitness import probe_self
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, POSITIONS_PER_BUFFER, identity, kv_of
 
 ME = identity("decode")
@@ -54,30 +53,32 @@ async def test_a_kv_chunk_comes_back_from_our_own_ring(name: str) -> None:
 
 @pytest.mark.parametrize(("byte", "told"), [(20, "header"), (300, "digest")])
 async def test_other_bytes_are_told(monkeypatch: pytest.MonkeyPatch, byte: int, told: str) -> None:
-    read = Reader.read
+    read = TransferReader.read
 
-    async def read_corrupted(self: Reader, peer: str, remote_buffer: int, *rest: object) -> None:
+    async def read_corrupted(
+        self: TransferReader, peer: str, remote_buffer: int, *rest: object
+    ) -> None:
         staging.ring.view(remote_buffer)[byte] ^= 1
         await read(self, peer, remote_buffer, *rest)  # type: ignore[arg-type]
 
     async with opened("loopback") as staging:
-        monkeypatch.setattr(Reader, "read", read_corrupted)
+        monkeypatch.setattr(TransferReader, "read", read_corrupted)
         with pytest.raises(Unavailable, match=told):
             await probe_over(staging, "loopback")
 
 
 async def test_a_read_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: Reader, *_: object) -> None:
+    async def fail(self: TransferReader, *_: object) -> None:
         raise TransportError("the read failed")
 
     async with opened("loopback") as staging:
-        monkeypatch.setattr(Reader, "read", fail)
+        monkeypatch.setattr(TransferReader, "read", fail)
         with pytest.raises(Unavailable, match="the read failed"):
             await probe_over(staging, "loopback")
 
 
 async def test_a_ring_without_free_buffers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.transfer.self_probe.READ_S", 0.05)
+    monkeypatch.setattr("baton.worker.fitness.READ_S", 0.05)
     async with opened("loopback") as staging:
         buffer = staging.ring.take("peer")
         assert buffer is not None

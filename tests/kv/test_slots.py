@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from baton.core.errors import Overloaded
-from baton.transfer import buffers
-from baton.transfer.buffers import StagingBuffer, StagingPool
+from baton.transfer import staging
+from baton.transfer.staging import StagingBuffer, StagingPool
 from tests.depth import examples
 
 PEERS = ("a", "b", "c")
@@ -159,7 +159,7 @@ async def test_a_cancelled_wait_takes_nothing() -> None:
 
 
 async def test_the_number_of_waiters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "MAX_WAITING", 1)
+    monkeypatch.setattr(staging, "MAX_WAITING", 1)
     ring = StagingPool(2, 4096)
     assert ring.take("a") and ring.take("a")
     waiting = asyncio.create_task(ring.wait("b"))

@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.handover.messages import StagingPoolDescription
-from baton.transfer.buffers import StagingPool
-from baton.transfer.transport import KvTransport, ReadState, TransportError
+from baton.transfer.staging import KvTransport, ReadState, StagingPool, TransportError
 from tests.kv.neighbours import Neighbour, neighbour
 from tests.kv.ring_process import fill, make
 from tests.shared_memory import abandoned

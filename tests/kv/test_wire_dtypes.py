@@ -18,9 +18,9 @@ import torch
 from baton.core.errors import Incompatible
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.engine.kv.cache import KvCache
-from baton.rpc.handover import GrpcSenderConnection
+from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
-from baton.transfer.staging import Staging
+from baton.transfer.transports import Staging
 from tests.kv.rig import BUFFER_BYTES, identity
 from tests.kv.wire_process import (
     BLOCK_SIZE,

@@ -17,10 +17,10 @@ import torch
 
 from baton.core.request.model import KvLayout
 from baton.engine.kv.cache import KvCache
-from baton.rpc.handover import HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
+from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import Staging
+from baton.transfer.transports import Staging
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from tests.kv.rig import BUFFER_BYTES, TOKENS, identity
 

@@ -33,8 +33,8 @@ from baton.core.handover.messages import (
 from baton.core.request.attempt import ChoiceTokens, Logprobs, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.request.request import FinishReason
-from baton.rpc.handover import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
+from baton.transfer.grpc import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
 from baton.v1 import handover_pb2 as pb
 from baton.v1.handover_pb2_grpc import HandoverStub, add_HandoverServicer_to_server
 

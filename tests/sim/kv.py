@@ -14,7 +14,8 @@ from baton.core.errors import BatonError, Cancelled, HandoverFailed, Overloaded
 from baton.core.handover.table import LIMITS, SenderState
 from baton.core.request.attempt import ChoiceTokens
 from baton.transfer.peers import as_handover_failure
-from baton.transfer.ticket import NO_NAMES, Collected, Names, Reserve, TransferRequest, Unpack
+from baton.transfer.receiver import Collected, Reserve, TransferRequest, Unpack
+from baton.transfer.stream import NO_NAMES, Names
 from tests.sim.hosts import Host
 from tests.sim.network import Network
 

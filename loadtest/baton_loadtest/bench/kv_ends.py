@@ -10,10 +10,9 @@ from baton.cli.ports import HOST, free_ports
 from baton.core.handover.messages import StagingPoolDescription
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.rpc.server import ProcessServer, Service
-from baton.transfer.buffers import StagingPool
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
-from baton.transfer.transport import KvTransport
+from baton.transfer.staging import KvTransport, StagingPool
 from baton.transfer.ucx import KvNetwork, choose, inherited
 
 NO_DIGEST = "none"

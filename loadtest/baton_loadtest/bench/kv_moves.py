@@ -21,14 +21,12 @@ from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.engine.kv.cache import KvCache
 from baton.engine.thread import CopyThread
 from baton.rpc.channels import Channels
-from baton.rpc.handover import GrpcSenderConnection
 from baton.rpc.loop import Loop
-from baton.transfer.buffers import StagingPool
-from baton.transfer.collecting import MAX_IN_FLIGHT, READ_S
+from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import HEADER_BYTES, Sealer
-from baton.transfer.receiver import KvReceiver, TransferRequest
-from baton.transfer.staging import Staging
-from baton.transfer.transport import ReadState
+from baton.transfer.receiver import MAX_IN_FLIGHT, READ_S, KvReceiver, TransferRequest
+from baton.transfer.staging import ReadState, StagingPool
+from baton.transfer.transports import Staging
 from baton_loadtest.bench.beside import Beside
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.kv_ends import described, identity, open_transport

@@ -28,12 +28,11 @@ from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.rpc.channels import Channels
-from baton.rpc.handover import GrpcSenderConnection
 from baton.rpc.loop import Loop
-from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
+from baton.transfer.grpc import GrpcSenderConnection
+from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest, Unpack
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import Staging
-from baton.transfer.ticket import Reserve, Unpack
+from baton.transfer.transports import Staging
 from baton_loadtest.bench.beside import Beside
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.kv_ends import identity

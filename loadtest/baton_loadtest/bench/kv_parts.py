@@ -11,8 +11,8 @@ from baton.core.handover.table import Run
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout
 from baton.engine.kv.cache import KvCache
-from baton.transfer.buffers import StagingPool
 from baton.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, XXH3, Sealer, positions_per_kv_chunk
+from baton.transfer.staging import StagingPool
 from baton_loadtest.bench.kv_ends import NO_DIGEST
 
 BLOCK_SIZE = 16

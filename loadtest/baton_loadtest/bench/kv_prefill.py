@@ -22,11 +22,11 @@ from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.prefill.service import PrefillService
-from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
+from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import Staging
+from baton.transfer.transports import Staging
 from baton.v1 import handover_pb2_grpc
 from baton_loadtest.bench.beside import answer
 from baton_loadtest.bench.kv_ends import free_address, identity, serve

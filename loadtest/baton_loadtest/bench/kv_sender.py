@@ -19,13 +19,13 @@ from baton.core.handover.messages import HANDOVER_ID_BYTES
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout
 from baton.engine.thread import CopyThread
-from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
-from baton.transfer.buffers import ALIGNMENT
+from baton.transfer.grpc import HandoverServicer
 from baton.transfer.kv_chunk import Sealer
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import Staging
+from baton.transfer.staging import ALIGNMENT
+from baton.transfer.transports import Staging
 from baton.v1 import handover_pb2_grpc
 from baton_loadtest.bench.beside import answer
 from baton_loadtest.bench.kv_ends import Exhibit, free_address, identity, serve

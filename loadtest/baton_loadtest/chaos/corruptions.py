@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from baton.transfer.buffers import ALIGNMENT
+from baton.transfer.staging import ALIGNMENT
 from baton_loadtest.chaos import requests
 from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.settings import Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-from baton.transfer.buffers import StagingBuffer, StagingPool
+from baton.transfer.staging import StagingBuffer, StagingPool
 from baton_loadtest.chaos.pattern import CANARY, differing
 
 TRIES = 32

@@ -10,7 +10,7 @@ import asyncio
 from baton.core.errors import BatonError
 from baton.core.request.model import WorkerIdentity
 from baton.rpc.channels import Channels
-from baton.rpc.handover import GrpcSenderConnection
+from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
 from baton_loadtest.chaos.pattern import Pool, differing
 from baton_loadtest.chaos.side import Do, Said, Side

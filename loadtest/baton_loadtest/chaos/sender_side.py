@@ -12,10 +12,10 @@ import grpc
 
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import WorkerIdentity
-from baton.rpc.handover import HandoverServicer
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.options import INTERNAL_SERVER
 from baton.rpc.transport import bind
+from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender, PendingTransfer
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from baton_loadtest.chaos.pattern import kv_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Settings:
     """layers: 128 bytes per position each. positions: of the longest input. chunk: positions that
-    are computed at a time. heartbeat_s and missed: see `baton.transfer.line.Liveness`.
+    are computed at a time. heartbeat_s and missed: see `baton.transfer.stream.Liveness`.
     """
 
     transport: str = "nixl"

@@ -9,13 +9,12 @@ from typing import Any
 from baton.core.request.model import WorkerIdentity
 from baton.rpc.lifecycle import new_instance_id
 from baton.testing.faults import FaultInjector, parse
-from baton.transfer.line import Liveness
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
-from baton.transfer.reader import Reader
-from baton.transfer.staging import Staging
+from baton.transfer.staging import KvTransport
 from baton.transfer.stats import HandoverStats
-from baton.transfer.transport import KvTransport
+from baton.transfer.stream import Liveness
+from baton.transfer.transports import Staging, TransferReader
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton_loadtest.chaos.guards import Guarded
 from baton_loadtest.chaos.pattern import layout
@@ -41,7 +40,7 @@ class Side(ABC):
         # Both processes are ours, whatever they use to reach each other.
         tls = inherited()
         ucx = choose(KvNetwork.TRUSTED if tls else KvNetwork.LOCAL, inherited=tls)
-        reader = Reader(lambda: self.faults.transport(self._transport(ucx)))
+        reader = TransferReader(lambda: self.faults.transport(self._transport(ucx)))
         await reader.start()
         self.staging = Staging(
             self.ring, {self.settings.transport: reader}, ucx, faults=self.faults

@@ -16,9 +16,8 @@ from typing import Any
 
 from baton.core.errors import InvalidArgument
 from baton.core.handover.messages import StagingPoolDescription
-from baton.transfer.buffers import StagingPool
 from baton.transfer.nixl import NixlTransport
-from baton.transfer.transport import ReadState
+from baton.transfer.staging import ReadState, StagingPool
 from baton.transfer.ucx import KvNetwork, choose, inherited
 
 SIZE = 1 << 20

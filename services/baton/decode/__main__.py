@@ -12,12 +12,12 @@ from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
 from baton.rpc import metrics
 from baton.rpc.config import load
-from baton.rpc.handover import GrpcSenderConnection, HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
-from baton.transfer.faults import NO_FAULTS, Faults
+from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
 from baton.transfer.receiver import KvReceiver
 from baton.transfer.sender import KvSender
+from baton.transfer.staging import NO_FAULTS, Faults
 from baton.transfer.stats import HandoverStats
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner

@@ -48,7 +48,7 @@ from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type
 from baton.transfer.peers import as_handover_failure
 from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
 from baton.transfer.sender import KvSender
-from baton.transfer.ticket import Names
+from baton.transfer.stream import Names
 
 # What the trace of a request tells of one attempt at a decode worker.
 #

@@ -11,11 +11,11 @@ from baton.core.scheduler.scheduler import first_come, shortest_remaining
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
-from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
-from baton.transfer.faults import NO_FAULTS, Faults
+from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
+from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import handover_pb2_grpc, prefill_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.process import Parts, run_worker

@@ -52,9 +52,8 @@ from baton.core.handover.messages import (
     StagingPoolDescription,
     Tokens,
 )
-from baton.transfer.faults import Faults, In, Out
 from baton.transfer.kv_chunk import HEADER_BYTES
-from baton.transfer.transport import KvTransport, ReadState
+from baton.transfer.staging import Faults, In, KvTransport, Out, ReadState
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +247,7 @@ class _Read:
 
 
 class FaultyTransport:
-    """See the port `baton.transfer.transport.KvTransport`."""
+    """See the port `baton.transfer.staging.KvTransport`."""
 
     def __init__(self, inner: KvTransport, faults: FaultInjector) -> None:
         self._inner, self._faults = inner, faults

@@ -25,7 +25,7 @@ from baton.rpc.config import load, option
 from baton.rpc.digest import tokenizer_digest
 from baton.testing.fake_runner import FakeRunner
 from baton.testing.faults import FaultInjector, parse
-from baton.transfer.faults import NO_FAULTS, Faults
+from baton.transfer.staging import NO_FAULTS, Faults
 from baton.worker.engine import Loading, OpenRunner, open_runner
 from baton.worker.options import WorkerOptions
 

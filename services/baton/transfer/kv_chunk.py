@@ -16,9 +16,12 @@ another model never verify. The digest covers bytes 0-111 and the payload. Its k
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import struct
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import xxhash
 
@@ -148,3 +151,38 @@ def layout_fingerprint(layout: KvLayout) -> bytes:
 def positions_per_kv_chunk(buffer_bytes: int, layout: KvLayout) -> int:
     """How many whole positions fit a buffer of this size behind the header; 0 when none does."""
     return max(0, buffer_bytes - HEADER_BYTES) // layout.bytes_per_position
+
+
+Pack = Callable[[int, int, memoryview], Awaitable[None]]
+"""pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
+
+It is never cancelled; when it returns or raises, it touches `out` no more.
+"""
+
+
+PROBE_S = 8.0
+"""Longer than a read may take, so that a read that hangs is told as one."""
+
+PROBE_BYTES = 64 << 10
+
+
+def probe_positions(buffer_bytes: int, layout: KvLayout) -> int:
+    """How many positions a probe has: one KV chunk, and not a large one."""
+    wanted = max(1, PROBE_BYTES // layout.bytes_per_position)
+    return min(wanted, positions_per_kv_chunk(buffer_bytes, layout))
+
+
+def made_up(handover_id: bytes, first_position: int, num_bytes: int) -> bytes:
+    """The bytes of a probe's KV chunk; both sides can tell them from the id."""
+    return hashlib.shake_128(handover_id + first_position.to_bytes(4, "little")).digest(num_bytes)
+
+
+def pack_made_up(handover_id: bytes) -> Pack:
+    """What a sender packs for a probe."""
+
+    async def pack(first_position: int, count: int, out: memoryview) -> None:
+        # A whole buffer of it takes longer than the event loop may stand still.
+        make = partial(made_up, handover_id, first_position, len(out))
+        out[:] = await asyncio.to_thread(make) if len(out) > PROBE_BYTES else make()
+
+    return pack

@@ -17,15 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from baton.core.handover.messages import StagingPoolDescription
-from baton.transfer.buffers import StagingPool
-from baton.transfer.transport import ReadState, TransportError, check_range
+from baton.transfer.staging import ReadState, StagingPool, TransportError, check_range
 
 _METADATA = struct.Struct("<36sQQQQ")
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class LoopbackTransport:
-    """See the port `baton.transfer.transport.KvTransport`."""
+    """See the port `baton.transfer.staging.KvTransport`."""
 
     name = "loopback"
 

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.core.handover.messages import StagingPoolDescription
-from baton.transfer.buffers import StagingPool
-from baton.transfer.transport import ReadState, TransportError, check_range
+from baton.transfer.staging import ReadState, StagingPool, TransportError, check_range
 from baton.transfer.ucx import Ucx
 
 PROGRESS_DELAY_US = 100_000
@@ -46,7 +45,7 @@ class _Read:
 
 
 class NixlTransport:
-    """See the port `baton.transfer.transport.KvTransport`."""
+    """See the port `baton.transfer.staging.KvTransport`."""
 
     name = "nixl"
 

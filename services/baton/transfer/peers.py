@@ -1,4 +1,4 @@
-"""The senders we have met: one meeting per instance id, shared by all hand-overs with it."""
+"""The senders that this worker has met: one handshake per instance id, for all hand-overs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,45 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 
 from baton.core.errors import BatonError, HandoverFailed, Incompatible, Unavailable
 from baton.core.handover.fit import difference, refusal, short_name
 from baton.core.handover.messages import Handshake, HandshakeRequest
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.verdict import SteadyVerdict
-from baton.transfer.connection import Connect, SenderConnection
+from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import DIGESTS
-from baton.transfer.reader import Reader
-from baton.transfer.staging import Staging
+from baton.transfer.staging import TransportError
 from baton.transfer.stats import HandoverStats
-from baton.transfer.ticket import Probe, ProbeOutcome
-from baton.transfer.transport import TransportError
+from baton.transfer.transports import Staging, TransferReader
 
 MEET_S = 10.0
 MAX_PEERS = 1024
 
 log = logging.getLogger(__name__)
+
+
+class ProbeOutcome(Enum):
+    OK = "ok"
+    LOST = "lost"
+    """The peer did not answer, refused, or took too long."""
+    UNREADABLE = "unreadable"
+    """The read failed or hangs."""
+    MISMATCH = "mismatch"
+    """What arrived is not what was sent."""
+
+
+Connect = Callable[[WorkerIdentity], GrpcSenderConnection]
+"""How a receiver reaches a sender, one connection per sender."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What came of a probe. error: None only when all went well."""
+
+    outcome: ProbeOutcome
+    error: BatonError | None = None
 
 
 @dataclass(slots=True)
@@ -38,8 +59,8 @@ class Peer:
     """
 
     meeting: Handshake
-    reader: Reader
-    connection: SenderConnection
+    reader: TransferReader
+    connection: GrpcSenderConnection
     users: int = 0
     suspect: bool = False
     doubted: bool = False
@@ -228,7 +249,7 @@ class Peers:
                 f"kv_network is {network.value} here: declare the same on both"
             )
 
-    async def _reach(self, meeting: Handshake, connection: SenderConnection) -> Peer:
+    async def _reach(self, meeting: Handshake, connection: GrpcSenderConnection) -> Peer:
         """Adds the peer and collects a probe, so that the first KV chunk finds a way that works.
 
         Raises TransportError when this transport does not carry it, and Unavailable.
@@ -272,3 +293,50 @@ class Peers:
 def as_handover_failure(error: BatonError) -> BatonError:
     """What a peer's or the stream's failure means to whoever wants the KV: prefill elsewhere."""
     return error if isinstance(error, Incompatible) else HandoverFailed(error.message)
+
+
+log = logging.getLogger(__name__)
+
+
+class IdleProbes:
+    """`run` runs until cancelled. busy: whether hand-overs run. probing: whether one is probed."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        probe: Callable[[Peer], Awaitable[Probe]],
+        busy: Callable[[], bool],
+        every_s: float,
+    ) -> None:
+        self._peers, self._probe, self._busy, self._every_s = peers, probe, busy, every_s
+        self.probing = False
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            for peer in self._peers.unused_for(self._every_s / 2):
+                if self._busy():
+                    break
+                if not self._peers.is_unused(peer):
+                    continue
+                try:
+                    self.probing = True
+                    await self._look_at(peer)
+                except Exception:
+                    log.exception("a sender could not be probed")
+                finally:
+                    self.probing = False
+
+    async def _look_at(self, peer: Peer) -> None:
+        async with self._peers.hold(peer):
+            result = await self._probe(peer)
+        if not peer.verdict.observe(result.outcome is ProbeOutcome.OK):
+            return
+        sender = peer.meeting.sender
+        why = result.error.message if result.error is not None else ""
+        log.warning("%s fails its probes and is met again: %s", short_name(sender), why)
+        await self._peers.forget(sender.instance_id)
+        try:
+            await self._peers.meet(sender)
+        except BatonError as error:
+            log.warning("%s cannot be met: %s", short_name(sender), error.message)

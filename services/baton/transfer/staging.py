@@ -1,108 +1,280 @@
-"""A worker's staging memory with every transport that can reach it."""
+"""Staging memory in equal buffers, who owns each, and the port through which KV chunks are read.
+
+`core.handover` says when a buffer is free again. When too much of the pool is orphaned, waiting for
+transfers that nothing can stop, only a restart of the process helps.
+
+A transport READs from a peer's pool into buffers of our own. It has no timeout, no abort and no
+revocation, because NIXL over UCX has none: a posted read ends when `poll` returns its end and
+`release` succeeds, and until then it may write into its buffer. All calls come from one thread,
+that of `baton.transfer.transports.TransferReader`, and may block it. What goes wrong after `post`
+has returned is reported as FAILED. `nixl.NixlTransport` and, without NIXL, for processes of one
+machine, `loopback.LoopbackTransport` implement it; both pass `tests/kv/test_transport_contract.py`.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import asyncio
+import ctypes
+import fcntl
+import mmap
+import os
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from enum import Enum
+from typing import Protocol, TypeVar
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.transfer import nixl
-from baton.transfer.buffers import StagingPool
-from baton.transfer.faults import NO_FAULTS, Faults
-from baton.transfer.loopback import LoopbackTransport
-from baton.transfer.reader import Reader
-from baton.transfer.transport import KvTransport, TransportError
-from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
+from baton.core.errors import Overloaded
+from baton.core.handover.buffer_states import BufferEvent, BufferState, follow
+from baton.core.handover.messages import StagingPoolDescription
 
-CHOICES = ("auto", "nixl", "loopback")
-
-log = logging.getLogger(__name__)
+ALIGNMENT = 4096
+MAX_WAITING = 4096
 
 
-class Staging:
-    """One ring and its readers by transport name, best first. ucx: how NIXL may move KV.
+class StagingBuffer:
+    """A taken buffer. Whoever took it calls `release` exactly once.
 
-    quiet: False once closed with a transfer orphaned, which may still write into the ring. Then
-    nothing of it may be torn down any more: the process has to end without going through that.
+    view: the buffer's memory, buffer_bytes long. A transfer into it is bracketed by `lend` and
+    `settle`; in between, `release` leaves the buffer orphaned.
     """
 
-    def __init__(
-        self,
-        ring: StagingPool,
-        readers: dict[str, Reader],
-        ucx: Ucx,
-        *,
-        named: bool = True,
-        faults: Faults = NO_FAULTS,
-    ) -> None:
-        """named: each transport was asked for by name, so that none may be missing."""
-        self.ring, self.readers, self.ucx, self.faults = ring, readers, ucx, faults
-        self.quiet, self._named = True, named
+    __slots__ = ("_ring", "_state", "index", "peer", "view")
 
-    @classmethod
-    async def open(
-        cls,
-        instance_id: str,
-        *,
-        transport: str,
-        num_buffers: int,
-        buffer_bytes: int,
-        ucx: Ucx | None = None,
-        faults: Faults = NO_FAULTS,
-    ) -> Staging:
-        """Allocates the ring and starts the transports.
+    def __init__(self, ring: StagingPool, index: int, peer: str, view: memoryview) -> None:
+        self._ring = ring
+        self._state = follow(BufferState.FREE, BufferEvent.TAKE)
+        self.index, self.peer, self.view = index, peer, view
 
-        transport: nixl, loopback, or auto (both, NIXL first, which may be missing). ucx: None stays
-        on this machine. Raises Unavailable when the transport that was named cannot be started,
-        InvalidArgument when the environment sends UCX where it may not go.
-        """
-        if transport not in CHOICES:
-            raise InvalidArgument(f"must be one of {', '.join(CHOICES)}", field="transport")
-        allowed = ucx or choose(KvNetwork.LOCAL, inherited=inherited())
-        ring = StagingPool(num_buffers, buffer_bytes)
-        makers: dict[str, Callable[[], KvTransport]] = {
-            "nixl": lambda: faults.transport(nixl.NixlTransport(ring, instance_id, allowed)),
-            "loopback": lambda: faults.transport(LoopbackTransport(ring)),
-        }
-        readers: dict[str, Reader] = {}
-        for name, make in makers.items():
-            if transport not in ("auto", name) or (transport == "auto" and not _installed(name)):
-                continue
-            reader = Reader(make)
-            try:
-                await reader.start()
-            except TransportError:
-                if transport == "auto":
-                    continue
-                ring.close()
-                raise Unavailable(f"the KV transport {name} could not be started") from None
-            readers[name] = reader
-        return cls(ring, readers, allowed, named=transport != "auto", faults=faults)
+    def release(self) -> None:
+        self._move(BufferEvent.RELEASE)
+
+    def lend(self) -> None:
+        self._move(BufferEvent.LEND)
+
+    def settle(self) -> None:
+        """The transfer has ended, well or badly: it will not write any more."""
+        self._move(BufferEvent.SETTLE)
+
+    def _move(self, event: BufferEvent) -> None:
+        before, self._state = self._state, follow(self._state, event)
+        self._ring._moved(self, before, self._state)
+
+
+class StagingPool:
+    """num_buffers buffers of buffer_bytes each, in one page-aligned memory. Used on the event loop
+    only.
+
+    The memory is an anonymous file (memfd) that cannot shrink: processes of the same machine may
+    map it, and it is gone when the last of them is, however that one ended.
+    No peer holds more than `share` buffers, so a slow one leaves room for the others.
+
+    exhausted_event: set once the ring is exhausted, and never cleared, even if buffers come back.
+    What watches it tells others to look elsewhere and ends the process; taking that back halfway
+    would draw work to a ring that has just been lost to its peers, and a restart, the only thing
+    that is sure to stop a transfer, costs seconds. no_orphaned: set while no buffer is orphaned.
+    """
+
+    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
+        if num_buffers < 2:
+            raise ValueError("num_buffers must be at least 2")
+        if buffer_bytes < ALIGNMENT or buffer_bytes % ALIGNMENT:
+            raise ValueError(f"buffer_bytes must be a multiple of {ALIGNMENT}")
+        self.num_buffers, self.buffer_bytes = num_buffers, buffer_bytes
+        self.share = max(2, num_buffers // 2)
+        size = num_buffers * buffer_bytes
+        self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._memory = mmap.mmap(self.fd, size)
+        self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        whole = memoryview(self._memory)
+        self._views = [whole[i * buffer_bytes : (i + 1) * buffer_bytes] for i in range(num_buffers)]
+        whole.release()
+        self._free = deque(range(num_buffers))
+        self._orphaned = 0
+        self.exhausted_event = asyncio.Event()
+        self.no_orphaned = asyncio.Event()
+        self.no_orphaned.set()
+        self._held_by: Counter[str] = Counter()
+        self._waiting: deque[tuple[str, asyncio.Future[StagingBuffer]]] = deque()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.readers)
+    def num_free(self) -> int:
+        return len(self._free)
 
-    async def give_up(self, name: str, why: str) -> None:
-        """Goes on without a transport that does not work.
+    @property
+    def num_orphaned(self) -> int:
+        return self._orphaned
 
-        Raises Unavailable when it was asked for by name, or is the last one.
+    @property
+    def exhausted(self) -> bool:
+        """More than a quarter is orphaned: stop taking work and restart the process."""
+        return self._orphaned * 4 > self.num_buffers
+
+    def describe(self) -> StagingPoolDescription:
+        return StagingPoolDescription(self.base_address, self.buffer_bytes, self.num_buffers)
+
+    def view(self, index: int) -> memoryview:
+        """A buffer's memory, whoever owns it."""
+        return self._views[index]
+
+    def take(self, peer: str) -> StagingBuffer | None:
+        """A free buffer for work with `peer`; None without one or when the peer has its share."""
+        if not self._free or self._held_by[peer] >= self.share:
+            return None
+        index = self._free.popleft()
+        self._held_by[peer] += 1
+        return StagingBuffer(self, index, peer, self._views[index])
+
+    async def wait(self, peer: str) -> StagingBuffer:
+        """Waits for a buffer, in order of arrival among those whose peer is below its share.
+
+        The caller bounds the wait. Raises Overloaded when too many wait already.
         """
-        if self._named or len(self.readers) == 1:
-            raise Unavailable(f"the KV transport {name} does not work here: {why}")
-        log.warning("KV will not move over %s, which does not work here: %s", name, why)
-        reader = self.readers.pop(name)
-        self.quiet = self.quiet and reader.idle
-        await reader.close()
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded("too many hand-overs wait for a buffer")
+        ready: asyncio.Future[StagingBuffer] = asyncio.get_running_loop().create_future()
+        entry = (peer, ready)
+        self._waiting.append(entry)
+        self._serve()
+        try:
+            return await ready
+        except asyncio.CancelledError:
+            if ready.done() and not ready.cancelled():
+                ready.result().release()
+            raise
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
 
-    async def close(self) -> None:
-        """Stops the transports and unmaps the ring, unless a transfer orphaned may still write."""
-        for reader in self.readers.values():
-            self.quiet = self.quiet and reader.idle
-            await reader.close()
-        if self.quiet:
-            self.ring.close()
+    def close(self) -> None:
+        """Lets go of the memory. Only when no transfer can touch it any more; idempotent."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        # The mapping goes with the last view of it, which somebody may still hold.
+        self._views.clear()
+        del self._memory
+
+    def _return(self, buffer: StagingBuffer) -> None:
+        self._free.append(buffer.index)
+        self._held_by[buffer.peer] -= 1
+        if not self._held_by[buffer.peer]:
+            del self._held_by[buffer.peer]
+        self._serve()
+
+    def _moved(self, buffer: StagingBuffer, before: BufferState, after: BufferState) -> None:
+        self._orphaned += (after is BufferState.ORPHANED) - (before is BufferState.ORPHANED)
+        if self.exhausted:
+            self.exhausted_event.set()
+        if self._orphaned:
+            self.no_orphaned.clear()
+        else:
+            self.no_orphaned.set()
+        if after is BufferState.FREE:
+            self._return(buffer)
+
+    def _serve(self) -> None:
+        for entry in list(self._waiting):
+            peer, ready = entry
+            if not self._free:
+                return
+            if ready.done():
+                continue
+            buffer = self.take(peer)
+            if buffer is not None:
+                self._waiting.remove(entry)
+                ready.set_result(buffer)
 
 
-def _installed(name: str) -> bool:
-    return name != "nixl" or nixl.available()
+class TransportError(Exception):
+    """The transport cannot do what was asked: unknown or unreachable peer, out of range."""
+
+
+class ReadState(Enum):
+    RUNNING = 1
+    DONE = 2
+    FAILED = 3
+
+
+class KvTransport(Protocol):
+    """Moves bytes between two rings. Handles are opaque and owned by whoever posted."""
+
+    @property
+    def name(self) -> str: ...
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach our ring; opaque, of this machine and process start."""
+
+    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+        """Makes a peer's ring reachable. Raises TransportError; then nothing is left behind.
+
+        Our own ring is reached under our own name, the instance id.
+        """
+
+    def remove_peer(self, peer: str) -> None:
+        """Forgets a peer. Only when none of its reads is running. Unknown peers are no error."""
+
+    def post(self, peer: str, remote_buffer: int, local_buffer: int, num_bytes: int) -> object:
+        """Starts a read of a buffer's first num_bytes into ours. Returns a handle for `poll`.
+
+        Raises TransportError when nothing was started.
+        """
+
+    def poll(self, handle: object) -> ReadState:
+        """Where a posted read stands. Once DONE or FAILED it stays so."""
+
+    def release(self, handle: object) -> None:
+        """Frees a handle. Only after `poll` said DONE or FAILED.
+
+        Raises TransportError when the buffer may not be reused yet; then it is to be called again.
+        """
+
+    def close(self) -> None:
+        """Lets go of the ring. Only when no read is running; idempotent."""
+
+
+def check_range(
+    theirs: StagingPoolDescription,
+    remote_buffer: int,
+    ours: StagingPoolDescription,
+    local_buffer: int,
+    size: int,
+) -> None:
+    """Raises TransportError when a read would leave either buffer."""
+    if not (0 <= remote_buffer < theirs.num_buffers and 0 <= local_buffer < ours.num_buffers):
+        raise TransportError("no such buffer")
+    if not 0 < size <= min(theirs.buffer_bytes, ours.buffer_bytes):
+        raise TransportError("a read must fit both buffers")
+
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class Faults:
+    """Lets everything pass. Subclasses break things at points; all points are reached through it.
+
+    `at` is called on the event loop within a side's work, the transport's on the reader's thread.
+    """
+
+    async def at(self, point: str, kv_chunk: memoryview | None = None) -> None:
+        """A point of a side's own work was reached. kv_chunk: header and payload in a buffer."""
+
+    def hearing(self, side: str, incoming: AsyncIterator[In]) -> AsyncIterator[In]:
+        """The messages of one stream as `side` hears them."""
+        return incoming
+
+    def saying(
+        self, side: str, send: Callable[[Out], Awaitable[None]]
+    ) -> Callable[[Out], Awaitable[None]]:
+        """How `side` sends the messages of one stream."""
+        return send
+
+    def transport(self, transport: KvTransport) -> KvTransport:
+        """How a transport's reads go."""
+        return transport
+
+
+NO_FAULTS = Faults()

@@ -10,20 +10,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from baton.core.errors import Unavailable
-from baton.core.request.model import WorkerIdentity
+from baton.core.errors import BatonError, Unavailable
+from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.handover.table import Run
+from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.load import WorkerState
 from baton.core.routing.verdict import SteadyVerdict
 from baton.core.scheduler.plan import ModelRunner
 from baton.engine.thread import EngineThread
-from baton.transfer.made_up import probe_positions
-from baton.transfer.self_probe import probe_self
-from baton.transfer.staging import Staging
+from baton.transfer.kv_chunk import HEADER_BYTES, Pack, Sealer, probe_positions
+from baton.transfer.receiver import READ_S, Unpack
+from baton.transfer.staging import StagingBuffer, TransportError
 from baton.transfer.stats import HandoverStats
-from baton.transfer.tasks import outlast
+from baton.transfer.stream import outlast, to_end
+from baton.transfer.transports import Staging
 
 log = logging.getLogger(__name__)
 
@@ -149,3 +154,64 @@ def _pattern(num_bytes: int) -> bytearray:
     """Bytes that are harmless numbers, between 0.0001 and 2, in every dtype of KV."""
     drawn = hashlib.shake_128(b"baton self-probe").digest(num_bytes)
     return bytearray(0x38 | byte & 7 for byte in drawn)
+
+
+async def probe_self(
+    staging: Staging,
+    name: str,
+    me: WorkerIdentity,
+    layout: KvLayout,
+    num_positions: int,
+    pack: Pack,
+    unpack: Unpack,
+) -> None:
+    """Moves one KV chunk from our own pool into our own pool, as if between two workers.
+
+    Packs, seals, reads over the transport `name`, verifies and unpacks num_positions: all that a
+    worker can prove before it has met another.
+
+    pack and unpack raise BatonError when they find something wrong. Raises Unavailable saying what
+    does not work.
+    """
+    buffers: list[StagingBuffer] = []
+    try:
+        async with asyncio.timeout(READ_S):
+            for _ in range(2):
+                buffers.append(await staging.ring.wait(me.instance_id))
+            await _move(staging, name, me, layout, num_positions, buffers, pack, unpack)
+    except TimeoutError:
+        raise Unavailable("a KV chunk to ourselves takes too long") from None
+    except TransportError as error:
+        raise Unavailable(f"a KV chunk to ourselves was not read: {error}") from None
+    except BatonError as error:
+        raise Unavailable(f"a KV chunk to ourselves came to nothing: {error.message}") from None
+    finally:
+        for buffer in buffers:
+            buffer.release()
+
+
+async def _move(
+    staging: Staging,
+    name: str,
+    me: WorkerIdentity,
+    layout: KvLayout,
+    num_positions: int,
+    buffers: list[StagingBuffer],
+    pack: Pack,
+    unpack: Unpack,
+) -> None:
+    source, landing = buffers
+    reader = staging.readers[name]
+    sealer = Sealer(secrets.token_bytes(HANDOVER_ID_BYTES), me.instance_id, layout)
+    header = sealer.header(Run(0, 0, num_positions))
+    size = HEADER_BYTES + header.payload_bytes
+    await to_end(pack(0, num_positions, source.view[HEADER_BYTES:size]))
+    header = replace(header, digest=sealer.seal(header, source.view))
+    await reader.add_peer(me.instance_id, reader.metadata, staging.ring.describe())
+    try:
+        await reader.read(me.instance_id, source.index, landing, size, READ_S)
+    finally:
+        await reader.remove_peer(me.instance_id)
+    if wrong := sealer.mismatch(header, landing.view):
+        raise Unavailable(f"its {wrong} did not arrive as it was sent")
+    await to_end(unpack(0, num_positions, landing.view[HEADER_BYTES:size]))

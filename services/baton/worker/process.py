@@ -45,10 +45,9 @@ from baton.rpc.model_folder import special_tokens
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
-from baton.transfer.buffers import StagingPool
-from baton.transfer.faults import NO_FAULTS, Faults
-from baton.transfer.staging import Staging
+from baton.transfer.staging import NO_FAULTS, Faults, StagingPool
 from baton.transfer.stats import HandoverStats
+from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.fitness import KvSelfTest

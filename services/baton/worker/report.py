@@ -13,8 +13,8 @@ from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
 from baton.rpc import aliases, metrics
-from baton.transfer.staging import Staging
 from baton.transfer.stats import MISMATCHES, HandoverStats
+from baton.transfer.transports import Staging
 from baton.worker.engine import is_exact
 
 Gauge = dict[tuple[str, ...], float]

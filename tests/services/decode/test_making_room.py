@@ -19,8 +19,7 @@ from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.rpc.tracing import OFF
 from baton.testing.fake_runner import FakeRunner
-from baton.transfer.receiver import KvReceiver
-from baton.transfer.ticket import Collected, Reserve, TransferRequest, Unpack
+from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest, Unpack
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
 SENDER = WorkerIdentity("prefill", "0" * 32, "127.0.0.1:1")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from baton.testing.worker import main
-from baton.transfer.collecting import IncomingTransfer
-from baton.transfer.ticket import Collected
+from baton.transfer.receiver import Collected, IncomingTransfer
 
 run = IncomingTransfer.run
 

@@ -32,14 +32,14 @@ from baton.grammar.book import GrammarBook
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.channels import Channels
 from baton.rpc.convert import attempt_to_proto
-from baton.rpc.handover import GrpcSenderConnection, HandoverServicer
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import OFF, Tracer
 from baton.testing.fake_runner import FakeRunner
+from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
 from baton.transfer.receiver import KvReceiver
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import Staging
 from baton.transfer.stats import HandoverStats
+from baton.transfer.transports import Staging
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 from baton.core.errors import Incompatible, InvalidArgument
 from baton.core.handover.messages import Handshake, HandshakeRequest
 from baton.rpc.address import is_loopback
-from baton.rpc.handover import GrpcSenderConnection
 from baton.testing.fake_runner import FakeRunner
+from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import BLAKE2B, XXH3
 from baton.transfer.ucx import KvNetwork, Ucx, choose
 from baton.worker.options import WorkerOptions

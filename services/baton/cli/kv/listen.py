@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.rpc.handover import HandoverServicer
 from baton.rpc.lifecycle import new_instance_id, run_until_stopped
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import worker_service
+from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import Staging
+from baton.transfer.transports import Staging
 from baton.transfer.ucx import Ucx
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 

@@ -31,7 +31,7 @@ from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
 from baton.transfer.kv_chunk import positions_per_kv_chunk
 from baton.transfer.receiver import KvReceiver
-from baton.transfer.staging import Staging
+from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, choose, inherited
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub

@@ -25,13 +25,11 @@ from baton.core.handover.messages import (
     SenderMessage,
 )
 from baton.core.request.model import WorkerIdentity
-from baton.rpc.handover import GrpcCollectStream, GrpcSenderConnection
-from baton.transfer.buffers import StagingPool
-from baton.transfer.kv_chunk import HEADER_BYTES
-from baton.transfer.made_up import PROBE_S, made_up
+from baton.transfer.grpc import GrpcCollectStream, GrpcSenderConnection
+from baton.transfer.kv_chunk import HEADER_BYTES, PROBE_S, made_up
 from baton.transfer.receiver import KvReceiver, TransferRequest
-from baton.transfer.staging import Staging
-from baton.transfer.transport import TransportError
+from baton.transfer.staging import StagingPool, TransportError
+from baton.transfer.transports import Staging
 
 READ_S = 5.0
 MEASURE_S = 0.2

@@ -110,8 +110,7 @@ class HandoverServicer(handover_pb2_grpc.HandoverServicer):
 
 
 class GrpcSenderConnection:
-    """Speaks to one sender over a borrowed channel, as
-    `baton.transfer.connection.SenderConnection`."""
+    """Speaks to one sender over a borrowed channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = handover_pb2_grpc.HandoverStub(channel)
@@ -136,7 +135,11 @@ class GrpcSenderConnection:
 
 
 class GrpcCollectStream:
-    """The receiver's end of one stream; the port is `baton.transfer.connection.CollectStream`.
+    """The receiver's end of one stream, open from the start.
+
+    Iterating gives the sender's messages and ends, or raises Unavailable, when the stream does; it
+    may be abandoned and cancelled without ending the stream. `send` raises Unavailable when the
+    stream is broken.
 
     A task reads ahead into a bounded inbox, because gRPC cancels a call whose reader is cancelled.
     """
