@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.http.playground import playground_routes
+from baton.router.api.access import Authenticator
+from baton.router.api.http.access import HttpAccess
+from baton.router.api.http.app import playground_routes
 from baton.router.api.http.server import serve_http
-from baton.router.api.keys import Door
 from tests.browser.page import Page
-from tests.services.router_http.scripted import Scripted
+from tests.services.router_http.scripted import Scripted, http_app
 
 PATIENCE_S = 60.0
 
@@ -58,7 +57,7 @@ def page(chromium: Any) -> Iterator[Page]:
 
 
 @contextmanager
-def serving(frontend: Scripted, door: Door) -> Iterator[str]:
+def serving(frontend: Scripted, authenticator: Authenticator) -> Iterator[str]:
     """The router's HTTP face over scripted answers, on a thread of its own; gives its URL."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -68,8 +67,8 @@ def serving(frontend: Scripted, door: Door) -> Iterator[str]:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(PATIENCE_S)
 
     pages = playground_routes()
-    http_door = HttpDoor(door, open_metrics=False, pages=[page.path for page in pages])
-    app = HttpApp(frontend, CollectorRegistry(), http_door, pages)
+    http_access = HttpAccess(authenticator, open_metrics=False, pages=[page.path for page in pages])
+    app = http_app(frontend, CollectorRegistry(), http_access, pages)
     try:
         server = on_loop(serve_http(app, "127.0.0.1:0"))
         try:

@@ -12,7 +12,7 @@ from baton.core.admission.api_keys import KeyBook, Limits
 from baton.core.admission.key_document import render
 from baton.core.errors import Overloaded
 from baton.core.request.request import ChatPrompt
-from baton.router.api.keys import KeyedDoor, OpenDoor
+from baton.router.api.access import KeyAuthenticator, OpenAuthenticator
 from tests.browser.conftest import serving
 from tests.browser.page import Page
 from tests.cli.test_explain import disturbed
@@ -29,7 +29,7 @@ def frontend() -> Scripted:
 
 @pytest.fixture
 def url(frontend: Scripted) -> Iterator[str]:
-    with serving(frontend, OpenDoor()) as url:
+    with serving(frontend, OpenAuthenticator()) as url:
         yield url
 
 
@@ -110,7 +110,9 @@ def test_a_key_is_asked_for_where_one_is_needed(
 ) -> None:
     book, key = KeyBook().with_key("alice", Limits(), "")
     (tmp_path / "keys.json").write_text(render(book))
-    with serving(frontend, KeyedDoor(str(tmp_path / "keys.json"), CollectorRegistry())) as url:
+    with serving(
+        frontend, KeyAuthenticator(str(tmp_path / "keys.json"), CollectorRegistry())
+    ) as url:
         page.open(url)
         page.until("document.activeElement.id === 'key'")
         page.find("#key").send_keys(key + "\n")

@@ -25,12 +25,11 @@ from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import FinishReason
 from baton.core.routing.candidates import Candidate, FilterReason
 from baton.core.routing.worker_cost import Cost
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.explain_schema import Explained
-from baton.router.api.http.requests import explained
+from baton.router.api.http.answer_schema import Explained
+from baton.router.api.http.explain import explained
 from baton.router.api.http.server import HttpServer, serve_http
 from tests.core.test_request_history import attempt, over, record
-from tests.services.router_http.scripted import ANYONE, Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 
 PREFILL = WorkerIdentity("prefill", "p" * 32, "10.0.0.1:5")
 DECODE = WorkerIdentity("decode", "d" * 32, "10.0.0.2:5")
@@ -110,7 +109,7 @@ def test_a_request_without_workers_yet() -> None:
 async def knowing() -> Any:
     frontend = Scripted(record=disturbed())
     servers = [
-        await serve_http(HttpApp(found, CollectorRegistry(), ANYONE), "127.0.0.1:0")
+        await serve_http(http_app(found, CollectorRegistry(), ANYONE), "127.0.0.1:0")
         for found in (Scripted(), frontend)
     ]
     yield servers

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.cli.main import main
 from baton.core.errors import Unauthenticated
-from baton.router.api.keys import KeyedDoor
+from baton.router.api.access import KeyAuthenticator
 
 
 def test_a_key_is_made_listed_and_removed(
@@ -22,15 +22,15 @@ def test_a_key_is_made_listed_and_removed(
     key = capsys.readouterr().out.strip()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert key not in file.read_text()
-    door = KeyedDoor(str(file), CollectorRegistry())
-    assert door.admit([f"Bearer {key}"]).tokens_per_minute == 1000
+    authenticator = KeyAuthenticator(str(file), CollectorRegistry())
+    assert authenticator.authenticate([f"Bearer {key}"]).tokens_per_minute == 1000
 
     # A second key of a tenant keeps its limits, but for those that are given anew.
     assert main(["keys", "new", "--tenant", "acme", "--weight", "2.5", str(file)]) == 0
     second = capsys.readouterr().out.strip()
-    door.look()
+    authenticator.look()
     for shown in (key, second):
-        tenant = door.admit([f"Bearer {shown}"])
+        tenant = authenticator.authenticate([f"Bearer {shown}"])
         assert (tenant.tokens_per_minute, tenant.weight) == (1000, 2.5)
 
     assert main(["keys", "list", str(file)]) == 0
@@ -41,10 +41,10 @@ def test_a_key_is_made_listed_and_removed(
     file.chmod(0o640)
     assert main(["keys", "remove", first_line.split()[0], str(file)]) == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
-    door.look()
+    authenticator.look()
     with pytest.raises(Unauthenticated):
-        door.admit([f"Bearer {key}"])
-    assert door.admit([f"Bearer {second}"]).name == "acme"
+        authenticator.authenticate([f"Bearer {key}"])
+    assert authenticator.authenticate([f"Bearer {second}"]).name == "acme"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["keys.json"]
 
 
@@ -57,8 +57,8 @@ def test_an_operators_key_is_said_to_be_one(
     assert "operator" not in file.read_text(), "what an older router cannot read"
     assert main(["keys", "new", "--tenant", "acme", "--operator", str(file)]) == 0
     staff = capsys.readouterr().out.strip()
-    door = KeyedDoor(str(file), CollectorRegistry())
-    found = [door.admit([f"Bearer {key}"]) for key in (tenants, staff)]
+    authenticator = KeyAuthenticator(str(file), CollectorRegistry())
+    found = [authenticator.authenticate([f"Bearer {key}"]) for key in (tenants, staff)]
     assert [(one.name, one.operator) for one in found] == [("acme", False), ("acme", True)]
     assert main(["keys", "list", str(file)]) == 0
     said = capsys.readouterr().out.splitlines()

@@ -15,9 +15,9 @@ import pytest
 
 from baton.cli.main import main
 from baton.core.request.request import Grammar, GrammarKind, Request
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
-from baton.router.api.keys import OpenDoor
+from baton.router.api.access import OpenAuthenticator
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
 from baton.rpc.server import ProcessServer
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, begin
@@ -42,7 +42,7 @@ async def grpc_address(world: World) -> AsyncIterator[str]:
     server = ProcessServer(
         listen="127.0.0.1:0",
         services=[servicer.service()],
-        interceptors=[KeyInterceptor(OpenDoor())],
+        interceptors=[KeyInterceptor(OpenAuthenticator())],
     )
     try:
         yield await server.start()

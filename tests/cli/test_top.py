@@ -23,13 +23,12 @@ from baton.cli.top.view import NAMES, View, view
 from baton.cli.top.watch import Source, Watch
 from baton.cli.top.window import STARTED, Window, quantile
 from baton.core.errors import InvalidArgument
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
+from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.server import serve_http
 from baton.rpc.metrics import PROCESS, gauge
 from tests.deploy.test_dashboards import exported, unknown
 from tests.services.router.test_keys import Kept
-from tests.services.router_http.scripted import Scripted
+from tests.services.router_http.scripted import Scripted, http_app
 
 
 def window(*readings: dict[str, float], every_s: float = 1.0, length_s: float = 10.0) -> Window:
@@ -71,7 +70,7 @@ async def test_an_operators_key_reads_a_routers_metrics(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     labels = ("router", "1")
     forget = gauge(PROCESS, lambda: {labels: 1}, registry)
-    app = HttpApp(Scripted(), registry, HttpDoor(kept.door(), open_metrics=False))
+    app = http_app(Scripted(), registry, HttpAccess(kept.authenticator(), open_metrics=False))
     server = await serve_http(app, "127.0.0.1:0")
     url = f"http://{server.address}/metrics"
     try:

@@ -27,13 +27,12 @@ from baton.core.admission.admission import Holding
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unauthenticated
 from baton.core.request.request import Accepted, Delta, Event, Request
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.http.limits import HttpLimits
+from baton.router.api.access import OpenAuthenticator
+from baton.router.api.http.access import HttpAccess
+from baton.router.api.http.connections import HttpLimits
 from baton.router.api.http.server import HttpServer, serve_http
-from baton.router.api.keys import OpenDoor
 from baton.rpc.tls import Certificates
-from tests.services.router_http.scripted import MODEL, Scripted, prompt_text
+from tests.services.router_http.scripted import MODEL, Scripted, http_app, prompt_text
 
 ROOT = Path(__file__).parents[2]
 LIVENESS_S = 30.0
@@ -44,10 +43,10 @@ LATE_S = 0.3
 """Longer than it takes to send a request."""
 
 
-class TenantDoor:
+class TenantAuthenticator:
     """Knows every key: `Bearer NAME` is the tenant of that name."""
 
-    def admit(self, authorization: Sequence[str]) -> Tenant:
+    def authenticate(self, authorization: Sequence[str]) -> Tenant:
         if len(authorization) != 1 or not authorization[0].startswith("Bearer "):
             raise Unauthenticated("Show one API key.")
         return Tenant(authorization[0].removeprefix("Bearer "))
@@ -93,9 +92,9 @@ async def serving(
     *,
     keyed: bool = False,
 ) -> AsyncIterator[HttpServer]:
-    """A server on a free port of 127.0.0.1. keyed: with `TenantDoor`, else open to all."""
-    door = HttpDoor(TenantDoor() if keyed else OpenDoor(), open_metrics=False)
-    app = HttpApp(frontend, CollectorRegistry(), door)
+    """A server on a free port of 127.0.0.1. keyed: with `TenantAuthenticator`, else open to all."""
+    access = HttpAccess(TenantAuthenticator() if keyed else OpenAuthenticator(), open_metrics=False)
+    app = http_app(frontend, CollectorRegistry(), access)
     server = await serve_http(
         app, "127.0.0.1:0", limits=limits or HttpLimits(), certificates=certificates
     )

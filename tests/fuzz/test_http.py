@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.router.api.http.app import HttpApp
 from baton.router.api.http.schema import ChatBody, CompletionBody, GenerationBody
 from baton.rpc.address import split
 from tests.fuzz import oracle
@@ -19,7 +18,7 @@ from tests.fuzz.http_bodies import bodies
 from tests.fuzz.http_requests import Answer, Sent, exchange, requests
 from tests.fuzz.runs import fuzz
 from tests.fuzz.target import Target
-from tests.services.router_http.scripted import ANYONE, Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 
 INPUTS = 500
 SLOW_INPUTS = 20_000
@@ -28,7 +27,7 @@ VALID = 200
 
 def paths() -> tuple[str, ...]:
     """Every route of the application, with something in place of its parameters."""
-    app = HttpApp(Scripted(), CollectorRegistry(), ANYONE)
+    app = http_app(Scripted(), CollectorRegistry(), ANYONE)
     found = [route.path for route in app.routes if isinstance(route, Route)]
     assert "/v1/chat/completions" in found
     return tuple(

@@ -9,16 +9,14 @@ import sys
 
 from baton.core.request.model import WorkerIdentity
 from baton.router import one_core
-from baton.router.api.exposure import warnings
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.http.limits import HttpLimits
-from baton.router.api.http.playground import playground_routes
+from baton.router.api.access import Authenticator, KeyAuthenticator, OpenAuthenticator, warnings
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
+from baton.router.api.http.access import HttpAccess
+from baton.router.api.http.app import HttpApp, playground_routes
+from baton.router.api.http.connections import HttpLimits
 from baton.router.api.http.server import serve_http
-from baton.router.api.keys import Door, KeyedDoor, OpenDoor
-from baton.router.api.vllm.optional import engine_service
+from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
 from baton.router.leaving import Leaving
 from baton.router.observe import aliases
@@ -64,8 +62,8 @@ async def serve(config: RouterConfig) -> int:
         tls_terminated=config.tls_terminated,
     ):
         log.warning("%s", warning)
-    door: Door = KeyedDoor(config.keys) if config.keys else _open_door(config.http_listen)
-    grpc_door = door if config.keys else _open_door(config.grpc_listen)
+    authenticator = _authenticator(config, config.http_listen)
+    grpc_access = authenticator if config.keys else _authenticator(config, config.grpc_listen)
     certificates = config.public_certificates()
     channels = Channels(config.certificates(), token=config.peer_token)
     fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
@@ -83,7 +81,7 @@ async def serve(config: RouterConfig) -> int:
         probes=probes,
         public=True,
         certificates=certificates,
-        interceptors=[KeyInterceptor(grpc_door, web_pages=bool(config.keys))],
+        interceptors=[KeyInterceptor(grpc_access, web_pages=bool(config.keys))],
         limits=PublicLimits(
             max_connections=config.max_connections,
             idle_s=config.connection_idle_s,
@@ -113,14 +111,14 @@ async def serve(config: RouterConfig) -> int:
             max_age_s=config.connection_max_age_s,
         )
         pages = playground_routes() if config.playground else []
-        http_door = HttpDoor(
-            door,
+        http_access = HttpAccess(
+            authenticator,
             open_metrics=config.metrics_open,
             pages=[page.path for page in pages],
             token=config.peer_token,
             hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
         )
-        app = HttpApp(pipeline, REGISTRY, http_door, pages)
+        app = HttpApp(pipeline, REGISTRY, http_access, pages)
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
             grpc_address = await server.start()
@@ -129,7 +127,7 @@ async def serve(config: RouterConfig) -> int:
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
                 asyncio.create_task(Migrator(fleet, metrics).run()),
-                asyncio.create_task(door.run()),
+                asyncio.create_task(authenticator.run()),
                 asyncio.create_task(replicas.run()),
                 asyncio.create_task(pacing.keep(pipeline.pace)),
             )
@@ -159,8 +157,11 @@ async def serve(config: RouterConfig) -> int:
         tracer.close()
 
 
-def _open_door(listen: str) -> OpenDoor:
-    return OpenDoor(beyond=not is_loopback(split(listen, "listen")[0]))
+def _authenticator(config: RouterConfig, listen: str) -> Authenticator:
+    """listen: the address that callers reach."""
+    if config.keys:
+        return KeyAuthenticator(config.keys)
+    return OpenAuthenticator(public=not is_loopback(split(listen, "listen")[0]))
 
 
 async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Fleet) -> None:

@@ -8,7 +8,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from baton.core.routing.prefix_index import MAX_ENTRIES
 from baton.core.routing.routing import RoutingPolicy
-from baton.router.api.exposure import check
+from baton.router.api.access import check
 from baton.router.workers.targets import parse
 from baton.rpc.config import option
 from baton.rpc.hosts import AllowedHosts

@@ -11,9 +11,9 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.keys import Door, OpenDoor
-from baton.router.api.vllm.optional import engine_service
+from baton.router.api.access import Authenticator, OpenAuthenticator
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
 from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
 from baton.rpc.server import ProcessServer
@@ -50,14 +50,14 @@ def sampling(**fields: object) -> pb.SamplingParams:
 
 @asynccontextmanager
 async def gateway_of(
-    world: World, config: RouterConfig, door: Door | None = None
+    world: World, config: RouterConfig, authenticator: Authenticator | None = None
 ) -> AsyncIterator[Gateway]:
     assert world.fleet is not None
     server = ProcessServer(
         listen="127.0.0.1:0",
         services=[engine_service(world.pipeline, world.fleet, config)],
         public=True,
-        interceptors=[KeyInterceptor(door or OpenDoor())],
+        interceptors=[KeyInterceptor(authenticator or OpenAuthenticator())],
         limits=PublicLimits(streams=PUBLIC_STREAMS * 2),
     )
     async with grpc.aio.insecure_channel(await server.start()) as channel:

@@ -24,12 +24,12 @@ from baton.core.admission.refusal import Limit, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
 from baton.core.request.request import Grammar, GrammarKind, TextPrompt, TokenPrompt
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.access import Authenticator, OpenAuthenticator
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
+from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.keys import Door, OpenDoor
-from baton.router.api.vllm.optional import engine_service
+from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
 from baton.rpc.server import ProcessServer
 from baton.v1 import inference_pb2 as pb
@@ -199,7 +199,7 @@ async def test_what_baton_fails_to_do_costs_nothing(world: World) -> None:
 class Named:
     """Everybody is whom they say they are: rated ones may make one request."""
 
-    def admit(self, authorization: Sequence[str]) -> Tenant:
+    def authenticate(self, authorization: Sequence[str]) -> Tenant:
         name = "".join(authorization)
         return Tenant(name, requests_per_minute=6 if name == "rated" else None)
 
@@ -211,14 +211,14 @@ Stub = tuple[Callable[..., Any], Any, Any]
 
 
 @asynccontextmanager
-async def grpc_routes(world: World, door: Door) -> AsyncIterator[dict[str, Stub]]:
+async def grpc_routes(world: World, authenticator: Authenticator) -> AsyncIterator[dict[str, Stub]]:
     """Every RPC that takes a prompt, with a request that is wrong and one that is not."""
     engine = engine_service(world.pipeline, world.fleet, world.config)  # type: ignore[arg-type]
     server = ProcessServer(
         listen="127.0.0.1:0",
         services=[InferenceServicer(world.pipeline, stall_timeout_s=5).service(), engine],
         public=True,
-        interceptors=[KeyInterceptor(door)],
+        interceptors=[KeyInterceptor(authenticator)],
     )
     address = await server.start()
     one = pb.GenerationOptions(stop=types_pb2.StopParams(max_tokens=1))
@@ -269,7 +269,7 @@ async def test_callers_of_grpc_without_names_share_by_their_addresses(world: Wor
     await with_a_slow_tokenizer(world)
     long = pb.GenerateRequest(text="x" * (1 << 16))
     inputs = world.pipeline.gate._admission.input_bytes
-    async with grpc_routes(world, OpenDoor()) as routes:
+    async with grpc_routes(world, OpenAuthenticator()) as routes:
         call = routes["Generate"][0](long, timeout=20)
         await until(lambda: world.tokenizers[0].num_slow == 1)
         assert inputs.held("127.0.0.1") == inputs.total >= 1 << 16
@@ -284,7 +284,9 @@ async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
 ) -> None:
     """That one comes late, and what a failed request held is far more than it looks like."""
     await world.start(RouterConfig(local_prefill_tokens=0, vllm_engine=True))
-    app = HttpApp(world.pipeline, CollectorRegistry(), HttpDoor(OpenDoor(), open_metrics=False))
+    app = HttpApp(
+        world.pipeline, CollectorRegistry(), HttpAccess(OpenAuthenticator(), open_metrics=False)
+    )
     text = "x" * (1 << 16)
 
     async def fail() -> None:
@@ -297,7 +299,7 @@ async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
             async for _ in routes["Generate"][0](pb.GenerateRequest(text=text), timeout=20):
                 pass
 
-    async with grpc_routes(world, OpenDoor()) as routes:
+    async with grpc_routes(world, OpenAuthenticator()) as routes:
         await fail()
         gc.collect()
         gc.disable()

@@ -20,13 +20,13 @@ from starlette.routing import Route
 from baton.core.admission.api_keys import KeyBook, KeyIndex, Limits
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unauthenticated
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
+from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
 from baton.router.api.http.server import serve_http
+from baton.router.api.vllm import engine_service
 from baton.router.api.vllm.engine import SERVICE as VLLM
-from baton.router.api.vllm.optional import engine_service
 from baton.router.config import RouterConfig
 from baton.router.request.pipeline import Pipeline
 from baton.router.workers.fleet import Fleet
@@ -35,7 +35,7 @@ from baton.rpc.server import ProcessServer
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from tests.services.router_http.scripted import Scripted, grpc_server
+from tests.services.router_http.scripted import Scripted, grpc_server, http_app
 
 OPEN_ROUTES = {
     (method, path)
@@ -46,13 +46,13 @@ OPEN_CALLS = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
 LIMITS = Limits(weight=3.0, requests_per_minute=60, tokens_per_minute=1000, max_tokens=77)
 
 
-class IndexDoor:
-    """A door with keys that do not change."""
+class IndexAuthenticator:
+    """A authenticator with keys that do not change."""
 
     def __init__(self, book: KeyBook) -> None:
         self._index = KeyIndex(book)
 
-    def admit(self, authorization: Any) -> Tenant:
+    def authenticate(self, authorization: Any) -> Tenant:
         found = self._index.find("".join(authorization).removeprefix("Bearer "))
         if found is None:
             raise Unauthenticated("no")
@@ -82,9 +82,9 @@ class Router:
 @asynccontextmanager
 async def serving(*, open_metrics: bool = False, token: str = "") -> AsyncIterator[Router]:
     book, key = KeyBook().with_key("acme", LIMITS, "")
-    door, frontend = IndexDoor(book), Scripted()
-    http_door = HttpDoor(door, open_metrics=open_metrics, token=token)
-    app = HttpApp(frontend, CollectorRegistry(), http_door)
+    authenticator, frontend = IndexAuthenticator(book), Scripted()
+    http_access = HttpAccess(authenticator, open_metrics=open_metrics, token=token)
+    app = http_app(frontend, CollectorRegistry(), http_access)
     pipeline = cast(Pipeline, frontend)
     servicer = InferenceServicer(pipeline, stall_timeout_s=20)
     engine = engine_service(pipeline, cast(Fleet, None), RouterConfig(vllm_engine=True))
@@ -92,7 +92,7 @@ async def serving(*, open_metrics: bool = False, token: str = "") -> AsyncIterat
         listen="127.0.0.1:0",
         services=[servicer.service(), engine],
         public=True,
-        interceptors=[KeyInterceptor(door)],
+        interceptors=[KeyInterceptor(authenticator)],
     )
     http = await serve_http(app, "127.0.0.1:0")
     try:

@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 from baton.core.admission.api_keys import Limits
 from baton.core.admission.tenants import Tenant
 from baton.core.routing.load import WorkerState
+from baton.router.api.access import Authenticator, OpenAuthenticator
+from baton.router.api.http.access import HttpAccess
+from baton.router.api.http.answer_schema import Explained
 from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.http.explain_schema import Explained
 from baton.router.api.http.server import serve_http
-from baton.router.api.keys import Door, OpenDoor
 from baton.router.config import RouterConfig
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, STEP_S, begin, busy, check, finish
@@ -30,9 +30,11 @@ SPLIT = RouterConfig(local_prefill_tokens=0, prefills=("prefill:1",))
 
 
 @asynccontextmanager
-async def http_of(world: World, door: Door | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    http_door = HttpDoor(door or OpenDoor(), open_metrics=False)
-    app = HttpApp(world.pipeline, CollectorRegistry(), http_door)
+async def http_of(
+    world: World, authenticator: Authenticator | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    http_access = HttpAccess(authenticator or OpenAuthenticator(), open_metrics=False)
+    app = HttpApp(world.pipeline, CollectorRegistry(), http_access)
     server = await serve_http(app, "127.0.0.1:0")
     base = f"http://{server.address}"
     try:
@@ -182,11 +184,11 @@ async def test_a_client_that_left(world: World) -> None:
 async def test_only_its_own_tenant_may_ask(world: World, tmp_path: Path) -> None:
     kept = Kept(tmp_path / "keys.json")
     one, other = kept.new("one", Limits()), kept.new("other", Limits())
-    door = kept.door()
+    authenticator = kept.authenticator()
     await world.start(SPLIT)
     answer = await world.ask(REQUEST.of(Tenant("one")))
     path = f"/requests/{answer.accepted.request_id}"
-    async with http_of(world, door) as http:
+    async with http_of(world, authenticator) as http:
         assert (await http.get(path)).status_code == 401
         theirs = await http.get(path, headers={"authorization": f"Bearer {other}"})
         never = await http.get("/requests/abc", headers={"authorization": f"Bearer {other}"})
@@ -207,7 +209,7 @@ async def test_a_tenant_sees_what_became_of_its_request_and_nothing_of_others(
     stream, answer = await begin(world, REQUEST.of(Tenant("one")), 5)
     await busy(world).kill()
     check(await finish(stream, answer))
-    async with http_of(world, kept.door()) as http:
+    async with http_of(world, kept.authenticator()) as http:
         response = await http.get(f"/requests/{answer.accepted.request_id}", headers=mine)
         body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
         headers = mine | {"x-baton-timings": "true"}
@@ -240,7 +242,7 @@ async def test_an_operator_sees_all_of_every_tenants(world: World, tmp_path: Pat
     await world.start(replace(SPLIT, keep_replays=True), decodes=2)
     answer = await world.ask(REQUEST.of(Tenant("one")))
     path = f"/requests/{answer.accepted.request_id}"
-    async with http_of(world, kept.door()) as http:
+    async with http_of(world, kept.authenticator()) as http:
         response = await http.get(path, headers=staff)
         replay = await http.get(f"{path}?replay", headers=staff)
         timed = await http.post(
@@ -262,7 +264,7 @@ async def test_an_operator_sees_all_of_every_tenants(world: World, tmp_path: Pat
 async def test_without_keys_only_this_machine_sees_where_workers_are(world: World) -> None:
     await world.start(SPLIT)
     for beyond in (False, True):
-        async with http_of(world, OpenDoor(beyond=beyond)) as http:
+        async with http_of(world, OpenAuthenticator(public=beyond)) as http:
             body = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
             answer = await http.post(
                 "/v1/completions", json=body, headers={"x-baton-timings": "true"}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.router.api.exposure import warnings
+from baton.router.api.access import warnings
 from baton.router.config import RouterConfig
 from baton.rpc.serving import ServingOptions
 

@@ -1,4 +1,4 @@
-"""The door that asks for keys, and the file behind it."""
+"""The authenticator that asks for keys, and the file behind it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from baton.core.admission.api_keys import KeyBook, Limits
 from baton.core.admission.key_document import parse, render
 from baton.core.admission.tenants import ANYONE, OWNER
 from baton.core.errors import InvalidArgument, Unauthenticated
-from baton.router.api import keys
-from baton.router.api.keys import KeyedDoor, OpenDoor
+from baton.router.api import access
+from baton.router.api.access import KeyAuthenticator, OpenAuthenticator
 
 
 class Kept:
@@ -42,8 +42,8 @@ class Kept:
         fresh.write_text(render(self.book))
         fresh.replace(self.path)
 
-    def door(self) -> KeyedDoor:
-        return KeyedDoor(str(self.path), self.registry)
+    def authenticator(self) -> KeyAuthenticator:
+        return KeyAuthenticator(str(self.path), self.registry)
 
     def stale(self) -> float | None:
         return self.registry.get_sample_value("baton_api_keys_stale")
@@ -57,24 +57,24 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
 def test_a_key_opens_the_door_for_its_tenant_only(kept: Kept) -> None:
     limits = Limits(weight=2.0, most_urgent=3, tokens_per_minute=5, max_requests=7)
     one, other = kept.new("one", limits), kept.new("other")
-    door = kept.door()
-    tenant = door.admit([f"Bearer {one}"])
+    authenticator = kept.authenticator()
+    tenant = authenticator.authenticate([f"Bearer {one}"])
     assert (tenant.name, tenant.weight, tenant.most_urgent) == ("one", 2.0, 3)
     assert (tenant.tokens_per_minute, tenant.max_requests, tenant.max_tokens) == (5, 7, None)
-    assert door.admit([f"bearer  {other} "]).name == "other"
-    assert door.admit([f"Bearer {other}"]).cache_salt != tenant.cache_salt
-    assert OpenDoor().admit([]) is OWNER and OWNER.operator
-    assert OpenDoor(beyond=True).admit([]) is ANYONE and not ANYONE.operator
+    assert authenticator.authenticate([f"bearer  {other} "]).name == "other"
+    assert authenticator.authenticate([f"Bearer {other}"]).cache_salt != tenant.cache_salt
+    assert OpenAuthenticator().authenticate([]) is OWNER and OWNER.operator
+    assert OpenAuthenticator(public=True).authenticate([]) is ANYONE and not ANYONE.operator
 
 
 def test_an_operators_key_is_one_only_itself(kept: Kept) -> None:
     plain, staff = kept.new("one"), kept.new("one", operator=True)
     kept.book = parse(render(kept.book))
-    door = kept.door()
-    assert not door.admit([f"Bearer {plain}"]).operator
-    tenant = door.admit([f"Bearer {staff}"])
+    authenticator = kept.authenticator()
+    assert not authenticator.authenticate([f"Bearer {plain}"]).operator
+    tenant = authenticator.authenticate([f"Bearer {staff}"])
     assert tenant.operator and tenant.name == "one"
-    assert tenant.cache_salt == door.admit([f"Bearer {plain}"]).cache_salt
+    assert tenant.cache_salt == authenticator.authenticate([f"Bearer {plain}"]).cache_salt
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_anything_else_does_not(
     caplog.set_level(logging.DEBUG)
     key = kept.new("one")
     with pytest.raises(Unauthenticated) as caught:
-        kept.door().admit([value.replace("KEY", key) for value in shown])
+        kept.authenticator().authenticate([value.replace("KEY", key) for value in shown])
     for told in (caplog.text, caught.value.message):
         assert key not in told and key.removeprefix("baton-") not in told
 
@@ -110,16 +110,16 @@ def test_the_file_is_taken_over_while_the_router_runs(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     one = kept.new("one")
-    door = kept.door()
+    authenticator = kept.authenticator()
     other = kept.new("other")
     with pytest.raises(Unauthenticated):
-        door.admit([f"Bearer {other}"])
-    door.look()
-    assert door.admit([f"Bearer {other}"]).name == "other"
+        authenticator.authenticate([f"Bearer {other}"])
+    authenticator.look()
+    assert authenticator.authenticate([f"Bearer {other}"]).name == "other"
     kept.remove("one")
-    door.look()
+    authenticator.look()
     with pytest.raises(Unauthenticated):
-        door.admit([f"Bearer {one}"])
+        authenticator.authenticate([f"Bearer {one}"])
     assert kept.registry.get_sample_value("baton_api_keys") == 1
     assert one not in caplog.text and other not in caplog.text
 
@@ -129,20 +129,20 @@ def test_a_broken_file_changes_nothing_and_is_told(
     kept: Kept, broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = kept.new("one")
-    door = kept.door()
+    authenticator = kept.authenticator()
     whole = kept.path.with_suffix(".whole")
     kept.path.rename(whole)
     if broken is not None:
         kept.path.write_text(broken)
     for _ in range(3):
-        door.look()
-        assert door.admit([f"Bearer {key}"]).name == "one"
+        authenticator.look()
+        assert authenticator.authenticate([f"Bearer {key}"]).name == "one"
     assert kept.stale() == 1
     assert caplog.text.count("cannot be used") == 1
     whole.rename(kept.path)
-    door.look()
+    authenticator.look()
     assert kept.stale() == 0
-    assert door.admit([f"Bearer {key}"]).name == "one"
+    assert authenticator.authenticate([f"Bearer {key}"]).name == "one"
 
 
 def test_a_mounted_secret_is_followed_through_its_links(kept: Kept, tmp_path: Path) -> None:
@@ -154,32 +154,32 @@ def test_a_mounted_secret_is_followed_through_its_links(kept: Kept, tmp_path: Pa
     (mount / "keys.json").symlink_to(Path("..data") / "keys.json")
     kept.path = tmp_path / "v1" / "keys.json"
     first = kept.new("one")
-    door = KeyedDoor(str(mount / "keys.json"), kept.registry)
+    authenticator = KeyAuthenticator(str(mount / "keys.json"), kept.registry)
     kept.path = tmp_path / "v2" / "keys.json"
     kept.remove("one")
     second = kept.new("two")
-    door.look()
-    assert door.admit([f"Bearer {first}"]).name == "one"
+    authenticator.look()
+    assert authenticator.authenticate([f"Bearer {first}"]).name == "one"
     (mount / "..fresh").symlink_to(tmp_path / "v2")
     (mount / "..fresh").rename(mount / "..data")
-    door.look()
-    assert door.admit([f"Bearer {second}"]).name == "two"
+    authenticator.look()
+    assert authenticator.authenticate([f"Bearer {second}"]).name == "two"
     with pytest.raises(Unauthenticated):
-        door.admit([f"Bearer {first}"])
+        authenticator.authenticate([f"Bearer {first}"])
 
 
 async def test_it_looks_by_itself_until_cancelled(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "LOOK_S", 0.001)
+    monkeypatch.setattr(access, "LOOK_S", 0.001)
     kept.new("one")
-    door = kept.door()
-    running = asyncio.create_task(door.run())
+    authenticator = kept.authenticator()
+    running = asyncio.create_task(authenticator.run())
     key = kept.new("other")
     async with asyncio.timeout(20):
         while True:
             with suppress(Unauthenticated):
-                assert door.admit([f"Bearer {key}"]).name == "other"
+                assert authenticator.authenticate([f"Bearer {key}"]).name == "other"
                 break
             await asyncio.sleep(0.001)
     running.cancel()
@@ -192,6 +192,6 @@ def test_a_router_does_not_start_with_a_file_it_cannot_use(kept: Kept, content: 
     if content is not None:
         kept.path.write_text(content)
     with pytest.raises(InvalidArgument) as caught:
-        kept.door()
+        kept.authenticator()
     assert caught.value.field == "keys"
     assert str(kept.path) in caught.value.message

@@ -13,11 +13,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Unavailable
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
+from baton.router.api.access import OpenAuthenticator
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.api.http.app import HttpApp
 from baton.router.api.http.server import HttpServer, serve_http
-from baton.router.api.keys import OpenDoor
 from baton.router.config import RouterConfig
 from baton.router.leaving import Leaving
 from baton.router.observe.metrics import RouterMetrics
@@ -73,7 +73,7 @@ async def router(world: World, config: RouterConfig = CONFIG) -> AsyncIterator[R
         services=[servicer.service()],
         public=True,
         limits=PublicLimits(max_age_s=config.connection_max_age_s),
-        interceptors=[KeyInterceptor(OpenDoor())],
+        interceptors=[KeyInterceptor(OpenAuthenticator())],
     )
     http = await serve_http(HttpApp(pipeline, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     try:

@@ -14,9 +14,9 @@ from grpc_status import rpc_status
 from baton.core.errors import Reason
 from baton.core.observe.stages import StageTimes
 from baton.core.request.request import FinishReason
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
-from baton.router.api.keys import OpenDoor
+from baton.router.api.access import OpenAuthenticator
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.request.pipeline import EventStream
 from baton.router.request.texts import MAX_DELTA_TOKENS
 from baton.rpc.errors import from_rpc_error
@@ -56,7 +56,7 @@ async def faced(world: World, *, stall_timeout_s: float, **reader: int) -> Async
         listen="127.0.0.1:0",
         services=[servicer.service()],
         public=True,
-        interceptors=[KeyInterceptor(OpenDoor())],
+        interceptors=[KeyInterceptor(OpenAuthenticator())],
     )
     address = await server.start()
     arguments = [(f"grpc.http2.{name}", value) for name, value in reader.items()]

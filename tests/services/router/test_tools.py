@@ -25,10 +25,10 @@ from baton.core.request.request import (
     ToolChoice,
     ToolUse,
 )
+from baton.router.api.access import OpenAuthenticator
+from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
 from baton.router.api.http.server import serve_http
-from baton.router.api.keys import OpenDoor
 from baton.router.config import RouterConfig
 from tests.services.router import language
 from tests.services.router.conftest import World, until
@@ -67,8 +67,8 @@ async def face(world: World) -> AsyncIterator[Face]:
     model = replace(language.MODEL, answer_format=AnswerFormat(reasoning="think"))
     world.tokenizers.append(FakeTokenizer(model=model))
     await world.start(RouterConfig(local_prefill_tokens=0), tokenizers=0, decodes=2, detokenizers=2)
-    door = HttpDoor(OpenDoor(), open_metrics=False)
-    server = await serve_http(HttpApp(world.pipeline, CollectorRegistry(), door), "127.0.0.1:0")
+    access = HttpAccess(OpenAuthenticator(), open_metrics=False)
+    server = await serve_http(HttpApp(world.pipeline, CollectorRegistry(), access), "127.0.0.1:0")
     try:
         async with openai_client(server.address) as client:
             yield Face(client, world)

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from baton.core.errors import BatonError, Unavailable
 from baton.core.observe.stages import TraceContext
 from baton.core.request.request import ChatPrompt, Message, Request, TextPrompt
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
-from baton.router.api.keys import OpenDoor
+from baton.router.api.access import OpenAuthenticator
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.config import RouterConfig
 from baton.rpc.server import ProcessServer
 from baton.rpc.tracing import metadata_of
@@ -254,7 +254,7 @@ async def test_both_grpc_faces_go_on_with_the_callers_trace(
         listen="127.0.0.1:0",
         services=[servicer.service()],
         public=True,
-        interceptors=[KeyInterceptor(OpenDoor())],
+        interceptors=[KeyInterceptor(OpenAuthenticator())],
     )
     metadata = metadata_of(THEIRS)
     async with grpc.aio.insecure_channel(await server.start()) as channel:

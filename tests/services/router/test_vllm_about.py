@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from baton.core.errors import InvalidArgument, Reason
-from baton.router.api.vllm.optional import engine_service
+from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.errors import from_rpc_error
@@ -90,7 +90,7 @@ async def test_the_load_of_all_tenants_is_an_operators_to_see(world: World, tmp_
     world.decodes[0].stepping.clear()
     await world.start(decodes=0)
     config = RouterConfig(vllm_engine=True)
-    async with gateway_of(world, config, kept.door()) as gateway:
+    async with gateway_of(world, config, kept.authenticator()) as gateway:
         call = gateway.stub.Generate(request(), metadata=shown["tenant"], timeout=20)
         await until(lambda: world.pipeline.num_requests == 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -23,10 +23,16 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.core.request.validation import validate
-from baton.router.api.structured import ANY_OBJECT
-from baton.router.api.vllm.answer import REASONS, Answer
-from baton.router.api.vllm.calls import REQUEST_FIELDS, SAMPLING_FIELDS, Call, call_of
+from baton.router.api.translation import ANY_OBJECT
 from baton.router.api.vllm.engine import VllmEngine
+from baton.router.api.vllm.messages import (
+    REASONS,
+    REQUEST_FIELDS,
+    SAMPLING_FIELDS,
+    Answer,
+    Call,
+    call_of,
+)
 
 REFUSED_REQUEST_FIELDS = {
     "kv_transfer_params",

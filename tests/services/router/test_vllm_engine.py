@@ -10,14 +10,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from baton.core.admission.api_keys import KeyBook, Limits
 from baton.core.request.request import FinishReason
-from baton.router.api.vllm.running import Running
+from baton.router.api.vllm.engine import Running
 from baton.router.config import RouterConfig
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.options import PUBLIC_STREAMS
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.gateway import IDS, TEXT, Gateway, gateway_of, request, sampling
-from tests.services.router.test_default_deny import IndexDoor
+from tests.services.router.test_default_deny import IndexAuthenticator
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -205,7 +205,7 @@ async def test_a_gateway_is_the_tenant_of_its_key(world: World) -> None:
         return (("authorization", f"Bearer {shown}"),)
 
     config = RouterConfig(vllm_engine=True)
-    async with gateway_of(world, config, IndexDoor(book)) as gateway:
+    async with gateway_of(world, config, IndexAuthenticator(book)) as gateway:
         asked = request(request_id="x", stream=True)
         call = gateway.stub.Generate(asked, metadata=showing(key), timeout=20)
         assert tuple((await call.read()).chunk.token_ids)

@@ -9,9 +9,8 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.router.api.http.app import HttpApp
 from baton.router.api.http.server import HttpServer, serve_http
-from tests.services.router_http.scripted import ANYONE, Scripted, openai_client
+from tests.services.router_http.scripted import ANYONE, Scripted, http_app, openai_client
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 async def server(frontend: Scripted, registry: CollectorRegistry) -> AsyncIterator[HttpServer]:
-    server = await serve_http(HttpApp(frontend, registry, ANYONE), "127.0.0.1:0")
+    server = await serve_http(http_app(frontend, registry, ANYONE), "127.0.0.1:0")
     try:
         yield server
         assert frontend.open_streams == 0

@@ -1,4 +1,4 @@
-"""A Frontend without workers: a deterministic function from request to text, one token a byte.
+"""A pipeline without workers: a deterministic function from request to text, one token a byte.
 
 It keeps the protocol's promises for real (order of events, whole characters, truncation at stop
 strings, limits, closing) and counts what is open, so that tests can see that nothing stays open.
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import openai
+from prometheus_client.registry import Collector
+from starlette.routing import BaseRoute
 
 from baton.core.admission.admission import Admission, AdmissionLimits, Holding, Outlook
 from baton.core.admission.drain_rate import DrainRate
@@ -38,15 +40,16 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.core.request.validation import validate
-from baton.router.api.grpc.grpc_door import KeyInterceptor
-from baton.router.api.grpc.servicer import InferenceServicer
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.keys import OpenDoor
+from baton.router.api.access import OpenAuthenticator
+from baton.router.api.grpc.access import KeyInterceptor
+from baton.router.api.grpc.inference import InferenceServicer
+from baton.router.api.http.access import HttpAccess
+from baton.router.api.http.app import HttpApp
 from baton.router.request.pipeline import Pipeline
 from baton.router.workers.tokenizer_client import Encoded
 from baton.rpc.server import ProcessServer
 
-ANYONE = HttpDoor(OpenDoor(), open_metrics=False)
+ANYONE = HttpAccess(OpenAuthenticator(), open_metrics=False)
 
 MODEL = ModelDescription(
     name="org/scripted", digest="00", max_model_len=4096, vocab_size=257, eos_token_ids=(256,)
@@ -234,13 +237,23 @@ def entries_of(ids: tuple[int, ...], top: int | None) -> tuple[TokenLogprobs, ..
     return tuple(TokenLogprobs(TextLogprob(b, bytes([b]), -b / 100), best) for b in ids)
 
 
+def http_app(
+    frontend: Scripted,
+    registry: Collector,
+    access: HttpAccess = ANYONE,
+    pages: Sequence[BaseRoute] = (),
+) -> HttpApp:
+    """The router's HTTP API over scripted answers."""
+    return HttpApp(cast(Pipeline, frontend), registry, access, pages)
+
+
 def grpc_server(frontend: Scripted) -> ProcessServer:
     """The router's gRPC face over scripted answers; not started."""
     servicer = InferenceServicer(cast(Pipeline, frontend), stall_timeout_s=30.0)
     return ProcessServer(
         listen="127.0.0.1:0",
         services=[servicer.service()],
-        interceptors=[KeyInterceptor(OpenDoor())],
+        interceptors=[KeyInterceptor(OpenAuthenticator())],
     )
 
 

@@ -18,18 +18,18 @@ from baton.core.admission.drain_rate import DrainRate
 from baton.core.admission.fair_queue import FairQueue
 from baton.core.admission.tenants import ANYONE, Tenant
 from baton.router.api.http import body as bodies
+from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from tests.services.router_http.scripted import Scripted
+from tests.services.router_http.scripted import Scripted, http_app
 
 KIB = 1 << 10
 MOST = 256 * KIB
 
 
-class NamedDoor:
+class NamedAuthenticator:
     """Everybody is whom they say they are."""
 
-    def admit(self, authorization: Sequence[str]) -> Tenant:
+    def authenticate(self, authorization: Sequence[str]) -> Tenant:
         name, _, rate = "".join(authorization).partition(" ")
         return Tenant(name, requests_per_minute=int(rate) if rate else None) if name else ANYONE
 
@@ -113,8 +113,8 @@ def world() -> World:
     limits = AdmissionLimits(10_000, 0, 10.0, max_input_bytes=MOST)
     queue: FairQueue[Any] = FairQueue(max_tokens=1 << 20, max_entries=1024)
     frontend = Scripted(admission=Admission(limits, queue, DrainRate(), lambda: 0.0))
-    door = HttpDoor(NamedDoor(), open_metrics=False)
-    return World(frontend, HttpApp(frontend, CollectorRegistry(), door))
+    authenticator = HttpAccess(NamedAuthenticator(), open_metrics=False)
+    return World(frontend, http_app(frontend, CollectorRegistry(), authenticator))
 
 
 async def settled() -> None:

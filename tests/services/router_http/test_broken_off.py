@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Internal, Unavailable
-from baton.router.api.http.app import HttpApp
-from tests.services.router_http.scripted import ANYONE, Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 
 BODY = {"prompt": "abc", "max_tokens": 100, "stream": True}
 PATIENCE_S = 20.0
@@ -26,7 +25,7 @@ class Exchange:
         self.gone = asyncio.Event()
         self.stuck = asyncio.Event()
         self._bodies = [json.dumps(body).encode()]
-        self._app = HttpApp(frontend, CollectorRegistry(), ANYONE)
+        self._app = http_app(frontend, CollectorRegistry(), ANYONE)
 
     async def run(self) -> None:
         scope: dict[str, Any] = {

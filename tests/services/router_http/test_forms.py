@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.request import Grammar, GrammarKind
-from baton.router.api.grpc.inference_messages import chat_from_proto
+from baton.router.api.grpc.inference import chat_from_proto
 from baton.router.api.http.parse import parse_chat, parse_completion
 from baton.v1 import inference_pb2 as pb
 from baton.v1.tokenizer_pb2 import ChatMessage

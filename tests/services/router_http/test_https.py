@@ -13,12 +13,11 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.router.api.http.app import HttpApp
 from baton.router.api.http.server import HttpServer, serve_http
 from baton.rpc import tls
 from baton.rpc.tls import Certificates
 from tests.rpc.authority import Authority, Files
-from tests.services.router_http.scripted import ANYONE, Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 from tests.services.router_http.test_server import CHAT, HELLO
 
 
@@ -26,7 +25,7 @@ from tests.services.router_http.test_server import CHAT, HELLO
 async def serving(
     certificates: Certificates, frontend: Scripted | None = None
 ) -> AsyncIterator[HttpServer]:
-    app = HttpApp(frontend or Scripted(), CollectorRegistry(), ANYONE)
+    app = http_app(frontend or Scripted(), CollectorRegistry(), ANYONE)
     server = await serve_http(app, "127.0.0.1:0", certificates=certificates)
     try:
         yield server

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request.request import Accepted, Delta, FinishReason, TextLogprob, TokenLogprobs
-from baton.router.api.http.answer import Answer
-from baton.router.api.http.chat import ChatAnswer
-from baton.router.api.http.completions import CompletionAnswer
+from baton.router.api.http.answers import Answer, ChatAnswer, CompletionAnswer
 from baton.router.api.http.generation import PlainChunks
 from baton.router.api.http.parse import parse_chat, parse_completion
-from baton.router.api.http.respond import Json, encode
+from baton.router.api.http.responses import Json, encode
 
 ACCEPTED = [Accepted(f"r{prompt}", 'a "model"', 3, 7, ()) for prompt in range(2)]
 

@@ -10,12 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.admission.api_keys import KeyBook, Limits
 from baton.core.admission.key_document import render
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.http.playground import playground_routes
+from baton.router.api.access import KeyAuthenticator
+from baton.router.api.http.access import HttpAccess
+from baton.router.api.http.app import playground_routes
 from baton.router.api.http.server import serve_http
-from baton.router.api.keys import KeyedDoor
-from tests.services.router_http.scripted import ANYONE, Scripted
+from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 
 PAGES = playground_routes()
 
@@ -26,9 +25,9 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     book, _ = KeyBook().with_key("alice", Limits(), "")
     keys = tmp_path / "keys.json"
     keys.write_text(render(book))
-    keyed = KeyedDoor(str(keys), CollectorRegistry())
-    door = HttpDoor(keyed, open_metrics=False, pages=[page.path for page in PAGES])
-    app = HttpApp(Scripted(), CollectorRegistry(), door, PAGES)
+    keyed = KeyAuthenticator(str(keys), CollectorRegistry())
+    authenticator = HttpAccess(keyed, open_metrics=False, pages=[page.path for page in PAGES])
+    app = http_app(Scripted(), CollectorRegistry(), authenticator, PAGES)
     server = await serve_http(app, "127.0.0.1:0")
     base = f"http://{server.address}"
     try:
@@ -57,7 +56,7 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 
 async def test_where_it_is_not_wanted_there_is_nothing() -> None:
-    server = await serve_http(HttpApp(Scripted(), CollectorRegistry(), ANYONE), "127.0.0.1:0")
+    server = await serve_http(http_app(Scripted(), CollectorRegistry(), ANYONE), "127.0.0.1:0")
     try:
         async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as http:
             for page in PAGES:

@@ -13,12 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.errors import InvalidArgument
 from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.router.api.http import sse
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.limits import HttpLimits
+from baton.router.api.http import generation
+from baton.router.api.http.connections import HttpLimits
 from baton.router.api.http.server import HttpServer, serve_http
 from baton.rpc.address import PortInUse
-from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, whole_answer
+from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, http_app, whole_answer
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -27,7 +26,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 @asynccontextmanager
 async def serving(frontend: Scripted, limits: HttpLimits) -> AsyncIterator[HttpServer]:
     server = await serve_http(
-        HttpApp(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0", limits=limits
+        http_app(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0", limits=limits
     )
     try:
         yield server
@@ -98,7 +97,7 @@ async def test_characters_of_several_bytes_arrive_whole(server: HttpServer) -> N
 async def test_comments_keep_an_idle_stream_open(
     http: httpx.AsyncClient, frontend: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.01)
     frontend.hold = True
     async with http.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
         text = ""
@@ -152,7 +151,7 @@ async def test_models_on_the_wire(http: httpx.AsyncClient) -> None:
 
 async def test_a_port_in_use_names_the_setting(server: HttpServer) -> None:
     with pytest.raises(PortInUse) as caught:
-        await serve_http(HttpApp(Scripted(), CollectorRegistry(), ANYONE), server.address)
+        await serve_http(http_app(Scripted(), CollectorRegistry(), ANYONE), server.address)
     assert caught.value.field == "http_listen"
     assert server.address in caught.value.message
 
@@ -160,7 +159,7 @@ async def test_a_port_in_use_names_the_setting(server: HttpServer) -> None:
 @pytest.mark.parametrize("listen", ["", "localhost", "127.0.0.1:x", "127.0.0.1:70000", ":1"])
 async def test_what_is_no_address_names_the_setting(listen: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await serve_http(HttpApp(Scripted(), CollectorRegistry(), ANYONE), listen)
+        await serve_http(http_app(Scripted(), CollectorRegistry(), ANYONE), listen)
     assert caught.value.field == "http_listen"
 
 
@@ -260,7 +259,7 @@ async def test_a_pipelined_request_leaves_the_running_answer_whole(
 
 async def test_closing_lets_answers_end_and_then_cancels() -> None:
     frontend = Scripted(hold=True)
-    server = await serve_http(HttpApp(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0")
+    server = await serve_http(http_app(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json=HELLO))
         await asyncio.wait_for(frontend.started.wait(), 30)
@@ -273,7 +272,7 @@ async def test_closing_lets_answers_end_and_then_cancels() -> None:
             await client.get("/health")
 
     stuck = Scripted(hold=True)
-    server = await serve_http(HttpApp(stuck, CollectorRegistry(), ANYONE), "127.0.0.1:0")
+    server = await serve_http(http_app(stuck, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
         await asyncio.wait_for(stuck.started.wait(), 30)

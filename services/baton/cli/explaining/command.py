@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     from baton.cli.explaining.asking import ask, path_of
     from baton.cli.explaining.picture import show
-    from baton.router.api.http.explain_schema import Explained
+    from baton.router.api.http.answer_schema import Explained
 
     if args.replay is not None:
         query = "?replay=text" if args.text else "?replay=ids"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from baton.router.api.http.answer_schema import ServedBy
-from baton.router.api.http.explain_schema import (
+from baton.router.api.http.answer_schema import (
     Explained,
     ExplainedAttempt,
     ExplainedCandidate,
+    ServedBy,
 )
 
 BAR = 48

@@ -60,7 +60,7 @@ def _read(path: Path) -> Any:
     """A ReplayFile. Raises InvalidArgument."""
     import msgspec
 
-    from baton.router.api.http.replay_schema import ReplayFile
+    from baton.router.api.http.answer_schema import ReplayFile
 
     try:
         return msgspec.json.decode(path.read_bytes(), type=ReplayFile)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.client import Client, Options
 from baton.core.errors import InvalidArgument
 from baton.core.observe.request_record import digest
-from baton.router.api.http.replay_schema import ReplayFile
+from baton.router.api.http.answer_schema import ReplayFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,6 @@
-"""The OpenAI HTTP API: bytes in, core Requests to the Frontend, its events out as JSON or SSE."""
+"""The OpenAI HTTP API.
+
+In: bytes of clients, over HTTP/1.1 and HTTP/2.
+Out: core Requests for the Pipeline; its events as one JSON document or as server-sent events.
+A request passes `server`, `access`, `body`, `parse`, `generation` and `answers`, in this order.
+"""

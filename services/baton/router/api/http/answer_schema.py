@@ -1,12 +1,13 @@
-"""The JSON answers of the OpenAI API as types, for the OpenAPI document; nothing is made of them.
+"""The JSON answers of the HTTP API as types.
 
-Answers are put together as plain values, because there is one for every token. The tests hold them
+The OpenAPI document is made of them, and commands read answers with them. Answers of generating
+routes are put together as plain values, because there is one for every token; the tests hold them
 against these types, strictly.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -251,3 +252,174 @@ class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
 
 class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
     error: ErrorDetail
+
+
+class ExplainedChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """finish_reason: null for one that had not ended when the request did."""
+
+    output_tokens: int
+    finish_reason: FinishReasonWord | None
+
+
+class ExplainedError(msgspec.Struct, forbid_unknown_fields=True):
+    """code: the kind of failure, as in the label of baton_requests_total."""
+
+    code: str
+    message: str
+
+
+class ExplainedSplit(msgspec.Struct, forbid_unknown_fields=True):
+    """configured: this router has a prefill pool. used: one of its workers prefilled. why: one
+    sentence; null before the request has workers."""
+
+    configured: bool
+    used: bool
+    why: str | None
+
+
+class ExplainedCandidate(msgspec.Struct, forbid_unknown_fields=True):
+    """A worker that was looked at, and what became of it. cost: null where it could not take the
+    attempt at all; its total is what is compared."""
+
+    worker: ServedBy
+    filter_reason: str
+    detail: str
+    cost: dict[str, float] | None
+
+
+class ExplainedLoss(msgspec.Struct, forbid_unknown_fields=True):
+    """phase: prefill or decode. at_s: since the request arrived."""
+
+    phase: str
+    code: str
+    message: str
+    at_s: float
+
+
+class ExplainedAttempt(msgspec.Struct, forbid_unknown_fields=True):
+    """began_s, ended_s: since the request arrived. position: output tokens accepted before it.
+    moved: it went on with KV of another decode worker. state: failed where not all of its choices
+    ended in it or left it. others: candidates that are not listed. local_s, remote_s: what was
+    compared. kv_s: until decode had all KV, kv_wait_s: since decode reserved its blocks."""
+
+    number: int
+    state: Literal["running", "ended", "failed"]
+    began_s: float
+    ended_s: float | None
+    moved: bool
+    position: int
+    input_tokens: int
+    choices: int
+    prefill: ServedBy | None
+    decode: ServedBy | None
+    why: str
+    uncached_tokens: int
+    predicted_first_token_s: float | None
+    local_s: float | None
+    remote_s: float | None
+    prefill_queue_s: float | None
+    prefill_s: float | None
+    prefill_cached_tokens: int | None
+    decode_cached_tokens: int | None
+    kv_bytes: int
+    kv_wait_s: float | None
+    kv_s: float | None
+    candidates: list[ExplainedCandidate]
+    others: int
+    losses: list[ExplainedLoss]
+
+
+class Explained(msgspec.Struct, forbid_unknown_fields=True):
+    """What one router remembers of one request. stage: of one that runs. cached_tokens, choices:
+    once it is over. num_attempts: with those that are not listed."""
+
+    id: str
+    object: Literal["baton.request"]
+    state: Literal["running", "finished", "failed"]
+    stage: str | None
+    arrived_at: float
+    asked: Literal["chat", "text", "tokens"]
+    model: str
+    priority: int
+    prompt_tokens: int
+    max_tokens: int
+    cached_tokens: int | None
+    choices: list[ExplainedChoice] | None
+    error: ExplainedError | None
+    stages: dict[str, float]
+    first_token_s: float | None
+    total_s: float
+    kv_bytes: int
+    moves: int
+    workers: list[ServedBy]
+    split: ExplainedSplit
+    num_attempts: int
+    attempts: list[ExplainedAttempt]
+    replayable: bool
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Uint64 = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ReplayModel(msgspec.Struct, forbid_unknown_fields=True):
+    """digest: of the weights. Only the same ones make the same tokens."""
+
+    name: str
+    digest: str
+
+
+class ReplaySampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """seed: the one in use, named by the client or not. logit_bias: pairs of id and bias."""
+
+    seed: Uint64
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: list[tuple[TokenId, float]]
+    allowed_token_ids: list[TokenId]
+
+
+class ReplayStop(msgspec.Struct, forbid_unknown_fields=True):
+    """Without stop strings: outputs say how far to compare."""
+
+    max_tokens: Count
+    min_tokens: Count
+    stop_token_ids: list[TokenId]
+    ignore_eos: bool
+
+
+class ReplayGrammar(msgspec.Struct, forbid_unknown_fields=True):
+    """text: null unless it was asked for."""
+
+    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    digest: str
+    text: str | None
+
+
+class ReplayOutput(msgspec.Struct, forbid_unknown_fields=True):
+    """Of one choice. sha256: hex, over its ids as little-endian int32."""
+
+    tokens: Count
+    sha256: str
+
+
+class ReplayFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """exact: all its workers ran in exact mode, so that the same tokens are promised elsewhere."""
+
+    object: Literal["baton.replay"]
+    version: Literal[1]
+    request_id: str
+    model: ReplayModel
+    exact: bool
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    n: Annotated[int, msgspec.Meta(ge=1)]
+    sampling: ReplaySampling
+    stop: ReplayStop
+    grammar: ReplayGrammar | None
+    outputs: Annotated[list[ReplayOutput], msgspec.Meta(min_length=1)]

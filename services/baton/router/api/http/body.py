@@ -10,17 +10,18 @@ that comes too slowly ends its connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import Receive, Scope
 
 from baton.core.admission.admission import Holding
 from baton.core.errors import BatonError
-from baton.router.api.http.door import caller
-from baton.router.api.http.errors import HttpError
-from baton.router.api.http.frontend import Frontend
+from baton.router.api.http.access import caller
+from baton.router.api.http.responses import HttpError
+from baton.router.request.pipeline import Pipeline
 
 MAX_BODY_BYTES = 1 << 20
 MAX_DISCARDED_BYTES = 8 << 20
@@ -45,8 +46,8 @@ class Body:
 class Bodies:
     """Receives the bodies of all requests of one application."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
         self._discarded_until = 0.0
         """When all that was discarded may have been, on the loop's clock."""
 
@@ -57,14 +58,14 @@ class Bodies:
         tenant = caller(scope)
         headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
-            with self._frontend.reading(tenant):
+            with self._pipeline.reading(tenant):
                 _check(headers)
-            holding = self._frontend.receive(tenant, int(headers.get(b"content-length", b"0")))
+            holding = self._pipeline.receive(tenant, int(headers.get(b"content-length", b"0")))
         except (BatonError, HttpError):
             await self.discard(scope, receive)
             raise
         try:
-            with self._frontend.reading(tenant):
+            with self._pipeline.reading(tenant):
                 body = Body(
                     await self._all(receive, holding, b"content-length" in headers), holding
                 )
@@ -144,3 +145,25 @@ def _from_a_page(headers: dict[bytes, bytes]) -> bool:
 
 def _too_large() -> HttpError:
     return HttpError(413, f"the body must have at most {MAX_BODY_BYTES} bytes", code="too_large")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs work to its end, or cancels it and waits for it as soon as the client is gone.
+
+    The body must have been received before: from then on `receive` only speaks of the end.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            worker.result()
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -12,6 +12,7 @@ own limits are all there are.
 from __future__ import annotations
 
 import os
+import random
 import socket
 import stat
 import struct
@@ -22,7 +23,38 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.router.api.http.limits import SEND_BUFFER_BYTES, HttpLimits
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """All times are seconds."""
+
+    max_connections: int = 4096
+    """At a time. Further ones wait in the kernel's queue."""
+    max_per_address: int = 1024
+    """Connections from one address; 0: as many as there may be at all."""
+    max_head_bytes: int = 16 << 10
+    """Of a request's first line and headers; at least 8 KiB."""
+    max_streams: int = 100
+    """Requests at a time on one HTTP/2 connection."""
+    head_timeout_s: float = 10.0
+    """From a connection's beginning, or from a request's first byte, to the end of its headers."""
+    body_timeout_s: float = 30.0
+    """From the end of the headers to the end of the body."""
+    body_start_s: float = 5.0
+    """After so long, body_bytes_per_s counts."""
+    body_bytes_per_s: float = 1024.0
+    """At least so much of a body must come, on average."""
+    stall_timeout_s: float = 30.0
+    """How long a client may take nothing of what waits for it."""
+    keep_alive_s: float = 75.0
+    """Between two requests."""
+    max_age_s: float = 300.0
+    """An older connection ends with its next answer, varied by a tenth."""
+
+    def age_s(self) -> float:
+        """A connection's own greatest age: not all that came at once are to go at once."""
+        return self.max_age_s * random.uniform(0.9, 1.1)
+
 
 _FDS = "/proc/self/fd"
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
@@ -32,6 +64,10 @@ _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
 _INFO = struct.Struct("=B23xI92xQQ8xI")
 _GONE = (7, 8)
 """TCP_CLOSE and TCP_CLOSE_WAIT: the peer has reset or ended the connection."""
+
+KERNEL_SEND_BUFFER_BYTES = 128 << 10
+"""The kernel's, of one connection, which it doubles. Without it one that is not read takes
+megabytes."""
 
 CROWDED = 7 / 8
 """Of max_connections. Above it idle connections end, first those of the address with the most."""
@@ -367,7 +403,7 @@ def tune_listeners(host: str, port: int, stall_timeout_s: float) -> bool:
     for held in _bound(host, port):
         if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             found = True
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BUFFER_BYTES)
             if _USER_TIMEOUT is not None:
                 # Later than `look`, which resets what is still open.
                 timeout_ms = int(2000 * stall_timeout_s)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -19,21 +20,23 @@ from baton.core.admission.admission import Holding
 from baton.core.errors import BatonError, Internal
 from baton.core.observe.stages import TraceContext
 from baton.core.request.request import Accepted, Delta, Finished, Request
-from baton.router.api.http import timings
-from baton.router.api.http.answer import Answer
-from baton.router.api.http.body import Bodies
-from baton.router.api.http.door import caller
-from baton.router.api.http.errors import described
-from baton.router.api.http.frontend import EventStream, Frontend
+from baton.router.api.http.access import caller
+from baton.router.api.http.answers import (
+    Answer,
+    Usage,
+    joined,
+    timings_asked_for,
+    timings_described,
+    timings_headers,
+)
+from baton.router.api.http.body import Bodies, while_connected
 from baton.router.api.http.parse import Call, listed, most_urgent
-from baton.router.api.http.respond import Header, Json, encode, encode_text, send_json
-from baton.router.api.http.sse import EventWriter
-from baton.router.api.http.tasks import in_parallel, while_connected
-from baton.router.api.http.tools import joined
-from baton.router.api.http.usage import Usage
-from baton.router.request.pipeline import left
+from baton.router.api.http.responses import Header, Json, described, encode, encode_text, send_json
+from baton.router.request.pipeline import EmptyStream, EventStream, Pipeline, left
 from baton.rpc.logs import named
 from baton.rpc.tracing import context_of
+
+Events = EventStream | EmptyStream
 
 # Chunks that say nothing but text, put together from bytes: nearly all of a stream are such.
 
@@ -81,7 +84,7 @@ class WholeAnswer:
         self.finished: list[Finished] = []
         """One, at the end."""
 
-    async def collect(self, stream: EventStream, usage: Usage) -> None:
+    async def collect(self, stream: Events, usage: Usage) -> None:
         async for event in stream:
             if isinstance(event, Delta):
                 usage.add(event)
@@ -114,7 +117,7 @@ log = logging.getLogger(__name__)
 class Generation:
     """An ASGI app. Raises BatonError or HttpError only while nothing has been sent."""
 
-    frontend: Frontend
+    pipeline: Pipeline
     bodies: Bodies
     parse: Callable[[bytes], Call]
     answer: Callable[[Call, Sequence[Accepted], int], Answer]
@@ -122,13 +125,13 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = caller(scope)
         async with self.bodies.received(scope, receive) as body:
-            self.frontend.turn_away(tenant, most_urgent(body.raw, tenant))
-            with self.frontend.reading(tenant):
+            self.pipeline.turn_away(tenant, most_urgent(body.raw, tenant))
+            with self.pipeline.reading(tenant):
                 call = self.parse(body.raw).of(tenant, _trace(scope))
             body.raw = b""
             writer = EventWriter(send)
             try:
-                asked = timings.asked_for(dict(scope["headers"]))
+                asked = timings_asked_for(dict(scope["headers"]))
                 responding = self._respond(call, body.holding, asked, send, writer)
                 await while_connected(receive, responding)
             except asyncio.CancelledError:
@@ -141,7 +144,7 @@ class Generation:
     async def _respond(
         self, call: Call, holding: Holding, wants_timings: bool, send: Send, writer: EventWriter
     ) -> None:
-        async with _opened(self.frontend, call.requests, holding) as streams:
+        async with _opened(self.pipeline, call.requests, holding) as streams:
             accepted = [first for first, _ in streams]
             answer = self.answer(call, accepted, int(time.time()))
             headers = _headers(call, accepted[0])
@@ -161,14 +164,14 @@ class Generation:
                 document = answer.document([c.choices() for c in whole], usage.total())
                 if wants_timings:
                     finished = [end for collector in whole for end in collector.finished]
-                    document |= answer.timings(timings.described(finished))
-                    headers += timings.headers_of(finished)
+                    document |= answer.timings(timings_described(finished))
+                    headers += timings_headers(finished)
                 await send_json(send, 200, document, headers)
 
 
 async def _stream(
     call: Call,
-    streams: Sequence[EventStream],
+    streams: Sequence[Events],
     answer: Answer,
     usage: Usage,
     writer: EventWriter,
@@ -179,7 +182,7 @@ async def _stream(
     first prompt's request, for log lines."""
     finished: dict[int, Finished] = {}
 
-    async def pump(prompt: int, stream: EventStream) -> None:
+    async def pump(prompt: int, stream: Events) -> None:
         await writer.write(with_usage(answer.opening(prompt)))
         plain = PlainChunks(lambda delta: with_usage(answer.chunks(prompt, delta)))
         only_text = not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
@@ -207,7 +210,7 @@ async def _stream(
             await in_parallel(*(pump(i, stream) for i, stream in enumerate(streams)))
         last: Json = {"usage": usage.total()} if call.include_usage else {}
         if wants_timings:
-            last |= answer.timings(timings.described([end for _, end in sorted(finished.items())]))
+            last |= answer.timings(timings_described([end for _, end in sorted(finished.items())]))
         if last:
             await writer.write([answer.chunk([]) | last])
     except BatonError as error:
@@ -220,13 +223,13 @@ async def _stream(
 
 @asynccontextmanager
 async def _opened(
-    frontend: Frontend, requests: Sequence[Request], holding: Holding
-) -> AsyncIterator[list[tuple[Accepted, EventStream]]]:
+    pipeline: Pipeline, requests: Sequence[Request], holding: Holding
+) -> AsyncIterator[list[tuple[Accepted, Events]]]:
     """All requests accepted, in order, with what follows; or none of them and the first failure.
 
     On leaving, whichever way, every stream is closed.
     """
-    found: dict[int, tuple[Accepted, EventStream]] = {}
+    found: dict[int, tuple[Accepted, Events]] = {}
     async with AsyncExitStack() as closing:
         # Each prompt gives its part back when it is encoded, and what is left goes here.
         parts = holding.divided(len(requests))
@@ -234,7 +237,7 @@ async def _opened(
             closing.callback(part.release)
 
         async def open_one(position: int, request: Request) -> None:
-            stream = await frontend.open(request, parts[position])
+            stream = await pipeline.open(request, parts[position])
             closing.push_async_callback(stream.aclose)
             first = await anext(stream)
             if not isinstance(first, Accepted):
@@ -266,3 +269,92 @@ def _headers(call: Call, accepted: Accepted) -> list[Header]:
     if call.ignored:
         headers.append((b"x-baton-ignored-params", listed(call.ignored)))
     return headers
+
+
+KEEP_ALIVE_S = 10.0
+FAREWELL_S = 0.5
+"""What a client gets to take the last event when the server closes."""
+
+log = logging.getLogger(__name__)
+
+_HEAD = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would hold back events until its buffer is full.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventWriter:
+    """Writes one stream. Each `send` carries whole events, so several tasks may write.
+
+    `send` waits while the client reads slowly; what is new meanwhile is coalesced at the source.
+    """
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._idle = True
+        self._open = False
+
+    async def start(self, headers: Sequence[Header]) -> None:
+        head = [*_HEAD, *headers]
+        self._open = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": head})
+
+    async def write(self, documents: Iterable[Json]) -> None:
+        if events := b"".join(b"data: %b\n\n" % encode(each) for each in documents):
+            await self.write_events(events)
+
+    async def write_events(self, events: bytes) -> None:
+        """Whole events, framed."""
+        self._idle = False
+        await self._body(events)
+
+    async def end(self, last: Json | None = None) -> None:
+        """Ends the stream: with [DONE], or with an error document in its place."""
+        data = b"[DONE]" if last is None else encode(last)
+        event = b"data: %b\n\n" % data
+        self._open = False
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def break_off(self, error: Json) -> None:
+        """Ends a stream that has begun and has no end yet, with an error. Bounded, and without
+        effect where nobody takes it."""
+        if not self._open:
+            return
+        with suppress(Exception):
+            async with asyncio.timeout(FAREWELL_S):
+                await self.end(error)
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Within, a comment goes out whenever nothing did for KEEP_ALIVE_S."""
+        ticker = asyncio.ensure_future(self._tick())
+        try:
+            yield
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._idle:
+                await self._body(b": keep-alive\n\n")
+            self._idle = True
+
+    async def _body(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def in_parallel(*work: Coroutine[Any, Any, None]) -> None:
+    """All at once. The first failure cancels the others and is raised as itself."""
+    if len(work) == 1:
+        await work[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in work:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -12,9 +12,8 @@ import msgspec
 
 from baton.core.request.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
 from baton.router.api.http import answer_schema as answers
-from baton.router.api.http.explain_schema import Explained
-from baton.router.api.http.replay_schema import ReplayFile
-from baton.router.api.http.respond import Json
+from baton.router.api.http.answer_schema import Explained, ReplayFile
+from baton.router.api.http.responses import Json
 from baton.router.api.http.schema import REFUSED, ChatBody, CompletionBody
 from baton.router.api.http.tokenizing import DetokenizeBody, TokenizeBody
 

@@ -21,32 +21,38 @@ from baton.core.request.request import (
     SamplingParams,
     TextPrompt,
     TokenPrompt,
+    Tool,
+    ToolCall,
     ToolChoice,
+    ToolUse,
 )
 from baton.core.request.validation import REQUEST_RANGES, validate
-from baton.router.api.http.decode import decode
-from baton.router.api.http.respond import encode
+from baton.router.api.http.responses import encode
 from baton.router.api.http.schema import (
     REFUSED,
+    CallOfTool,
     ChatBody,
     ChatMessage,
     ChatTemplateBody,
     CompletionBody,
+    Function,
     GenerationBody,
+    NamedTool,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
+    ToolOfBody,
+    decode,
 )
-from baton.router.api.http.tools import calls_of, choice_of, tools_of
-from baton.router.api.structured import (
+from baton.router.api.translation import (
     Asked,
     any_object,
     choice,
     either_grammar,
+    in_client_words,
     json_schema,
     regex,
 )
-from baton.router.api.wording import in_client_words
 
 # The form that an HTTP body asks an answer to have, in OpenAI's words and in vLLM's.
 
@@ -403,3 +409,46 @@ def _prompts(
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+_USES = {"none": ToolUse.NONE, "auto": ToolUse.AUTO, "required": ToolUse.REQUIRED}
+
+
+def tools_of(tools: Sequence[ToolOfBody] | None) -> tuple[Tool, ...]:
+    """Raises InvalidArgument for a tool that is no function."""
+    for index, tool in enumerate(tools or ()):
+        if tool.type != "function":
+            name = f"tools[{index}].type"
+            raise InvalidArgument(f"{name} must be function", field=name)
+    return tuple(_tool(tool.function) for tool in tools or ())
+
+
+def choice_of(choice: str | NamedTool | None, parallel: bool | None) -> ToolChoice:
+    """Raises InvalidArgument for a choice that is not offered."""
+    several = True if parallel is None else parallel
+    if choice is None:
+        return ToolChoice(parallel=several)
+    if isinstance(choice, NamedTool):
+        if choice.type != "function" or choice.function is None or not choice.function.name:
+            raise InvalidArgument("tool_choice must name a function", field="tool_choice")
+        return ToolChoice(ToolUse.REQUIRED, choice.function.name, several)
+    if choice not in _USES:
+        raise InvalidArgument(
+            f"tool_choice must be {', '.join(_USES)} or name a function", field="tool_choice"
+        )
+    return ToolChoice(_USES[choice], parallel=several)
+
+
+def calls_of(calls: Sequence[CallOfTool] | None) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(call.id, call.function.name, call.function.arguments) for call in calls or ()
+    )
+
+
+def _tool(function: Function) -> Tool:
+    parameters = bytes(function.parameters).decode()
+    return Tool(
+        function.name,
+        function.description or "",
+        "" if parameters == "null" else parameters,
+    )

@@ -12,15 +12,13 @@ from starlette.types import Receive, Scope, Send
 from baton.core.admission.admission import Holding
 from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request.request import Prompt, Request, TextPrompt, TokenPrompt
-from baton.router.api.http.body import Bodies
-from baton.router.api.http.decode import decode
-from baton.router.api.http.door import caller
-from baton.router.api.http.frontend import Frontend
+from baton.router.api.http.access import caller
+from baton.router.api.http.body import Bodies, while_connected
 from baton.router.api.http.parse import PROMPT_NAMES, chat_prompt, listed
-from baton.router.api.http.respond import Header, encode, encode_list, send_parts
-from baton.router.api.http.schema import ChatTemplateBody
-from baton.router.api.http.tasks import while_connected
-from baton.router.api.wording import in_client_words
+from baton.router.api.http.responses import Header, encode, encode_list, send_parts
+from baton.router.api.http.schema import ChatTemplateBody, decode
+from baton.router.api.translation import in_client_words
+from baton.router.request.pipeline import Pipeline
 
 AT_ONCE = 4096
 """Tokens that are written together."""
@@ -47,17 +45,17 @@ class Tokenizing:
     work: from that to the answer, in parts for which there is room in the Holding. Both raise
     BatonError."""
 
-    frontend: Frontend
+    pipeline: Pipeline
     bodies: Bodies
     read: Callable[[bytes], tuple[Asked, tuple[str, ...]]]
-    work: Callable[[Frontend, Asked, Holding], Awaitable[list[bytes]]]
+    work: Callable[[Pipeline, Asked, Holding], Awaitable[list[bytes]]]
     names: dict[str, str] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = caller(scope)
         async with self.bodies.received(scope, receive) as body:
             try:
-                with self.frontend.reading(tenant):
+                with self.pipeline.reading(tenant):
                     asked, ignored = self.read(body.raw)
                 body.raw = b""
                 asked = replace(asked, request=asked.request.of(tenant))
@@ -69,7 +67,7 @@ class Tokenizing:
     async def _respond(
         self, asked: Asked, holding: Holding, headers: list[Header], send: Send
     ) -> None:
-        await send_parts(send, await self.work(self.frontend, asked, holding), headers)
+        await send_parts(send, await self.work(self.pipeline, asked, holding), headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +78,12 @@ class Asked:
     with_names: bool = False
 
 
-def tokenizing_apps(frontend: Frontend, bodies: Bodies) -> dict[str, Tokenizing]:
+def tokenizing_apps(pipeline: Pipeline, bodies: Bodies) -> dict[str, Tokenizing]:
     """By path."""
     return {
-        "/tokenize": Tokenizing(frontend, bodies, _read_text, _tokenize, PROMPT_NAMES),
+        "/tokenize": Tokenizing(pipeline, bodies, _read_text, _tokenize, PROMPT_NAMES),
         "/detokenize": Tokenizing(
-            frontend, bodies, _read_tokens, _detokenize, {"prompt": "tokens"}
+            pipeline, bodies, _read_tokens, _detokenize, {"prompt": "tokens"}
         ),
     }
 
@@ -101,11 +99,11 @@ def _read_tokens(raw: bytes) -> tuple[Asked, tuple[str, ...]]:
     return Asked(Request(TokenPrompt(tuple(body.tokens)), model=body.model or "")), ignored
 
 
-async def _tokenize(frontend: Frontend, asked: Asked, holding: Holding) -> list[bytes]:
+async def _tokenize(pipeline: Pipeline, asked: Asked, holding: Holding) -> list[bytes]:
     """In parts, between which others get their turn: a long text has megabytes of answer."""
     strings = _List(holding)
     on_names = strings.add if asked.with_names else None
-    encoded, model = await frontend.tokenize(asked.request, holding, on_names)
+    encoded, model = await pipeline.tokenize(asked.request, holding, on_names)
     ids, tokens = encoded.token_ids, _List(holding)
     for start in range(0, len(ids), AT_ONCE):
         tokens.add(ids[start : start + AT_ONCE])
@@ -119,8 +117,8 @@ async def _tokenize(frontend: Frontend, asked: Asked, holding: Holding) -> list[
     ]
 
 
-async def _detokenize(frontend: Frontend, asked: Asked, holding: Holding) -> list[bytes]:
-    return [encode({"prompt": await frontend.detokenize(asked.request, holding)})]
+async def _detokenize(pipeline: Pipeline, asked: Asked, holding: Holding) -> list[bytes]:
+    return [encode({"prompt": await pipeline.detokenize(asked.request, holding)})]
 
 
 class _List:

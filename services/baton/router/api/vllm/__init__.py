@@ -1,5 +1,30 @@
-"""`vllm.grpc.engine.VllmEngine`, somebody else's protocol: a whole Baton as a gateway's engine.
+"""`vllm.grpc.engine.VllmEngine`, a foreign protocol: a whole Baton as one engine of a gateway.
 
-The messages are those of the package smg-grpc-proto, an optional part of the installation
-(`baton[vllm]`). Only `optional` may be imported without it.
+In: messages of the package smg-grpc-proto, an optional part of the installation (`baton[vllm]`).
+Out: core Requests; events as messages.
+This file alone may be imported without that package.
 """
+
+from __future__ import annotations
+
+from baton.core.errors import InvalidArgument
+from baton.router.config import RouterConfig
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.fleet import Fleet
+from baton.rpc.server import Service
+
+
+def engine_service(pipeline: Pipeline, fleet: Fleet, config: RouterConfig) -> Service:
+    """Ready to be given to a ProcessServer. Raises InvalidArgument naming the option at fault."""
+    try:
+        import smg_grpc_proto  # noqa: F401
+    except ImportError:
+        raise InvalidArgument(
+            "needs the protocol's messages: pip install 'baton[vllm]'", field="vllm_engine"
+        ) from None
+    from baton.router.api.vllm.engine import About, TokenizerFiles, VllmEngine
+    from baton.router.observe.use import Use
+
+    files = TokenizerFiles.of(config.vllm_tokenizer) if config.vllm_tokenizer else None
+    about = About(pipeline, Use(pipeline, fleet), files)
+    return VllmEngine(pipeline, about, files, stall_timeout_s=config.stall_timeout_s).service()

@@ -10,13 +10,12 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.door import HttpDoor
-from baton.router.api.http.playground import playground_routes
-from baton.router.api.keys import Door, OpenDoor
+from baton.router.api.access import Authenticator, OpenAuthenticator
+from baton.router.api.http.access import HttpAccess
+from baton.router.api.http.app import playground_routes
 from baton.rpc.hosts import AllowedHosts
 from tests.services.router.test_keys import Kept
-from tests.services.router_http.scripted import Scripted
+from tests.services.router_http.scripted import Scripted, http_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -34,18 +33,22 @@ class App:
     """A router's HTTP over scripted answers."""
 
     def __init__(
-        self, door: Door, *, hosts: AllowedHosts | None = None, open_metrics: bool = False
+        self,
+        authenticator: Authenticator,
+        *,
+        hosts: AllowedHosts | None = None,
+        open_metrics: bool = False,
     ) -> None:
         self.frontend = Scripted()
         registry = CollectorRegistry()
         Counter("baton_work", "Any", registry=registry).inc()
         Counter("baton_tenant_work", "Any", ["tenant"], registry=registry).labels("acme").inc()
         pages = playground_routes()
-        self._app = HttpApp(
+        self._app = http_app(
             self.frontend,
             registry,
-            HttpDoor(
-                door,
+            HttpAccess(
+                authenticator,
                 open_metrics=open_metrics,
                 pages=[page.path for page in pages],
                 hosts=hosts,
@@ -78,7 +81,7 @@ def kept(tmp_path: Path) -> Kept:
 
 @pytest.fixture
 def app() -> App:
-    return App(OpenDoor(), hosts=LOCAL)
+    return App(OpenAuthenticator(), hosts=LOCAL)
 
 
 READS = ("/", "/v1/models", "/requests/abc", "/metrics", "/version", "/docs", "/openapi.json", "/x")
@@ -114,7 +117,7 @@ async def test_this_machines_own_names_are_answered(app: App, host: str) -> None
 
 async def test_with_keys_any_name_will_do(kept: Kept) -> None:
     key = kept.new("acme")
-    app = App(kept.door())
+    app = App(kept.authenticator())
     shown = {"authorization": f"Bearer {key}"}
     assert (
         await app.ask("GET", "/v1/models", host="any.example", headers=shown)
@@ -158,7 +161,7 @@ async def test_what_a_page_sends_unasked_is_no_request(
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_no_answer_lets_another_site_read_it(kept: Kept, keyed: bool) -> None:
     key = kept.new("acme", operator=True)
-    app = App(kept.door()) if keyed else App(OpenDoor(), hosts=LOCAL)
+    app = App(kept.authenticator()) if keyed else App(OpenAuthenticator(), hosts=LOCAL)
     shown = {"authorization": f"Bearer {key}"} if keyed else {}
     asked = {
         **PAGE,
@@ -179,7 +182,7 @@ async def test_no_answer_lets_another_site_read_it(kept: Kept, keyed: bool) -> N
 async def test_metrics_are_an_operators(kept: Kept) -> None:
     keys = {"tenant": kept.new("acme"), "operator": kept.new("staff", operator=True)}
     shown = {who: {"authorization": f"Bearer {key}"} for who, key in keys.items()}
-    app = App(kept.door())
+    app = App(kept.authenticator())
     for method in ("GET", "HEAD"):
         assert (await app.ask(method, "/metrics")).status_code == 401
         refused = await app.ask(method, "/metrics", headers=shown["tenant"])
@@ -194,7 +197,7 @@ async def test_metrics_are_an_operators(kept: Kept) -> None:
 
 async def test_open_metrics_name_tenants_to_an_operator_alone(kept: Kept) -> None:
     tenant, staff = kept.new("acme"), kept.new("staff", operator=True)
-    app = App(kept.door(), open_metrics=True)
+    app = App(kept.authenticator(), open_metrics=True)
     for key in ("", "wrong", tenant):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         answer = await app.ask("GET", "/metrics", headers=headers)
@@ -205,6 +208,6 @@ async def test_open_metrics_name_tenants_to_an_operator_alone(kept: Kept) -> Non
 
 
 async def test_without_keys_there_are_no_other_tenants() -> None:
-    app = App(OpenDoor(beyond=True), hosts=AllowedHosts("0.0.0.0:8000"))
+    app = App(OpenAuthenticator(public=True), hosts=AllowedHosts("0.0.0.0:8000"))
     answer = await app.ask("GET", "/metrics", host="10.0.0.7:8000")
     assert answer.status_code == 200 and "baton_tenant_work_total" in answer.text

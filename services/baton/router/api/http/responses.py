@@ -1,17 +1,60 @@
-"""Failures as OpenAI's error bodies: `{"error": {message, type, param, code}}` with a status.
+"""JSON documents and failures as ASGI responses.
 
-One field more than OpenAI's says whether the same request may do better: `retryable`.
-
-`baton.rpc.errors` knows core's failures; here are those that only HTTP has. Every text is ours.
+A failure is OpenAI's error body, `{"error": {message, type, param, code}}`, with one field more:
+`retryable` says whether the same request may succeed later. `baton.rpc.errors` describes failures
+of requests; `HttpError` is a failure of the HTTP exchange itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 from starlette.exceptions import HTTPException
+from starlette.types import Send
 
 from baton.core.errors import BatonError, Unauthenticated
-from baton.router.api.http.respond import Header, Json
 from baton.rpc.errors import http_status, openai_error, retry_after_headers, with_hint
+
+Json = dict[str, Any]
+Header = tuple[bytes, bytes]
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(document: Json) -> bytes:
+    return _encoder.encode(document)
+
+
+def encode_text(text: str) -> bytes:
+    """With its quotes."""
+    return _encoder.encode(text)
+
+
+def encode_list(values: Sequence[int] | Sequence[str]) -> bytes:
+    return _encoder.encode(values)
+
+
+async def send_json(
+    send: Send, status: int, document: Json, headers: Sequence[Header] = ()
+) -> None:
+    await send_parts(send, [encode(document)], headers, status)
+
+
+async def send_parts(
+    send: Send, parts: Sequence[bytes], headers: Sequence[Header] = (), status: int = 200
+) -> None:
+    """A JSON document that was written in parts, as one response."""
+    head = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % sum(map(len, parts))),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    for part in parts[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": parts[-1]})
 
 
 class HttpError(Exception):

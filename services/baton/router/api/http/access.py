@@ -10,8 +10,8 @@ from starlette.types import Scope
 
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unauthenticated
-from baton.router.api.http.errors import HttpError
-from baton.router.api.keys import Door, at_address
+from baton.router.api.access import Authenticator, at_address
+from baton.router.api.http.responses import HttpError
 from baton.rpc import peer_token
 from baton.rpc.hosts import AllowedHosts
 from baton.rpc.metrics import UNAUTHENTICATED, counter
@@ -25,7 +25,7 @@ _TENANT = "baton.tenant"
 _METHODS = ("GET", "HEAD")
 
 
-class HttpDoor:
+class HttpAccess:
     """open_metrics: /metrics needs no key either. pages: paths that need none, because what is
     there is the same for everybody. hosts: under which names requests are answered at all; None:
     under any, as they have to show keys. token: whoever shows it in place of a key may read
@@ -33,20 +33,20 @@ class HttpDoor:
 
     def __init__(
         self,
-        door: Door,
+        authenticator: Authenticator,
         *,
         open_metrics: bool,
         pages: Collection[str] = (),
         hosts: AllowedHosts | None = None,
         token: str = "",
     ) -> None:
-        self._door = door
+        self._authenticator = authenticator
         self._open_metrics = open_metrics
         self._open = OPEN | set(pages)
         self._hosts = hosts
         self._token = f"Bearer {token}" if token else ""
 
-    def admit(self, scope: Scope) -> None:
+    def check(self, scope: Scope) -> None:
         """Notes who calls. Raises HttpError or Unauthenticated."""
         path = scope["path"] if scope["method"] in _METHODS else ""
         if path in READY:
@@ -77,7 +77,7 @@ class HttpDoor:
             self._open_metrics or peer_token.matches(self._token, shown)
         )
         try:
-            tenant = self._door.admit(shown)
+            tenant = self._authenticator.authenticate(shown)
         except Unauthenticated:
             if open_metrics:
                 return None

@@ -24,11 +24,10 @@ from baton.core.observe.request_record import (
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import Grammar
 from baton.core.routing.candidates import Candidate
-from baton.router.api.http.answer import FINISH_REASONS
-from baton.router.api.http.door import caller
-from baton.router.api.http.frontend import Frontend
-from baton.router.api.http.respond import Json, encode
-from baton.router.api.http.timings import worker_words
+from baton.router.api.http.access import caller
+from baton.router.api.http.answers import FINISH_REASONS, worker_words
+from baton.router.api.http.responses import Json, encode
+from baton.router.request.pipeline import Pipeline
 from baton.rpc.tracing import now
 
 # Words what makes a request's tokens again, as `replay_schema` says.
@@ -237,11 +236,11 @@ def _s(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def request_routes(frontend: Frontend) -> list[Route]:
+def request_routes(pipeline: Pipeline) -> list[Route]:
     async def explain(request: Request) -> Response:
         request_id = bare_id(request.path_params["id"])
         who = caller(request.scope)
-        record = frontend.explain(request_id, who)
+        record = pipeline.explain(request_id, who)
         asked = request.query_params.get("replay")
         if asked is None:
             document = explained(record, now(), whole=who.operator)

@@ -1,12 +1,16 @@
-"""`GenerateRequest` to a core Request.
+"""`GenerateRequest` to a core Request, and a request's events to messages.
 
-What is asked for and cannot be applied is refused: whatever field is set and not named here. The
-protocol writes most of its defaults as zero, so zero means them here too.
+A request that sets a field which is not named here is refused, since it could not be applied. The
+protocol writes most of its defaults as zero, so zero means the default here, too.
+
+A stream has one chunk for whatever is new of a choice, and the chunk counts the new tokens only.
+Every choice ends with a `complete`, which has all tokens and counts them all; of log-probabilities
+it has those that were in no chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import Message
@@ -15,17 +19,28 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, InvalidArgument
 from baton.core.observe.stages import TraceContext
-from baton.core.request.request import Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from baton.core.request.request import (
+    Accepted,
+    Delta,
+    FinishReason,
+    Prompt,
+    Request,
+    SamplingParams,
+    TextLogprob,
+    TextPrompt,
+    TokenLogprobs,
+    TokenPrompt,
+)
 from baton.core.request.validation import check_text
-from baton.router.api.structured import (
+from baton.router.api.translation import (
     Asked,
     any_object,
     choice,
     either_grammar,
+    in_client_words,
     json_schema,
     regex,
 )
-from baton.router.api.wording import in_client_words
 from baton.rpc.errors import with_hint
 
 MAX_REQUEST_ID_BYTES = 256
@@ -166,3 +181,116 @@ def _form(params: pb.SamplingParams) -> Asked | None:
             return choice(params.choice.choices, f"{where}.choices")
         case _:
             return None
+
+
+REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.TOOL_CALLS: "stop",
+}
+
+
+class Answer:
+    """See the module. The first event is given to `accepted`."""
+
+    def __init__(self, call: Call) -> None:
+        self._stream = call.stream
+        self._tops = bool(call.request.sampling.top_logprobs)
+        self._prompt_tops = bool(call.request.prompt_logprobs)
+        self._prompt_tokens = 0
+        self._choices = [_Choice(index) for index in range(call.request.n)]
+
+    def accepted(self, event: Accepted) -> None:
+        self._prompt_tokens = event.prompt_tokens
+        if event.prompt_logprobs:
+            told = _of_prompt(event.prompt_logprobs, self._prompt_tops)
+            for each in self._choices:
+                each.prompt_logprobs = told
+
+    def delta(self, delta: Delta, cached_tokens: int) -> Iterator[pb.GenerateResponse]:
+        choice = self._choices[delta.choice]
+        choice.token_ids.extend(delta.token_ids)
+        logprobs = _of_output(delta.logprobs, self._tops)
+        if not self._stream:
+            choice.logprobs.MergeFrom(logprobs)
+        elif delta.token_ids:
+            chunk = pb.GenerateStreamChunk(
+                token_ids=delta.token_ids,
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=len(delta.token_ids),
+                cached_tokens=cached_tokens,
+                output_logprobs=logprobs if delta.logprobs else None,
+                input_logprobs=choice.take_prompt_logprobs(),
+                index=choice.index,
+            )
+            yield pb.GenerateResponse(chunk=chunk)
+        if delta.finish_reason is not None:
+            yield self._complete(choice, REASONS[delta.finish_reason], cached_tokens, delta)
+
+    def aborted(self, cached_tokens: int = 0) -> Iterator[pb.GenerateResponse]:
+        """Of the choices that have not ended."""
+        for each in self._choices:
+            if not each.ended:
+                yield self._complete(each, "abort", cached_tokens)
+
+    def _complete(
+        self, choice: _Choice, reason: str, cached_tokens: int, last: Delta | None = None
+    ) -> pb.GenerateResponse:
+        choice.ended = True
+        complete = pb.GenerateComplete(
+            output_ids=choice.token_ids,
+            finish_reason=reason,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=cached_tokens,
+            output_logprobs=choice.logprobs if choice.logprobs.token_ids else None,
+            input_logprobs=choice.take_prompt_logprobs(),
+            index=choice.index,
+        )
+        if last is not None and last.stop_string is not None:
+            complete.matched_stop_str = last.stop_string
+        elif last is not None and last.stop_token_id is not None:
+            complete.matched_token_id = last.stop_token_id
+        return pb.GenerateResponse(complete=complete)
+
+
+class _Choice:
+    """What was not told yet, or is told again at the end."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ended = False
+        self.token_ids: list[int] = []
+        self.logprobs = pb.OutputLogProbs()
+        self.prompt_logprobs: pb.InputLogProbs | None = None
+
+    def take_prompt_logprobs(self) -> pb.InputLogProbs | None:
+        """Once: they go with a choice's first message."""
+        told, self.prompt_logprobs = self.prompt_logprobs, None
+        return told
+
+
+def _of_output(entries: Sequence[TokenLogprobs], tops: bool) -> pb.OutputLogProbs:
+    return pb.OutputLogProbs(
+        token_logprobs=[entry.token.logprob for entry in entries],
+        token_ids=[entry.token.token_id for entry in entries],
+        top_logprobs=[_top(entry.top) for entry in entries] if tops else (),
+    )
+
+
+def _of_prompt(entries: Sequence[TokenLogprobs], tops: bool) -> pb.InputLogProbs:
+    """The first token has none: nothing comes before it."""
+    numbers = [pb.InputTokenLogProb(value=entry.token.logprob) for entry in entries[1:]]
+    return pb.InputLogProbs(
+        token_logprobs=[pb.InputTokenLogProb(), *numbers],
+        token_ids=[entry.token.token_id for entry in entries],
+        top_logprobs=[_top(entry.top) for entry in entries] if tops else (),
+    )
+
+
+def _top(entries: Sequence[TextLogprob]) -> pb.TopLogProbs:
+    return pb.TopLogProbs(
+        values=[entry.logprob for entry in entries],
+        token_ids=[entry.token_id for entry in entries],
+    )

@@ -1,6 +1,6 @@
-"""Who calls: turns what a caller shows into a Tenant.
+"""Who may call: keys, and the public addresses that need them.
 
-Nothing that a caller shows is logged or told back.
+Nothing that a caller shows is logged or repeated in an answer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from baton.core.admission.api_keys import KeyBook, KeyIndex
 from baton.core.admission.key_document import parse
 from baton.core.admission.tenants import ANYONE, OWNER, Tenant
 from baton.core.errors import InvalidArgument, Unauthenticated
+from baton.rpc.address import is_loopback, split
 from baton.rpc.changes import LOOK_S, signature
 from baton.rpc.metrics import API_KEYS, API_KEYS_STALE, REGISTRY, gauge
 
@@ -28,17 +29,17 @@ MAX_FILE_BYTES = 64 << 20
 _SCHEME = "bearer"
 
 
-class Door(Protocol):
+class Authenticator(Protocol):
     """Lets callers in."""
 
-    def admit(self, authorization: Sequence[str]) -> Tenant:
+    def authenticate(self, authorization: Sequence[str]) -> Tenant:
         """authorization: every value of the call's header of that name.
 
         Raises Unauthenticated.
         """
 
     async def run(self) -> None:
-        """Does what the door needs done until cancelled."""
+        """Does what the authenticator needs done until cancelled."""
 
 
 def at_address(tenant: Tenant, host: str) -> Tenant:
@@ -57,21 +58,21 @@ def at_address(tenant: Tenant, host: str) -> Tenant:
     return replace(tenant, address=host)
 
 
-class OpenDoor:
-    """Asks for no key. beyond: other machines reach it, so callers are not taken for whoever runs
-    this Baton."""
+class OpenAuthenticator:
+    """Requires no key. public: other machines reach the router, so a caller does not count as its
+    owner."""
 
-    def __init__(self, *, beyond: bool = False) -> None:
-        self._caller = ANYONE if beyond else OWNER
+    def __init__(self, *, public: bool = False) -> None:
+        self._caller = ANYONE if public else OWNER
 
-    def admit(self, authorization: Sequence[str]) -> Tenant:
+    def authenticate(self, authorization: Sequence[str]) -> Tenant:
         return self._caller
 
     async def run(self) -> None:
         return
 
 
-class KeyedDoor:
+class KeyAuthenticator:
     """Asks for a key of a file, and follows the file's changes while `run` runs.
 
     A file that cannot be used changes nothing: whoever had a key keeps it, and nobody else gets in.
@@ -94,7 +95,7 @@ class KeyedDoor:
             gauge(API_KEYS_STALE, lambda: {(): float(self._stale)}, registry),
         )
 
-    def admit(self, authorization: Sequence[str]) -> Tenant:
+    def authenticate(self, authorization: Sequence[str]) -> Tenant:
         if not authorization:
             raise Unauthenticated("Show an API key: Authorization: Bearer KEY.")
         # Two headers may be read differently by whatever is in front.
@@ -149,3 +150,43 @@ def _read(path: Path) -> KeyBook:
         return parse(raw.decode())
     except UnicodeDecodeError:
         raise InvalidArgument("is not UTF-8", field="keys") from None
+
+
+def check(faces: Mapping[str, str], *, keys: bool, allow_anonymous: bool) -> None:
+    """faces: "host:port" by option. Raises InvalidArgument naming the option at fault."""
+    if keys and allow_anonymous:
+        raise InvalidArgument("contradicts keys: say only one of them", field="allow_anonymous")
+    for name, host in _public(faces):
+        if not (keys or allow_anonymous):
+            raise InvalidArgument(
+                f"{host} is reached from other machines, so callers have to show keys: give "
+                "--keys FILE ('baton keys new' makes one), listen on 127.0.0.1, or say "
+                "--allow-anonymous to answer anybody",
+                field=name,
+            )
+
+
+def warnings(
+    faces: Mapping[str, str], *, keys: bool, tls: bool, tls_terminated: bool
+) -> Iterator[str]:
+    """What the operator should know of a configuration that passed `check`."""
+    if not keys:
+        for name, host in _public(faces):
+            yield f"{name}: anybody who reaches {host} is answered (allow_anonymous)" + (
+                ", over HTTP by an address or a name of allowed_hosts"
+                if name == "http_listen"
+                else ""
+            )
+    elif not (tls or tls_terminated):
+        for name, host in _public(faces):
+            yield (
+                f"{name}: keys and texts reach {host} in plain text; give public_tls_cert, or say "
+                "tls_terminated if something in front speaks TLS"
+            )
+
+
+def _public(faces: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, address in faces.items():
+        host, _ = split(address, name)
+        if not is_loopback(host):
+            yield name, host

@@ -1,10 +1,11 @@
-"""Asks every gRPC call for its key before anything of the call is read.
+"""Who makes a gRPC call, and how long the caller waits.
 
-Everything but health needs a key: also reflection, and methods that do not exist.
+Every call needs a key before anything of it is read, except calls of health: also reflection, and
+methods that do not exist.
 
-A browser speaks HTTP/2 only over TLS, and some then send `te: trailers` by themselves, which is all
-that gRPC asks of a call: its server takes one with any content type. So where no keys are asked
-for, calls with an Origin are refused: browsers name the page in it for which they send something.
+A browser speaks HTTP/2 only over TLS, and some browsers then send `te: trailers` by themselves,
+which is all that gRPC requires of a call: its server takes a call of any content type. So a router
+without keys refuses calls with an Origin header, in which browsers name the page that sends.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from urllib.parse import unquote
 import grpc
 
 from baton.core.admission.tenants import Tenant
-from baton.core.errors import BatonError, InvalidArgument, Unauthenticated
-from baton.router.api.keys import Door, at_address
+from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unauthenticated
+from baton.core.request.validation import REQUEST_RANGES
+from baton.router.api.access import Authenticator, at_address
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
 OPEN = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
@@ -42,8 +44,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Comes after the ErrorInterceptor, which words the refusals. web_pages: what browsers send
     for pages is answered, too."""
 
-    def __init__(self, door: Door, *, web_pages: bool = False) -> None:
-        self._door = door
+    def __init__(self, authenticator: Authenticator, *, web_pages: bool = False) -> None:
+        self._authenticator = authenticator
         self._web_pages = web_pages
 
     async def intercept_service(
@@ -67,7 +69,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
                 if name == "authorization"
             ]
             try:
-                _CALLER.set(self._door.admit(shown))
+                _CALLER.set(self._authenticator.authenticate(shown))
             except Unauthenticated as error:
                 counter(UNAUTHENTICATED).labels("grpc").inc()
                 return _refusal(error)
@@ -83,3 +85,13 @@ def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
     # The stubs describe the handlers of gRPC's other server, the one with threads.
     handler: Any = refuse
     return grpc.stream_stream_rpc_method_handler(handler)
+
+
+def deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    """Time left for the call, or None; no more than a request may name. Raises DeadlineExceeded."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return None
+    if remaining_s <= 0:
+        raise DeadlineExceeded("The request ran out of time.")
+    return min(float(remaining_s), REQUEST_RANGES["deadline_s"].high)

@@ -1,15 +1,13 @@
-"""Every way to ask for structured output becomes a core Grammar here; compiles nothing.
-
-Each gives the Grammar and the client's name of the field that its text stood in, which is what a
-tokenizer's complaint is about.
+"""What the APIs share in translating: structured output to a Grammar, and failures back into the
+names of fields that their clients use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from baton.core.errors import InvalidArgument
+from baton.core.errors import BatonError, InvalidArgument
 from baton.core.request.request import Grammar, GrammarKind
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
@@ -64,3 +62,19 @@ def _literal(character: str) -> str:
     """A regular expression for one character, whatever it means in one."""
     plain = character.isascii() and character.isalnum()
     return character if plain else rf"\x{{{ord(character):X}}}"
+
+
+_PREDICATES = ("must ", "cannot be ", "takes ")
+"""What a message begins with that says something of its field, without naming it."""
+
+
+def in_client_words(error: BatonError, names: Mapping[str, str]) -> BatonError:
+    """names: core's field names to the client's, where they differ."""
+    name, message = names.get(error.field, error.field), error.message
+    if error.field and message.startswith(error.field):
+        message = name + message.removeprefix(error.field)
+    elif name and message.startswith(_PREDICATES):  # from a process that tells the field apart
+        message = f"{name} {message}"
+    worded = type(error)(message, field=name, retry_after_s=error.retry_after_s)
+    worded.request_id = error.request_id
+    return worded

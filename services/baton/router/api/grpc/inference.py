@@ -1,9 +1,11 @@
-"""Requests and events of `baton.v1.Inference` to core values and back.
-
-An absent field takes core's default, which differs from zero.
-"""
+"""The public gRPC service `baton.v1.Inference`: messages to core Requests, events to messages."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, from_reason
 from baton.core.observe.stages import StageTimes
@@ -23,11 +25,88 @@ from baton.core.request.request import (
     ToolChoice,
     ToolUse,
 )
-from baton.router.api.structured import any_object, choice, gbnf, json_schema, lark, regex
+from baton.router.api.grpc.access import caller, deadline_s
+from baton.router.api.translation import any_object, choice, gbnf, json_schema, lark, regex
+from baton.router.request.pipeline import Pipeline
+from baton.rpc.calls import WriteTimeout
 from baton.rpc.chat_messages import messages_from_proto, tools_from_proto
 from baton.rpc.convert import finish_reason_to_proto, model_to_proto, sampling_from_proto
 from baton.rpc.errors import with_hint
+from baton.rpc.server import Service
+from baton.rpc.tracing import context_of
 from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+
+Asked = TypeVar("Asked", pb.GenerateRequest, pb.ChatRequest)
+Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
+
+
+SERVICE = "baton.v1.Inference"
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """A request ends with its call, whoever ends it: client, deadline or stall."""
+
+    def __init__(self, pipeline: Pipeline, *, stall_timeout_s: float) -> None:
+        self._pipeline = pipeline
+        self._stall_timeout_s = stall_timeout_s
+
+    def service(self) -> Service:
+        """Ready to be given to a ProcessServer."""
+        return Service(
+            SERVICE, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+        )
+
+    async def Generate(  # type: ignore[override]
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> None:
+        await self._answer(request, generate_from_proto, pb.GenerateResponse, context)
+
+    async def Chat(  # type: ignore[override]
+        self,
+        request: pb.ChatRequest,
+        context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
+    ) -> None:
+        await self._answer(request, chat_from_proto, pb.ChatResponse, context)
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        return models_to_proto(self._pipeline.models())
+
+    async def _answer(
+        self,
+        message: Asked,
+        read: Callable[[Asked, float | None], Request],
+        new: Callable[[], Response],
+        context: grpc.aio.ServicerContext[Asked, Response],
+    ) -> None:
+        tenant = caller(context)
+        # The message is in memory already: what is held is room for its encoding.
+        holding = self._pipeline.receive(tenant, message.ByteSize())
+        try:
+            self._pipeline.turn_away(tenant, message.options.priority)
+            with self._pipeline.reading(tenant):
+                request = read(message, deadline_s(context))
+            trace = context_of(context.invocation_metadata() or ())
+            stream = await self._pipeline.open(request.of(tenant, trace), holding)
+            try:
+                async with WriteTimeout(self._stall_timeout_s) as stall:
+                    async for event in stream:
+                        response = new()
+                        put_event(event, response.event, return_token_ids=request.return_token_ids)
+                        await stall.watch(context.write(response))
+            finally:
+                await stream.aclose()
+        except BatonError as error:
+            raise in_client_words(error) from error
+        finally:
+            holding.release()
+
 
 _FIELDS = {
     "n": "options.n",
