@@ -11,11 +11,10 @@ from functools import cache
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, FirstTokens, Planned, Started, Tokens
+from baton.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
 from baton.testing.fake_runner import FakeRunner
 
@@ -81,12 +80,12 @@ def runner(
 
 
 def prefill_loop(
-    num_blocks: int = 64, policy: PrefillPolicy | None = None, *, eos_every: int = 0
-) -> EngineLoop[PrefillScheduler]:
+    num_blocks: int = 64, policy: SchedulerPolicy | None = None, *, eos_every: int = 0
+) -> EngineLoop:
     engine = runner(num_blocks, eos_every=eos_every)
-    scheduler = PrefillScheduler(
+    scheduler = Scheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
-        policy or PrefillPolicy(),
+        policy or PREFILL,
         engine.model,
     )
     return EngineLoop(engine, scheduler)
@@ -94,14 +93,14 @@ def prefill_loop(
 
 def decode_loop(
     num_blocks: int = 64,
-    policy: DecodePolicy | None = None,
+    policy: SchedulerPolicy | None = None,
     *,
     eos_every: int = 0,
     num_swap_blocks: tuple[int, int] = (0, 0),
     lost_swap_blocks: Iterable[int] = (),
     depth: int = 1,
     delay_steps: int | None = None,
-) -> EngineLoop[DecodeScheduler]:
+) -> EngineLoop:
     """depth: how many steps are in flight; with more than one they are planned ahead. delay_steps:
     of the runner, by default as late as that allows."""
     engine = runner(
@@ -112,23 +111,22 @@ def decode_loop(
         depth=depth,
         delay_steps=depth - 1 if delay_steps is None else delay_steps,
     )
-    scheduler = DecodeScheduler(
+    scheduler = Scheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
-        policy or DecodePolicy(headroom=8),
+        policy or SchedulerPolicy(headroom=8),
         engine.model,
         num_swap_blocks=num_swap_blocks,
-        pipelined=depth > 1,
     )
     return EngineLoop(engine, scheduler)
 
 
-def run(loop: EngineLoop[Scheduler], plan: StepPlan) -> StepResult:
+def run(loop: EngineLoop, plan: StepPlan) -> StepResult:
     """Computes one step to its end, with no other in flight."""
     loop.submit(plan)
     return loop.collect()[1]
 
 
-def run_out(loop: EngineLoop[Scheduler], now: float = 0.0, *, most: int = 2000) -> list[Event]:
+def run_out(loop: EngineLoop, now: float = 0.0, *, most: int = 2000) -> list[Event]:
     """Steps until nothing is left, checking the books after each one. Time flies."""
     events: list[Event] = []
     for _ in range(most):
@@ -141,7 +139,7 @@ def run_out(loop: EngineLoop[Scheduler], now: float = 0.0, *, most: int = 2000) 
 
 
 class Outputs:
-    """Collects Tokens events and insists that no position is repeated or skipped."""
+    """Collects NewTokens events and insists that no position is repeated or skipped."""
 
     def __init__(self) -> None:
         self.tokens: dict[SequenceKey, list[int]] = {}
@@ -149,7 +147,7 @@ class Outputs:
 
     def take(self, events: list[Event]) -> Outputs:
         for event in events:
-            if not isinstance(event, Tokens):
+            if not isinstance(event, NewTokens):
                 continue
             for made in event.tokens:
                 so_far = self.tokens.setdefault(made.key, [])
@@ -169,7 +167,7 @@ class Outputs:
 @cache
 def expected(one: Attempt, eos_every: int = 0) -> dict[int, list[int]]:
     """What each choice of an attempt must say: run alone, in a large pool, undisturbed."""
-    loop = decode_loop(256, DecodePolicy(), eos_every=eos_every)
+    loop = decode_loop(256, SchedulerPolicy(), eos_every=eos_every)
     loop.scheduler.add(one, 0.0)
     return Outputs().take(run_out(loop)).of(one)
 
@@ -188,7 +186,7 @@ def handed_over(one: Attempt, eos_every: int = 0) -> tuple[FirstTokens, bytes]:
     return first, bytes(payload)
 
 
-def fill_in(loop: EngineLoop[DecodeScheduler], one: Attempt, from_position: int, kv: bytes) -> None:
+def fill_in(loop: EngineLoop, one: Attempt, from_position: int, kv: bytes) -> None:
     """Puts a given KV into the blocks of a reserved attempt, from a position on."""
     count = len(one.token_ids)
     whole = runner(-(-count // BLOCK_SIZE))
@@ -202,5 +200,5 @@ def fill_in(loop: EngineLoop[DecodeScheduler], one: Attempt, from_position: int,
     loop.runner.unpack(target, from_position, count - from_position, memoryview(wanted))
 
 
-def started(events: list[Event]) -> list[Started]:
-    return [event for event in events if isinstance(event, Started)]
+def started(events: list[Event]) -> list[KvComplete]:
+    return [event for event in events if isinstance(event, KvComplete)]

@@ -18,7 +18,6 @@ from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import attempt
 from tests.depth import examples
 
@@ -40,7 +39,7 @@ DRAWN = st.builds(
 class StepMachine(RuleBasedStateMachine):
     """Launches and applies steps as two rules, so that anything can happen in between."""
 
-    loop: EngineLoop[Scheduler]
+    loop: EngineLoop
 
     def begin_steps(self) -> None:
         self.now = 0.0

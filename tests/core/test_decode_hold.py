@@ -1,4 +1,4 @@
-"""DecodeScheduler, sequences that stop to be handed over: what is told, kept and given back."""
+"""Scheduler, sequences that stop to be handed over: what is told, kept and given back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from baton.core.errors import HandoverFailed, NotFound
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, Failed, Held, Tokens
+from baton.core.scheduler.events import AttemptFailed, Event, Held, NewTokens
 from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run_out
 
 KEY = SequenceKey("r", 0, 0)
 
 
-def running(loop: EngineLoop[DecodeScheduler], one: Attempt, steps: int) -> Outputs:
+def running(loop: EngineLoop, one: Attempt, steps: int) -> Outputs:
     loop.scheduler.add(one, 0.0)
     outputs = Outputs()
     for _ in range(steps):
@@ -64,7 +64,7 @@ def test_it_stops_when_what_was_launched_is_told(depth: int) -> None:
     extents = other.scheduler.extents(rest.key)
     other.runner.unpack(extents, 0, stopped.num_positions, memoryview(payload))
     other.scheduler.admit(rest.key, (stopped.newest,), 0.0)
-    made = [t for e in run_out(other) if isinstance(e, Tokens) for t in e.tokens]
+    made = [t for e in run_out(other) if isinstance(e, NewTokens) for t in e.tokens]
     assert [t.position for t in made] == list(range(len(output) - 1, 30))
     whole = output[:-1] + [token for t in made for token in t.token_ids]
     assert whole == expected(one)[0]
@@ -116,7 +116,7 @@ def test_a_fork_stops_only_when_its_own_block_is_copied() -> None:
 
 def test_kv_that_swap_memory_lost_fails_the_one_that_stops() -> None:
     """Its KV was to come back with a step that was in flight when it was told to stop."""
-    policy = DecodePolicy(headroom=1)
+    policy = SchedulerPolicy(headroom=1)
     loop = decode_loop(20, policy, num_swap_blocks=(40, 0), lost_swap_blocks=range(40), depth=2)
     many = [attempt(f"r{i}", size=22, seed=i, max_tokens=30) for i in range(3)]
     for one in many:
@@ -124,18 +124,19 @@ def test_kv_that_swap_memory_lost_fails_the_one_that_stops() -> None:
     stopped, events, now = None, list[Event](), 0.0
     while loop.scheduler.has_work:
         now += 0.1
+        swapped = {g.id for g in loop.scheduler.sequences.waiting if g.stored is not None}
         plan = loop.plan(now)
         events += loop.scheduler.take_events()
         if plan is not None:
             loop.submit(plan)
             if stopped is None and plan.swap_in:
-                (fetched,) = loop.scheduler._launched[-1].fetched
-                stopped = loop.scheduler._roster.running[fetched].key
+                (restored,) = swapped & loop.scheduler.sequences.running.keys()
+                stopped = loop.scheduler.sequences.running[restored].key
                 assert loop.scheduler.hold(stopped)
         if loop.in_flight and (plan is None or not loop.has_room):
             events += loop.apply(loop.collect()[1], now)
     assert stopped is not None
-    (failed,) = [event for event in events if isinstance(event, Failed)]
+    (failed,) = [event for event in events if isinstance(event, AttemptFailed)]
     assert isinstance(failed.error, HandoverFailed)
     assert (failed.key.request_id, failed.choices) == (stopped.request_id, (0,))
     assert not held(events)

@@ -1,4 +1,4 @@
-"""DecodeScheduler under any order of calls, steps and completions, over memory that cannot lie."""
+"""A decode worker's scheduler under any order of calls, steps and completions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, Failed, Held
+from baton.core.scheduler.events import AttemptFailed, Event, Held
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -29,19 +30,16 @@ MOST_SEQUENCES = 8
 
 
 class DecodeMachine(StepMachine):
-    loop: EngineLoop[DecodeScheduler]
+    loop: EngineLoop
 
     @initialize(
         headroom=st.sampled_from([1, 6, 20]),
         prefill_budget=st.sampled_from([4, 10, 64]),
         swap=st.sampled_from([(0, 0), (64, 0), (9, 12), (0, 30)]),
-        pipelined=st.booleans(),
     )
-    def begin(
-        self, headroom: int, prefill_budget: int, swap: tuple[int, int], pipelined: bool
-    ) -> None:
+    def begin(self, headroom: int, prefill_budget: int, swap: tuple[int, int]) -> None:
         self.begin_steps()
-        policy = DecodePolicy(
+        policy = SchedulerPolicy(
             max_sequences=MOST_SEQUENCES,
             token_budget=64,
             prefill_budget=prefill_budget,
@@ -50,12 +48,11 @@ class DecodeMachine(StepMachine):
         engine = runner(
             NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY, num_swap_blocks=swap, depth=2
         )
-        scheduler = DecodeScheduler(
+        scheduler = Scheduler(
             BlockPool(NUM_BLOCKS, BLOCK_SIZE),
             policy,
             engine.model,
             num_swap_blocks=swap,
-            pipelined=pipelined,
         )
         self.loop = EngineLoop(engine, scheduler)
         self.prefill_budget = prefill_budget
@@ -79,7 +76,7 @@ class DecodeMachine(StepMachine):
         assert not plan.work.rows or plan.work.prefill <= self.prefill_budget
 
     def take(self, events: list[Event]) -> None:
-        assert not any(isinstance(event, Failed) for event in events)
+        assert not any(isinstance(event, AttemptFailed) for event in events)
         self.outputs.take(events)
         for key, tokens in self.outputs.tokens.items():
             one = self.drawn[AttemptKey(key.request_id, key.attempt)]
@@ -256,7 +253,7 @@ class DecodeMachine(StepMachine):
         for sequence in list(self.moving):
             self.move_one(sequence)
         self.run_out()
-        space = self.loop.scheduler._roster.swap
+        space = self.loop.scheduler.sequences.swap
         assert sum(space.num_free) == self.swap_blocks, "swap blocks leaked"
         for wanted in self.wanted:
             one = self.drawn[AttemptKey(wanted.request_id, wanted.attempt)]

@@ -1,14 +1,14 @@
-"""DecodeScheduler when something more important arrives, and when steps have to be short."""
+"""Scheduler when something more important arrives, and when steps have to be short."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, Tokens
+from baton.core.scheduler.events import Event, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import PENDING, StepPlan, StepWork
+from baton.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     Outputs,
     attempt,
@@ -21,7 +21,7 @@ from tests.core.attempts import (
 )
 
 
-def steps(loop: EngineLoop[DecodeScheduler], count: int) -> list[Event]:
+def steps(loop: EngineLoop, count: int) -> list[Event]:
     events: list[Event] = []
     for _ in range(count):
         events += loop.step(0.0)
@@ -29,8 +29,8 @@ def steps(loop: EngineLoop[DecodeScheduler], count: int) -> list[Event]:
     return events
 
 
-def running(loop: EngineLoop[DecodeScheduler]) -> set[str]:
-    return {sequence.key.request_id for sequence in loop.scheduler._roster.running.values()}
+def running(loop: EngineLoop) -> set[str]:
+    return {sequence.key.request_id for sequence in loop.scheduler.sequences.running.values()}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -38,7 +38,7 @@ def running(loop: EngineLoop[DecodeScheduler]) -> set[str]:
 def test_what_is_more_important_and_does_not_fit_pushes_the_latest_out(
     swap: tuple[int, int], kind: str, depth: int
 ) -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=4), num_swap_blocks=swap, depth=depth)
+    loop = decode_loop(16, SchedulerPolicy(headroom=4), num_swap_blocks=swap, depth=depth)
     lesser = [attempt(f"l{i}", size=22, seed=i, max_tokens=9, priority=1) for i in range(2)]
     for one in lesser:
         loop.scheduler.add(one, 0.0)
@@ -55,7 +55,7 @@ def test_what_is_more_important_and_does_not_fit_pushes_the_latest_out(
 
 
 def test_equal_priority_pushes_nobody_out() -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=4))
+    loop = decode_loop(16, SchedulerPolicy(headroom=4))
     for name in ("a", "b"):
         loop.scheduler.add(attempt(name, size=22, seed=ord(name), max_tokens=8), 0.0)
     steps(loop, 2)
@@ -67,7 +67,7 @@ def test_equal_priority_pushes_nobody_out() -> None:
 
 
 def test_nobody_is_pushed_out_when_that_would_not_make_enough_room() -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=4))
+    loop = decode_loop(16, SchedulerPolicy(headroom=4))
     loop.scheduler.add(attempt("equal", size=30, seed=1, max_tokens=6), 0.0)
     loop.scheduler.add(attempt("lesser", size=12, seed=2, max_tokens=6, priority=1), 0.0)
     steps(loop, 2)
@@ -78,7 +78,7 @@ def test_nobody_is_pushed_out_when_that_would_not_make_enough_room() -> None:
 
 
 def test_places_are_taken_from_the_less_important_too() -> None:
-    loop = decode_loop(64, DecodePolicy(max_sequences=2, headroom=4))
+    loop = decode_loop(64, SchedulerPolicy(max_sequences=2, headroom=4))
     for i in range(2):
         loop.scheduler.add(attempt(f"l{i}", seed=i, priority=1), 0.0)
     steps(loop, 2)
@@ -89,7 +89,7 @@ def test_places_are_taken_from_the_less_important_too() -> None:
 
 
 def test_a_reservation_pushes_out_the_less_important_but_moves_no_kv() -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=4), num_swap_blocks=(40, 0))
+    loop = decode_loop(16, SchedulerPolicy(headroom=4), num_swap_blocks=(40, 0))
     lesser = [attempt(f"l{i}", size=22, seed=i, max_tokens=9, priority=1) for i in range(2)]
     for one in lesser:
         loop.scheduler.add(one, 0.0)
@@ -106,7 +106,7 @@ def test_a_reservation_pushes_out_the_less_important_but_moves_no_kv() -> None:
 
 
 def test_room_that_comes_free_with_the_steps_in_flight_is_kept_for_who_asked() -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=4), depth=2)
+    loop = decode_loop(16, SchedulerPolicy(headroom=4), depth=2)
     lesser = [attempt(f"l{i}", size=22, seed=i, max_tokens=9, priority=1) for i in range(2)]
     for one in lesser:
         loop.scheduler.add(one, 0.0)
@@ -133,7 +133,7 @@ def test_room_that_comes_free_with_the_steps_in_flight_is_kept_for_who_asked() -
 
 @pytest.mark.parametrize("how", ["lapsed", "cancelled"])
 def test_room_is_not_kept_for_who_does_not_come_back(how: str) -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=4), depth=2)
+    loop = decode_loop(16, SchedulerPolicy(headroom=4), depth=2)
     for i in range(2):
         one = attempt(f"l{i}", size=22, seed=i, max_tokens=20, priority=1)
         loop.scheduler.add(one, 0.0)
@@ -158,7 +158,7 @@ def seconds(work: StepWork) -> float:
     return 0.002 + 0.001 * work.rows + 0.0005 * work.prefill
 
 
-def timed_steps(loop: EngineLoop[DecodeScheduler], count: int) -> list[StepPlan]:
+def timed_steps(loop: EngineLoop, count: int) -> list[StepPlan]:
     """Runs steps on a machine of known speed; returns their plans."""
     plans = []
     for _ in range(count):
@@ -172,9 +172,9 @@ def timed_steps(loop: EngineLoop[DecodeScheduler], count: int) -> list[StepPlan]
     return plans
 
 
-def targeted(target_step_s: float) -> EngineLoop[DecodeScheduler]:
+def targeted(target_step_s: float) -> EngineLoop:
     """A loop that has learned how fast its machine is."""
-    policy = DecodePolicy(
+    policy = SchedulerPolicy(
         max_sequences=20, token_budget=100, prefill_budget=60, headroom=4,
         target_step_s=target_step_s,
     )  # fmt: skip
@@ -255,7 +255,7 @@ def test_planned_ahead_every_step_but_the_first_waits_for_its_token() -> None:
         while loop.has_room and (plan := loop.plan(0.0)) is not None:
             inputs.append([tuple(chunk.token_ids) for chunk in plan.chunks])
             loop.submit(plan)
-        made += [e for e in loop.apply(loop.collect()[1], 0.0) if isinstance(e, Tokens)]
+        made += [e for e in loop.apply(loop.collect()[1], 0.0) if isinstance(e, NewTokens)]
     assert inputs == [[one.token_ids], *[[(PENDING,)]] * 5], "max_tokens is known: none too many"
     assert Outputs().take(list(made)).of(one) == expected(one)
 

@@ -1,4 +1,4 @@
-"""DecodeScheduler with KV from elsewhere: reserve, admit, and who is let in."""
+"""Scheduler with KV from elsewhere: reserve, admit, and who is let in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from baton.core.errors import (
     NotFound,
 )
 from baton.core.request.attempt import Attempt, AttemptKey
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Tokens
+from baton.core.scheduler.events import NewTokens
 from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     VOCAB_SIZE,
     Outputs,
@@ -26,7 +26,7 @@ from tests.core.attempts import (
 
 
 def hand_over(
-    loop: EngineLoop[DecodeScheduler], one: Attempt, *, max_unconfirmed: int = 0, eos_every: int = 0
+    loop: EngineLoop, one: Attempt, *, max_unconfirmed: int = 0, eos_every: int = 0
 ) -> int:
     """Reserves, fills in and admits; returns the first position that was needed."""
     first, kv = handed_over(one, eos_every)
@@ -55,7 +55,7 @@ def test_token_0_is_told_again_and_started_before_it() -> None:
     (began,) = started(events[:1])
     assert (began.key, began.cached_tokens) == (one.key, 0)
     again = events[1]
-    assert isinstance(again, Tokens) and again.tokens == first.tokens
+    assert isinstance(again, NewTokens) and again.tokens == first.tokens
 
 
 def test_only_positions_that_are_not_here_are_needed() -> None:
@@ -132,7 +132,7 @@ def test_a_choice_cancelled_while_kv_arrives_does_not_run() -> None:
 
 
 def test_everything_let_in_can_grow_by_the_headroom() -> None:
-    loop = decode_loop(20, DecodePolicy(headroom=16))
+    loop = decode_loop(20, SchedulerPolicy(headroom=16))
     let_in = []
     for index in range(10):
         one = attempt(f"r{index}", size=8, seed=index, max_tokens=17)
@@ -149,7 +149,7 @@ def test_everything_let_in_can_grow_by_the_headroom() -> None:
 
 
 def test_nobody_is_let_in_who_would_soon_push_somebody_out() -> None:
-    loop = decode_loop(16, DecodePolicy(headroom=12))
+    loop = decode_loop(16, SchedulerPolicy(headroom=12))
     runs = attempt("runs", size=8, max_tokens=50)
     loop.scheduler.add(runs, 0.0)
     for _ in range(12):
@@ -163,7 +163,7 @@ def test_nobody_is_let_in_who_would_soon_push_somebody_out() -> None:
 
 
 def test_nothing_passes_what_waits_for_blocks_unless_it_is_more_important() -> None:
-    loop = decode_loop(12, DecodePolicy(headroom=8))
+    loop = decode_loop(12, SchedulerPolicy(headroom=8))
     loop.scheduler.add(attempt("runs", size=20, max_tokens=20), 0.0)
     loop.step(0.0)
     loop.scheduler.add(attempt("waits", size=30, seed=1), 0.0)

@@ -1,4 +1,4 @@
-"""DecodeScheduler, stepped by hand over a runner whose tokens depend on the KV it reads."""
+"""A decode worker's scheduler, stepped by hand; tokens depend on the KV that is read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from baton.core.errors import (
 )
 from baton.core.request.attempt import SequenceKey
 from baton.core.request.request import FinishReason
-from baton.core.scheduler.decode import DecodePolicy
-from baton.core.scheduler.events import Failed, Tokens
-from baton.core.scheduler.scheduler import QueueLimit
+from baton.core.scheduler.events import AttemptFailed, NewTokens
+from baton.core.scheduler.policy import QueueLimit, SchedulerPolicy
 from tests.core.attempts import (
     EOS,
     Outputs,
@@ -32,7 +31,7 @@ from tests.core.attempts import (
 def test_choices_can_be_cancelled_one_by_one_at_any_step() -> None:
     one = attempt(size=13, n=3, max_tokens=10)
     for steps in range(8):
-        loop = decode_loop(32, DecodePolicy(headroom=8, token_budget=260, prefill_budget=4))
+        loop = decode_loop(32, SchedulerPolicy(headroom=8, token_budget=260, prefill_budget=4))
         loop.scheduler.add(one, 0.0)
         loop.scheduler.add(attempt("other", size=5, seed=1), 0.0)
         outputs = Outputs()
@@ -63,7 +62,7 @@ def test_a_cancel_in_flight_frees_when_the_step_is_done() -> None:
 
 
 def test_local_prefill_shares_steps_under_its_budget() -> None:
-    policy = DecodePolicy(token_budget=300, prefill_budget=8, headroom=8)
+    policy = SchedulerPolicy(token_budget=300, prefill_budget=8, headroom=8)
     loop = decode_loop(64, policy)
     loop.scheduler.add(attempt("first", size=40, max_tokens=30), 0.0)
     plan = loop.plan(0.0)
@@ -80,7 +79,7 @@ def test_local_prefill_shares_steps_under_its_budget() -> None:
 
 
 def test_preempted_sequences_go_on_with_the_same_tokens_and_repeat_none() -> None:
-    loop = decode_loop(30, DecodePolicy(headroom=4))
+    loop = decode_loop(30, SchedulerPolicy(headroom=4))
     many = [attempt(f"r{i}", size=10, seed=i, max_tokens=40) for i in range(6)]
     for one in many:
         loop.scheduler.add(one, 0.0)
@@ -99,7 +98,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens_and_repeat_none() -> Non
 
 
 def test_the_least_important_and_latest_is_preempted() -> None:
-    loop = decode_loop(12, DecodePolicy(headroom=4))
+    loop = decode_loop(12, SchedulerPolicy(headroom=4))
     many = [
         attempt("important", size=8, seed=1, max_tokens=24, priority=0),
         attempt("newer", size=8, seed=2, max_tokens=24, priority=1),
@@ -118,7 +117,7 @@ def test_the_least_important_and_latest_is_preempted() -> None:
 
 
 def test_no_more_sequences_than_allowed_own_blocks() -> None:
-    loop = decode_loop(64, DecodePolicy(max_sequences=3, headroom=4))
+    loop = decode_loop(64, SchedulerPolicy(max_sequences=3, headroom=4))
     for index in range(5):
         loop.scheduler.add(attempt(f"r{index}", seed=index, n=1), 0.0)
     loop.step(0.0)
@@ -154,7 +153,7 @@ def test_it_pauses_when_too_far_ahead_and_resumes_when_confirmed() -> None:
 
 
 def test_a_paused_sequence_that_is_preempted_stays_within_its_limit() -> None:
-    loop = decode_loop(10, DecodePolicy(headroom=4))
+    loop = decode_loop(10, SchedulerPolicy(headroom=4))
     runs = attempt("runs", size=10, seed=1, max_tokens=26)
     waits = attempt("waits", size=10, seed=2, max_tokens=8)
     loop.scheduler.add(runs, 0.0)
@@ -180,7 +179,7 @@ def test_it_continues_from_accepted_tokens_at_their_position() -> None:
     rest = attempt("rest", max_tokens=10, accepted=tuple(tokens[:4]))
     loop = decode_loop()
     loop.scheduler.add(rest, 0.0)
-    made = [t for e in run_out(loop) if isinstance(e, Tokens) for t in e.tokens]
+    made = [t for e in run_out(loop) if isinstance(e, NewTokens) for t in e.tokens]
     assert [t.position for t in made] == list(range(4, 10))
     assert [t.token_ids[0] for t in made] == tokens[4:]
 
@@ -192,26 +191,26 @@ def test_one_bad_sequence_fails_alone() -> None:
     loop.scheduler.add(bad, 0.0)
     loop.scheduler.add(good, 0.0)
     events = run_out(loop)
-    failed = [event for event in events if isinstance(event, Failed)]
+    failed = [event for event in events if isinstance(event, AttemptFailed)]
     assert [(f.key, f.choices) for f in failed] == [(bad.key, (0,)), (bad.key, (1,))]
     assert all(isinstance(f.error, Internal) for f in failed)
     assert Outputs().take(events).of(good) == expected(good)
 
 
 def test_expired_work_is_dropped_before_it_costs_a_step() -> None:
-    loop = decode_loop(12, DecodePolicy(headroom=8))
+    loop = decode_loop(12, SchedulerPolicy(headroom=8))
     loop.scheduler.add(attempt("runs", size=30, max_tokens=10), 0.0)
     loop.step(0.0)
     loop.scheduler.add(attempt("late", size=30, seed=1, remaining_s=2.0), 1.0)
     assert loop.scheduler.next_wake(1.0) == 3.0
     loop.step(1.0)
-    (failed,) = [event for event in loop.step(3.0) if isinstance(event, Failed)]
+    (failed,) = [event for event in loop.step(3.0) if isinstance(event, AttemptFailed)]
     assert failed.key.request_id == "late" and isinstance(failed.error, DeadlineExceeded)
     run_out(loop)
 
 
 def test_a_preempted_sequence_does_not_expire_in_the_queue() -> None:
-    loop = decode_loop(10, DecodePolicy(headroom=4))
+    loop = decode_loop(10, SchedulerPolicy(headroom=4))
     many = [attempt(f"r{i}", size=8, seed=i, max_tokens=26, remaining_s=1.0) for i in range(2)]
     for one in many:
         loop.scheduler.add(one, 0.0)
@@ -221,7 +220,7 @@ def test_a_preempted_sequence_does_not_expire_in_the_queue() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    loop = decode_loop(64, DecodePolicy(limit=QueueLimit(tokens=30, sequences=4)))
+    loop = decode_loop(64, SchedulerPolicy(limit=QueueLimit(tokens=30, sequences=4)))
     loop.scheduler.add(attempt("a", size=25), 0.0)
     loop.scheduler.add(attempt("b", size=6), 0.0)
     with pytest.raises(Overloaded):
@@ -229,25 +228,25 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_what_can_never_run_is_refused() -> None:
-    loop = decode_loop(8, DecodePolicy(headroom=8))
+    loop = decode_loop(8, SchedulerPolicy(headroom=8))
     with pytest.raises(ContextLengthExceeded):
         loop.scheduler.add(attempt(size=32), 0.0)
     with pytest.raises(InvalidArgument) as refused:
         loop.scheduler.reserve(attempt(size=20, n=3, max_tokens=20), 0.0)
     assert refused.value.field == "n"
     with pytest.raises(ValueError, match="prefill_budget"):
-        decode_loop(8, DecodePolicy(prefill_budget=2))
+        decode_loop(8, SchedulerPolicy(prefill_budget=2))
     with pytest.raises(ValueError, match="prefill_budget"):
-        decode_loop(8, DecodePolicy(max_sequences=256, token_budget=258))
+        decode_loop(8, SchedulerPolicy(max_sequences=256, token_budget=258))
     assert not loop.scheduler.has_work
 
 
 def test_a_pool_smaller_than_the_context_shortens_the_context() -> None:
-    loop = decode_loop(8, DecodePolicy(headroom=8))
+    loop = decode_loop(8, SchedulerPolicy(headroom=8))
     one = attempt(size=20, max_tokens=60)
     loop.scheduler.add(one, 0.0)
     events = run_out(loop)
-    last = [e for e in events if isinstance(e, Tokens)][-1].tokens[-1]
+    last = [e for e in events if isinstance(e, NewTokens)][-1].tokens[-1]
     assert last.finish_reason is FinishReason.LENGTH
     made = Outputs().take(events).of(one)[0]
     assert len(made) == 12 and made == expected(one)[0][:12]

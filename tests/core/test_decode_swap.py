@@ -1,4 +1,4 @@
-"""DecodeScheduler with swap memory: KV is moved out and back, and only the counts show it."""
+"""Scheduler with swap memory: KV is moved out and back, and only the counts show it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 
 from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Failed
+from baton.core.scheduler.events import AttemptFailed
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan, StepResult
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.sequence import SequenceState
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run, run_out
 
-TIGHT = DecodePolicy(headroom=4)
+TIGHT = SchedulerPolicy(headroom=4)
 
 
 def long_ones(count: int, size: int = 22) -> list[Attempt]:
@@ -21,17 +21,17 @@ def long_ones(count: int, size: int = 22) -> list[Attempt]:
     return [attempt(f"r{i}", size=size, seed=i, max_tokens=30) for i in range(count)]
 
 
-def swap_loop(host: int, disk: int = 0, *, depth: int = 1) -> EngineLoop[DecodeScheduler]:
+def swap_loop(host: int, disk: int = 0, *, depth: int = 1) -> EngineLoop:
     return decode_loop(20, TIGHT, num_swap_blocks=(host, disk), depth=depth)
 
 
-def states(loop: EngineLoop[DecodeScheduler]) -> dict[str, SequenceState]:
-    roster = loop.scheduler._roster
+def states(loop: EngineLoop) -> dict[str, SequenceState]:
+    roster = loop.scheduler.sequences
     found = [*roster.running.values(), *(s for w in roster.waiting for s in w.sequences)]
     return {sequence.key.request_id: sequence.state for sequence in found}
 
 
-def until_swapped(loop: EngineLoop[DecodeScheduler], outputs: Outputs) -> SequenceKey:
+def until_swapped(loop: EngineLoop, outputs: Outputs) -> SequenceKey:
     """Steps until a sequence's KV is in swap memory; returns which."""
     for _ in range(200):
         outputs.take(loop.step(0.0))
@@ -67,13 +67,13 @@ def test_a_swapped_sequence_goes_on_without_computing_anything_again(
     assert prefilled == sum(len(one.token_ids) for one in many)
     for one in many:
         assert outputs.of(one) == expected(one)
-    space = loop.scheduler._roster.swap
+    space = loop.scheduler.sequences.swap
     assert space.num_free == (host, disk) and space.num_used == (0, 0)
 
 
 def test_disk_takes_what_the_host_has_no_room_for_and_the_rest_is_computed_again() -> None:
     for swap, kinds in (((7, 12), {"swap_host", "swap_disk"}), ((4, 4), {"recompute"})):
-        loop = decode_loop(20, DecodePolicy(headroom=1), num_swap_blocks=swap)
+        loop = decode_loop(20, SchedulerPolicy(headroom=1), num_swap_blocks=swap)
         many = long_ones(3, size=18)
         for one in many:
             loop.scheduler.add(one, 0.0)
@@ -123,7 +123,7 @@ def test_kv_that_does_not_come_back_is_computed_again() -> None:
         for one in many:
             loop.scheduler.add(one, 0.0)
         events = run_out(loop)
-        assert not [event for event in events if isinstance(event, Failed)]
+        assert not [event for event in events if isinstance(event, AttemptFailed)]
         assert loop.scheduler.preemptions["recompute"] > 0
         outputs = Outputs().take(events)
         for one in many:
@@ -148,7 +148,7 @@ def test_a_token_in_flight_counts_though_its_sequence_was_swapped_meanwhile() ->
 class Priced:
     """Drives a loop over a machine where moving a block and prefilling a position take so long."""
 
-    def __init__(self, loop: EngineLoop[DecodeScheduler], block_s: float, position_s: float):
+    def __init__(self, loop: EngineLoop, block_s: float, position_s: float):
         self.loop, self.block_s, self.position_s = loop, block_s, position_s
 
     def run_out(self) -> None:

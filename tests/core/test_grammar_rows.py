@@ -11,10 +11,11 @@ from baton.core.errors import InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt
 from baton.core.request.request import FinishReason, SamplingParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, Failed, FirstTokens, Tokens
+from baton.core.scheduler.events import AttemptFailed, Event, FirstTokens, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import PENDING
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import (
     BLOCK_SIZE,
     EOS,
@@ -37,13 +38,13 @@ def bound(name: str, seed: int = 0, *, size: int = 10, max_tokens: int = 20, n: 
 def outputs(events: list[Event]) -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[int]] = {}
     for event in events:
-        for made in event.tokens if isinstance(event, Tokens) else ():
+        for made in event.tokens if isinstance(event, NewTokens) else ():
             found.setdefault((made.key.request_id, made.key.choice), []).extend(made.token_ids)
     return found
 
 
 def ends(events: list[Event]) -> list[FinishReason]:
-    told = [made for event in events if isinstance(event, Tokens) for made in event.tokens]
+    told = [made for event in events if isinstance(event, NewTokens) for made in event.tokens]
     return [made.finish_reason for made in told if made.finish_reason is not None]
 
 
@@ -58,7 +59,7 @@ def alone(one: Attempt) -> dict[tuple[str, int], list[int]]:
 def test_tight_rooms_and_steps_ahead_change_nothing(depth: int, swap: int) -> None:
     asked = [bound(f"r{i}", i, n=1 + i % 2, max_tokens=30) for i in range(6)]
     expected = {key: tokens for one in asked for key, tokens in alone(one).items()}
-    loop = decode_loop(28, DecodePolicy(headroom=1), depth=depth, num_swap_blocks=(swap, 0))
+    loop = decode_loop(28, SchedulerPolicy(headroom=1), depth=depth, num_swap_blocks=(swap, 0))
     for one in asked:
         loop.scheduler.add(one, 0.0, grammar=HashGrammar())
     assert outputs(run_out(loop)) == expected
@@ -122,7 +123,7 @@ def test_an_end_that_must_not_come_gives_way_to_anything_else(
         one = replace(one, stop=replace(one.stop, **stop))
         pool = BlockPool(64, BLOCK_SIZE)
         engine = runner(64, eos_every=1)
-        loop = EngineLoop(engine, DecodeScheduler(pool, DecodePolicy(), engine.model))
+        loop = EngineLoop(engine, Scheduler(pool, SchedulerPolicy(), engine.model))
         loop.scheduler.add(one, 0.0, grammar=HashGrammar(may_end=True))
         assert len(outputs(run_out(loop))["r", 0]) == least
 
@@ -132,7 +133,7 @@ def test_who_is_stuck_fails_alone_and_is_told_why() -> None:
     loop.scheduler.add(bound("stuck"), 0.0, grammar=HashGrammar(stuck_at=4))
     loop.scheduler.add(bound("fine", 1), 0.0, grammar=HashGrammar())
     events = run_out(loop)
-    (failed,) = [event for event in events if isinstance(event, Failed)]
+    (failed,) = [event for event in events if isinstance(event, AttemptFailed)]
     assert failed.key.request_id == "stuck"
     assert isinstance(failed.error, InvalidArgument)
     assert (failed.error.field, failed.error.message) == ("grammar", "cannot be followed further")
@@ -140,7 +141,7 @@ def test_who_is_stuck_fails_alone_and_is_told_why() -> None:
     assert len(outputs(events)["fine", 0]) == 20
     first = prefill_loop()
     first.scheduler.add(bound("stuck"), 0.0, keep=False, grammar=HashGrammar(stuck_at=0))
-    (failed,) = [event for event in run_out(first) if isinstance(event, Failed)]
+    (failed,) = [event for event in run_out(first) if isinstance(event, AttemptFailed)]
     assert failed.error.field == "grammar"
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from baton.core.errors import Internal
 from baton.core.kvcache.block_pool import BlockPool, InvariantBroken
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Computed, FirstTokens, Planned
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan, StepResult
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.testing.fake_runner import FakeRunner
 from tests.core.attempts import (
     BLOCK_SIZE,
@@ -44,14 +45,13 @@ class Counting(FakeRunner):
         return super().collect()
 
 
-def one_input_a_step(depth: int) -> tuple[EngineLoop[DecodeScheduler], Counting]:
+def one_input_a_step(depth: int) -> tuple[EngineLoop, Counting]:
     """Whose steps have room for one input, so that several are planned one behind the other."""
     runner = Counting(depth)
-    scheduler = DecodeScheduler(
+    scheduler = Scheduler(
         BlockPool(runner.num_blocks, BLOCK_SIZE),
-        DecodePolicy(max_sequences=8, token_budget=16, prefill_budget=8, headroom=8),
+        SchedulerPolicy(max_sequences=8, token_budget=16, prefill_budget=8, headroom=8),
         runner.model,
-        pipelined=depth > 1,
     )
     return EngineLoop(runner, scheduler), runner
 
@@ -74,9 +74,9 @@ def test_the_idle_check_finds_a_leak() -> None:
     loop.scheduler.add(attempt(), 0.0)
     loop.step(0.0)
     loop.idle_check()
-    (sequence,) = loop.scheduler._roster.running.values()
+    (sequence,) = loop.scheduler.sequences.running.values()
     sequence.table = None
-    loop.scheduler._roster.running.clear()
+    loop.scheduler.sequences.running.clear()
     with pytest.raises(InvariantBroken):
         loop.idle_check()
 

@@ -1,34 +1,37 @@
-"""PrefillScheduler under any order of calls, steps and completions, over memory that cannot lie."""
+"""A prefill worker's scheduler under any order of calls, steps and completions."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from baton.core.kvcache.block_pool import BlockPool, Extents
 from baton.core.request.attempt import Attempt, AttemptKey
-from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
-from baton.core.scheduler.scheduler import first_come, shortest_remaining
+from baton.core.scheduler.policy import PREFILL, first_come, shortest_remaining
+from baton.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import BLOCK_SIZE, expected, handed_over, runner
 from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, StepMachine
 
 
 class PrefillMachine(StepMachine):
-    loop: EngineLoop[PrefillScheduler]
+    loop: EngineLoop
 
     @initialize(fcfs=st.booleans(), token_budget=st.sampled_from([4, 13, 64]))
     def begin(self, fcfs: bool, token_budget: int) -> None:
         self.begin_steps()
         self.token_budget = token_budget
-        policy = PrefillPolicy(
+        policy = replace(
+            PREFILL,
             token_budget=token_budget,
             batch_window_s=0.01,
             order=first_come if fcfs else shortest_remaining(10.0),
         )
         engine = runner(NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY)
-        scheduler = PrefillScheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), policy, engine.model)
+        scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), policy, engine.model)
         scheduler.live_receivers = 2
         self.loop = EngineLoop(engine, scheduler)
         self.live: set[AttemptKey] = set()
@@ -72,7 +75,7 @@ class PrefillMachine(StepMachine):
 
     def take(self, events: list[Event]) -> None:
         for event in events:
-            assert not isinstance(event, Failed)
+            assert not isinstance(event, AttemptFailed)
             if isinstance(event, Planned):
                 assert event.key not in self.planned
                 self.planned[event.key] = event.extents

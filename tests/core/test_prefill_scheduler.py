@@ -1,4 +1,4 @@
-"""PrefillScheduler, stepped by hand over a runner whose tokens depend on the KV it reads."""
+"""A prefill worker's scheduler, stepped by hand; tokens depend on the KV that is read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from baton.core.errors import (
 )
 from baton.core.request.attempt import AttemptKey
 from baton.core.request.request import FinishReason, SamplingParams, StopParams
-from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.prefill import PrefillPolicy
-from baton.core.scheduler.scheduler import QueueLimit, first_come
+from baton.core.scheduler.policy import PREFILL, QueueLimit, first_come
 from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run, run_out
 
 
@@ -32,7 +31,7 @@ def firsts(events: list[Event]) -> dict[AttemptKey, FirstTokens]:
 
 
 def test_one_input_from_queue_to_token_0() -> None:
-    loop = prefill_loop(policy=PrefillPolicy(batch_window_s=0.5))
+    loop = prefill_loop(policy=replace(PREFILL, batch_window_s=0.5))
     one = attempt(size=10, n=3)
     loop.scheduler.add(one, 1.0, keep=False)
     assert loop.step(1.2) == []
@@ -51,7 +50,7 @@ def test_one_input_from_queue_to_token_0() -> None:
 
 
 def test_a_full_step_does_not_wait_for_the_window() -> None:
-    loop = prefill_loop(policy=PrefillPolicy(token_budget=16, batch_window_s=9.0))
+    loop = prefill_loop(policy=replace(PREFILL, token_budget=16, batch_window_s=9.0))
     loop.scheduler.add(attempt("a", size=10), 0.0, keep=False)
     assert loop.step(0.0) == []
     loop.scheduler.add(attempt("b", size=6, seed=1), 0.0, keep=False)
@@ -59,7 +58,7 @@ def test_a_full_step_does_not_wait_for_the_window() -> None:
 
 
 def test_what_overflows_goes_on_in_the_next_step_chunk_by_chunk() -> None:
-    loop = prefill_loop(policy=PrefillPolicy(token_budget=10, order=first_come))
+    loop = prefill_loop(policy=replace(PREFILL, token_budget=10, order=first_come))
     loop.scheduler.add(attempt("long", size=21), 0.0, keep=False)
     loop.scheduler.add(attempt("next", size=3, seed=1), 0.1, keep=False)
     plans = []
@@ -71,7 +70,7 @@ def test_what_overflows_goes_on_in_the_next_step_chunk_by_chunk() -> None:
 
 
 def test_the_next_chunk_is_planned_while_the_one_before_is_in_flight() -> None:
-    loop = prefill_loop(policy=PrefillPolicy(token_budget=8))
+    loop = prefill_loop(policy=replace(PREFILL, token_budget=8))
     one = attempt(size=21)
     loop.scheduler.add(one, 0.0, keep=True)
     plans = [loop.plan(1.0) for _ in range(4)]
@@ -92,7 +91,7 @@ def test_the_next_chunk_is_planned_while_the_one_before_is_in_flight() -> None:
 
 def test_the_shortest_goes_first_until_others_have_waited_long_enough() -> None:
     def order_of(waited_s: float) -> list[tuple[int, int]]:
-        loop = prefill_loop(policy=PrefillPolicy(token_budget=100))
+        loop = prefill_loop(policy=replace(PREFILL, token_budget=100))
         loop.scheduler.add(attempt("long", size=60), 0.0, keep=False)
         loop.scheduler.add(attempt("short", size=5, seed=1), waited_s, keep=False)
         return planned(loop.plan(waited_s + 1.0))
@@ -127,7 +126,7 @@ def test_kept_kv_stays_until_it_is_released_and_is_then_found_again() -> None:
 
 
 def test_released_before_token_0_it_goes_on_and_is_not_kept() -> None:
-    loop = prefill_loop(policy=PrefillPolicy(token_budget=8))
+    loop = prefill_loop(policy=replace(PREFILL, token_budget=8))
     one = attempt(size=20)
     loop.scheduler.add(one, 0.0, keep=True)
     loop.step(1.0)
@@ -136,7 +135,7 @@ def test_released_before_token_0_it_goes_on_and_is_not_kept() -> None:
 
 
 def test_cancel_frees_at_any_point() -> None:
-    loop = prefill_loop(num_blocks=16, policy=PrefillPolicy(token_budget=8))
+    loop = prefill_loop(num_blocks=16, policy=replace(PREFILL, token_budget=8))
     one = attempt(size=20)
     for steps in range(4):
         loop.scheduler.add(one, 0.0, keep=True)
@@ -185,7 +184,8 @@ def test_at_least_one_ungranted_attempt_may_start_whatever_its_size() -> None:
 
 
 def test_an_input_starved_of_blocks_lets_no_other_start() -> None:
-    loop = prefill_loop(num_blocks=20, policy=PrefillPolicy(starving_after_s=5.0, order=first_come))
+    policy = replace(PREFILL, starving_after_s=5.0, order=first_come)
+    loop = prefill_loop(num_blocks=20, policy=policy)
     kept = attempt("kept", size=40)
     loop.scheduler.add(kept, 0.0, keep=True)
     loop.step(1.0)
@@ -199,18 +199,18 @@ def test_an_input_starved_of_blocks_lets_no_other_start() -> None:
 
 
 def test_expired_work_is_dropped_before_it_costs_a_step() -> None:
-    loop = prefill_loop(policy=PrefillPolicy(batch_window_s=5.0))
+    loop = prefill_loop(policy=replace(PREFILL, batch_window_s=5.0))
     one = attempt(remaining_s=2.0, n=2)
     loop.scheduler.add(one, 1.0, keep=True)
     assert loop.scheduler.next_wake(1.0) == 3.0
     (failed,) = loop.step(3.0)
-    assert isinstance(failed, Failed) and failed.choices == (0, 1)
+    assert isinstance(failed, AttemptFailed) and failed.choices == (0, 1)
     assert isinstance(failed.error, DeadlineExceeded)
     assert not loop.scheduler.has_work
 
 
 def test_the_queue_is_bounded_in_tokens_and_sequences() -> None:
-    loop = prefill_loop(policy=PrefillPolicy(limit=QueueLimit(tokens=30, sequences=4)))
+    loop = prefill_loop(policy=replace(PREFILL, limit=QueueLimit(tokens=30, sequences=4)))
     loop.scheduler.add(attempt("a", size=60), 0.0, keep=False)
     with pytest.raises(Overloaded) as refused:
         loop.scheduler.add(attempt("b", size=1), 0.0, keep=False)
@@ -269,7 +269,7 @@ def test_one_bad_input_fails_alone() -> None:
     loop.scheduler.add(bad, 0.0, keep=True)
     loop.scheduler.add(attempt("good"), 0.0, keep=False)
     events = loop.step(1.0)
-    (failed,) = [event for event in events if isinstance(event, Failed)]
+    (failed,) = [event for event in events if isinstance(event, AttemptFailed)]
     assert failed.key == bad.key and isinstance(failed.error, Internal)
     assert [key.request_id for key in firsts(events)] == ["good"]
     held = loop.runner.num_blocks - loop.scheduler.load.free_blocks
@@ -303,4 +303,4 @@ def test_results_are_applied_in_order() -> None:
 
 def test_a_budget_below_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="token_budget"):
-        prefill_loop(policy=PrefillPolicy(token_budget=3))
+        prefill_loop(policy=replace(PREFILL, token_budget=3))

@@ -9,10 +9,9 @@ import pytest
 from baton.core.errors import InvalidArgument
 from baton.core.request.attempt import Attempt
 from baton.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
-from baton.core.scheduler.decode import DecodePolicy
-from baton.core.scheduler.events import Event, FirstTokens, Started
+from baton.core.scheduler.events import Event, FirstTokens, KvComplete
 from baton.core.scheduler.plan import Chunk
-from baton.core.scheduler.prefill import PrefillPolicy
+from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
 from tests.core.attempts import VOCAB_SIZE, attempt, decode_loop, prefill_loop, run, run_out
 
 
@@ -21,7 +20,7 @@ def scored(request_id: str, *, size: int = 60, num_top: int = 2) -> Attempt:
 
 
 def told(events: list[Event]) -> dict[str, PromptLogprobs | None]:
-    kinds = (FirstTokens, Started)
+    kinds = (FirstTokens, KvComplete)
     return {e.key.request_id: e.prompt_logprobs for e in events if isinstance(e, kinds)}
 
 
@@ -29,12 +28,12 @@ def test_the_numbers_are_the_same_however_the_input_is_cut() -> None:
     one = scored("r")
     answers = []
     for budget in (4, 12, 100):
-        loop = prefill_loop(policy=PrefillPolicy(token_budget=budget))
+        loop = prefill_loop(policy=replace(PREFILL, token_budget=budget))
         loop.scheduler.add(one, 0.0, keep=False)
         answers.append(told(run_out(loop))["r"])
     for budget in (8, 300):
         for depth in (1, 2):
-            policy = DecodePolicy(
+            policy = SchedulerPolicy(
                 max_sequences=4, headroom=8, token_budget=budget, prefill_budget=4
             )
             decode = decode_loop(policy=policy, depth=depth)
@@ -65,14 +64,11 @@ def fresh(request_id: str) -> list[Event]:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_step_scores_one_input(role: str) -> None:
-    policy = PrefillPolicy(token_budget=1000, batch_window_s=0.0)
+    policy = replace(PREFILL, token_budget=1000, batch_window_s=0.0)
     loop = prefill_loop(policy=policy) if role == "prefill" else decode_loop()
     for name in ("a", "b", "plain"):
         one = scored(name) if name != "plain" else attempt(name, max_tokens=1)
-        if role == "prefill":
-            loop.scheduler.add(one, 0.0, keep=False)  # type: ignore[call-arg]
-        else:
-            loop.scheduler.add(one, 0.0)  # type: ignore[call-arg]
+        loop.scheduler.add(one, 0.0)
     chunks: list[list[Chunk]] = []
     events: list[Event] = []
     while (plan := loop.plan(1.0)) is not None:

@@ -6,10 +6,12 @@ import random
 
 import pytest
 
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.model import ModelDescription
 from baton.core.routing.speed import NOMINAL, UNMEASURED, WorkerSpeed
-from baton.core.scheduler.decode import DecodeMeter
-from baton.core.scheduler.decode_policy import DecodePolicy
 from baton.core.scheduler.plan import BlockSwap, Chunk, StepPlan, StepWork
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.core.scheduler.step_cost import NEAR, PrefillCost, Regression, reads
 from baton.transfer.stats import LinkSpeed
 
@@ -93,7 +95,9 @@ def test_short_prompts_say_nothing_of_how_long_ones_grow() -> None:
 
 
 def test_a_decode_worker_tells_its_steps_from_what_prefill_adds() -> None:
-    meter, draw = DecodeMeter(256), random.Random(3)
+    model = ModelDescription("m", "", 512, 96, ())
+    meter = Scheduler(BlockPool(8, 16), SchedulerPolicy(prefill_budget=256), model)
+    draw = random.Random(3)
 
     def rows_s(rows: int, context: int) -> float:
         return 0.010 + 0.0003 * rows + 2e-7 * context
@@ -154,6 +158,6 @@ def test_what_is_missing_is_another_ones() -> None:
 
 
 def test_a_step_that_prefills_too_little_is_refused() -> None:
-    assert DecodePolicy(prefill_budget=64).prefill_beside(64) == 64
+    assert SchedulerPolicy(prefill_budget=64).prefill_beside(64) == 64
     with pytest.raises(ValueError, match="at least one block"):
-        DecodePolicy(prefill_budget=63).prefill_beside(64)
+        SchedulerPolicy(prefill_budget=63).prefill_beside(64)

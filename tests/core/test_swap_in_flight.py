@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.decode import DecodePolicy
+from baton.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     BLOCK_SIZE,
     Outputs,
@@ -37,7 +37,7 @@ def test_withheld_blocks_come_back_when_the_step_is_done() -> None:
 @pytest.mark.parametrize("delay_steps", [0, 3])
 def test_what_is_handed_over_meanwhile_takes_other_blocks(delay_steps: int) -> None:
     """With a runner that is late, KV that arrives early would be swapped out as the victim's."""
-    policy = DecodePolicy(headroom=1)
+    policy = SchedulerPolicy(headroom=1)
     loop = decode_loop(24, policy, num_swap_blocks=(60, 0), delay_steps=delay_steps)
     scheduler, outputs = loop.scheduler, Outputs()
     drawn = [attempt(f"r{i}", size=24, seed=i, max_tokens=30) for i in range(4)]

@@ -11,14 +11,15 @@ from contextlib import asynccontextmanager
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, Tokens
+from baton.core.scheduler.events import Event, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
 from baton.testing.fake_runner import FakeRunner
 
-Engine = EngineThread[DecodeScheduler]
+Engine = EngineThread
 
 
 class Runner(FakeRunner):
@@ -77,7 +78,7 @@ class Heard:
     def tokens(self) -> dict[SequenceKey, list[int]]:
         found: dict[SequenceKey, list[int]] = {}
         for event in self.events:
-            for made in event.tokens if isinstance(event, Tokens) else ():
+            for made in event.tokens if isinstance(event, NewTokens) else ():
                 found.setdefault(made.key, []).extend(made.token_ids)
         return found
 
@@ -96,12 +97,12 @@ async def running(
     *,
     max_queued_calls: int = 1000,
     stop_timeout_s: float = 60.0,
-    scheduler: type[DecodeScheduler] = DecodeScheduler,
-    policy: DecodePolicy | None = None,
+    scheduler: type[Scheduler] = Scheduler,
+    policy: SchedulerPolicy | None = None,
 ) -> AsyncIterator[Engine]:
-    def make() -> EngineLoop[DecodeScheduler]:
+    def make() -> EngineLoop:
         pool = BlockPool(runner.num_blocks, runner.block_size)
-        made = scheduler(pool, policy or DecodePolicy(), runner.model, pipelined=runner.depth > 1)
+        made = scheduler(pool, policy or SchedulerPolicy(), runner.model)
         return EngineLoop(runner, made)
 
     engine = Engine(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, Logprobs, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, FirstTokens, Planned, Started, Tokens
+from baton.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import PENDING, CompiledGrammar, ModelRunner, StepPlan, StepResult
-from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import Outputs
 
 GREEDY = SamplingParams(temperature=0.0, top_logprobs=2)
@@ -44,7 +45,7 @@ class Watched:
 
 
 class Heard(Outputs):
-    """Tokens with their probabilities, and what was told about the attempts."""
+    """NewTokens with their probabilities, and what was told about the attempts."""
 
     def __init__(self, resumed: Iterable[Attempt] = ()) -> None:
         """resumed: attempts that go on behind tokens of other workers."""
@@ -64,9 +65,9 @@ class Heard(Outputs):
     def take(self, events: list[Event]) -> Heard:
         super().take(events)
         for event in events:
-            if isinstance(event, Started):
+            if isinstance(event, KvComplete):
                 self.cached[event.key.request_id] = event.cached_tokens
-            for made in event.tokens if isinstance(event, Tokens) else ():
+            for made in event.tokens if isinstance(event, NewTokens) else ():
                 self.logprobs.setdefault(made.key, []).extend(made.logprobs)
         return self
 
@@ -95,26 +96,25 @@ def attempt(
 
 
 def decode_loop(
-    runner: ModelRunner, num_blocks: int, policy: DecodePolicy | None = None, *, depth: int = 1
-) -> EngineLoop[DecodeScheduler]:
+    runner: ModelRunner, num_blocks: int, policy: SchedulerPolicy | None = None, *, depth: int = 1
+) -> EngineLoop:
     """Over the first num_blocks of a runner's memory, with hardly any headroom."""
-    scheduler = DecodeScheduler(
+    scheduler = Scheduler(
         BlockPool(num_blocks, runner.block_size),
-        policy or DecodePolicy(headroom=1),
+        policy or SchedulerPolicy(headroom=1),
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,
-        pipelined=depth > 1,
     )
     return EngineLoop(Watched(runner, depth), scheduler)
 
 
-def asked(loop: EngineLoop[Any]) -> Counter[str]:
+def asked(loop: EngineLoop) -> Counter[str]:
     """What the plans of a loop asked its runner for."""
     assert isinstance(loop.runner, Watched)
     return loop.runner.asked
 
 
-def run_out(loop: EngineLoop[Any], heard: Heard, *, most: int = 3000) -> Heard:
+def run_out(loop: EngineLoop, heard: Heard, *, most: int = 3000) -> Heard:
     """Steps until nothing is left; the books agree after each step."""
     for number in range(most):
         heard.take(loop.step(number * 0.01))
@@ -125,7 +125,7 @@ def run_out(loop: EngineLoop[Any], heard: Heard, *, most: int = 3000) -> Heard:
     raise AssertionError(f"still at work after {most} steps")
 
 
-def run(loop: EngineLoop[DecodeScheduler], attempts: Sequence[Attempt]) -> Heard:
+def run(loop: EngineLoop, attempts: Sequence[Attempt]) -> Heard:
     for one in attempts:
         loop.scheduler.add(one, 0.0)
     return run_out(loop, Heard(attempts))
@@ -133,16 +133,16 @@ def run(loop: EngineLoop[DecodeScheduler], attempts: Sequence[Attempt]) -> Heard
 
 def hand_over(
     sender: ModelRunner,
-    loop: EngineLoop[DecodeScheduler],
+    loop: EngineLoop,
     one: Attempt,
     heard: Heard,
     budget: int,
     grammar: CompiledGrammar | None = None,
 ) -> None:
     """Prefills in chunks of `budget` on another worker; the loop steps on until it has room."""
-    scheduler = PrefillScheduler(
+    scheduler = Scheduler(
         BlockPool(sender.num_blocks, sender.block_size),
-        PrefillPolicy(token_budget=budget),
+        replace(PREFILL, token_budget=budget),
         sender.model,
     )
     prefill = EngineLoop(sender, scheduler)

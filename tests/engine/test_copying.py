@@ -9,9 +9,10 @@ import pytest
 
 from baton.core.errors import Unavailable
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import CopyThread, EngineThread
 from baton.testing.fake_runner import FakeRunner
 from tests.core.attempts import attempt
@@ -38,10 +39,10 @@ class HeldRunner(FakeRunner):
         super().submit(plan)
 
 
-async def _stepping(runner: HeldRunner) -> EngineThread[DecodeScheduler]:
-    policy = DecodePolicy(max_sequences=4, token_budget=64, prefill_budget=32)
+async def _stepping(runner: HeldRunner) -> EngineThread:
+    policy = SchedulerPolicy(max_sequences=4, token_budget=64, prefill_budget=32)
     engine = EngineThread(
-        lambda: EngineLoop(runner, DecodeScheduler(BlockPool(16, 4), policy, runner.model)),
+        lambda: EngineLoop(runner, Scheduler(BlockPool(16, 4), policy, runner.model)),
         lambda events: None,
     )
     await engine.start()

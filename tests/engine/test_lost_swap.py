@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Failed
+from baton.core.scheduler.events import AttemptFailed
 from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     Outputs,
     attempt,
@@ -18,11 +18,11 @@ from tests.core.attempts import (
 DISK_BLOCKS = 60
 
 
-def small_loop(lost: range, depth: int) -> EngineLoop[DecodeScheduler]:
+def small_loop(lost: range, depth: int) -> EngineLoop:
     """Three of the attempts below do not fit at once; some places on disk cannot be read."""
     return decode_loop(
         24,
-        DecodePolicy(headroom=1),
+        SchedulerPolicy(headroom=1),
         num_swap_blocks=(0, DISK_BLOCKS),
         lost_swap_blocks=lost,
         depth=depth,
@@ -42,7 +42,7 @@ def test_a_sequence_whose_kv_is_lost_is_computed_again(depth: int) -> None:
         events = run_out(loop)
         outputs = Outputs().take(events)
         assert [outputs.of(one) for one in drawn] == [expected(one) for one in drawn]
-        assert not [event for event in events if isinstance(event, Failed)]
+        assert not [event for event in events if isinstance(event, AttemptFailed)]
         assert loop.scheduler.preemptions["swap_disk"] > 0
         recomputed.append(loop.scheduler.preemptions.get("recompute", 0))
         # Nobody finds blocks that never came back.

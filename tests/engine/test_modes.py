@@ -17,7 +17,7 @@ import pytest
 
 from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.request.request import SamplingParams
-from baton.core.scheduler.decode import DecodePolicy
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
 from tests.engine.driving import random_prompts
@@ -191,7 +191,7 @@ def test_an_attempt_goes_on_where_another_worker_stopped(
 def test_neighbours_and_chunks_change_nothing(
     size: int, prefill_budget: int, runner_of: LoadRunner, judge: Judge
 ) -> None:
-    policy = DecodePolicy(max_sequences=size, prefill_budget=prefill_budget, token_budget=512)
+    policy = SchedulerPolicy(max_sequences=size, prefill_budget=prefill_budget, token_budget=512)
     loop = decode_loop(runner_of(), 400, policy)
     names = [f"r{i}" for i in range(max(size, len(PROMPTS)))]
     repeated = zip(names, cycle(PROMPTS), strict=False)

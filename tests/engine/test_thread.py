@@ -11,10 +11,10 @@ import time
 import pytest
 
 from baton.core.errors import Internal, NotFound, Overloaded, Unavailable
-from baton.core.scheduler.decode import DecodeScheduler
-from baton.core.scheduler.events import Failed
+from baton.core.scheduler.events import AttemptFailed
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
 from tests.engine.engine_thread import Engine, Heard, Runner, add, attempt, running
 
@@ -37,7 +37,7 @@ async def test_who_left_while_it_starts_is_not_told_how_that_ended() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, trouble: troubles.append(trouble))
     making, go_on = threading.Event(), threading.Event()
 
-    def make_loop() -> EngineLoop[DecodeScheduler]:
+    def make_loop() -> EngineLoop:
         making.set()
         go_on.wait(30)
         raise Internal("it cannot be made")
@@ -111,7 +111,7 @@ async def test_call_to_end_leaves_only_when_the_function_is_done() -> None:
     async with running(runner, heard) as engine:
         began, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
-        def use_memory(loop: EngineLoop[DecodeScheduler]) -> None:
+        def use_memory(loop: EngineLoop) -> None:
             began.set()
             go_on.wait(30)
             done.set()
@@ -145,7 +145,7 @@ async def test_it_wakes_by_itself_for_a_deadline() -> None:
     runner, heard = Runner(), Heard()
     async with running(runner, heard) as engine:
 
-        def wait_for_blocks(loop: EngineLoop[DecodeScheduler]) -> None:
+        def wait_for_blocks(loop: EngineLoop) -> None:
             number, now = 0, time.monotonic()
             while loop.scheduler.reserve(attempt(f"r{number}", 900), now) is not None:
                 number += 1
@@ -153,7 +153,7 @@ async def test_it_wakes_by_itself_for_a_deadline() -> None:
 
         await engine.call(wait_for_blocks)
         async with asyncio.timeout(30):
-            while not any(isinstance(event, Failed) for event in heard.events):
+            while not any(isinstance(event, AttemptFailed) for event in heard.events):
                 heard.changed.clear()
                 await heard.changed.wait()
 
@@ -161,7 +161,7 @@ async def test_it_wakes_by_itself_for_a_deadline() -> None:
 async def test_an_idle_engine_sleeps() -> None:
     runner, heard, planned = Runner(), Heard(), 0
 
-    class Counting(DecodeScheduler):
+    class Counting(Scheduler):
         def plan(self, now: float) -> StepPlan | None:
             nonlocal planned
             planned += 1
@@ -230,7 +230,7 @@ async def test_a_broken_runner_is_fatal() -> None:
 
 
 async def test_a_loop_that_cannot_be_made_fails_the_start() -> None:
-    def make() -> EngineLoop[DecodeScheduler]:
+    def make() -> EngineLoop:
         raise FileNotFoundError("no weights")
 
     engine = Engine(make, Heard().take)

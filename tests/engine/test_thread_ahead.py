@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan, StepResult
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.testing.fake_runner import FakeRunner
 from tests.engine.engine_thread import Engine, Heard, Runner, attempt, running
 
@@ -35,11 +36,11 @@ class Ahead(Runner):
         return result
 
 
-ONE_INPUT_A_STEP = DecodePolicy(max_sequences=4, token_budget=20, prefill_budget=16)
+ONE_INPUT_A_STEP = SchedulerPolicy(max_sequences=4, token_budget=20, prefill_budget=16)
 
 
 async def add_together(engine: Engine, *names: str) -> None:
-    def add_all(loop: EngineLoop[DecodeScheduler]) -> None:
+    def add_all(loop: EngineLoop) -> None:
         for name in names:
             loop.scheduler.add(attempt(name), time.monotonic())
 
@@ -95,7 +96,7 @@ async def test_a_runner_that_breaks_is_closed_with_its_steps_in_flight() -> None
 async def test_steps_are_observed_in_order_with_the_time_they_ran() -> None:
     runner, heard, observed, told = Ahead(), Heard(), [], []
 
-    class Observing(DecodeScheduler):
+    class Observing(Scheduler):
         def observe(self, plan: StepPlan, seconds: float) -> None:
             observed.append((plan.step, seconds))
             super().observe(plan, seconds)

@@ -14,10 +14,9 @@ from tokenizers import Tokenizer
 from baton.core.errors import BatonError
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
-from baton.core.scheduler.events import Event, Failed, Tokens
+from baton.core.scheduler.events import AttemptFailed, Event, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
-from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
 from baton.grammar.compiler import compile_grammar
@@ -100,12 +99,12 @@ class Answers:
     def take(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
-                case Tokens(tokens):
+                case NewTokens(tokens):
                     for made in tokens:
                         self.tokens.setdefault(made.key, []).extend(made.token_ids)
                         if made.finish_reason is not None:
                             self.finish[made.key] = made.finish_reason
-                case Failed(key, _, error):
+                case AttemptFailed(key, _, error):
                     self.failed[key.request_id] = error
                 case _:
                     pass
@@ -119,7 +118,7 @@ class Answers:
         return tokens
 
 
-def run_out(loop: EngineLoop[Scheduler], answers: Answers, *, most: int = 20_000) -> Answers:
+def run_out(loop: EngineLoop, answers: Answers, *, most: int = 20_000) -> Answers:
     """Steps until nothing is left."""
     for number in range(most):
         answers.take(loop.step(number * 0.01))

@@ -15,8 +15,9 @@ from jsonschema import Draft202012Validator
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.matcher import Compiled
 from baton.grammar.vocabulary import load
@@ -61,8 +62,8 @@ def answers_fit(model: Model, asked: list[Schema]) -> int:
     """How many of them were answered to the end."""
     runner = model.runner
     pool = BlockPool(runner.num_blocks, runner.block_size)
-    policy = DecodePolicy(max_sequences=TOGETHER)
-    loop = EngineLoop(runner, DecodeScheduler(pool, policy, runner.model))
+    policy = SchedulerPolicy(max_sequences=TOGETHER)
+    loop = EngineLoop(runner, Scheduler(pool, policy, runner.model))
     for number, schema in enumerate(asked):
         grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
         one = attempt(

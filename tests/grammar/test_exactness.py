@@ -9,8 +9,9 @@ import pytest
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from tests.engine.modes import Heard, Watched, hand_over
 from tests.engine.modes import run_out as run_to_end
 from tests.grammar.answering import (
@@ -41,13 +42,12 @@ def model() -> Iterator[Model]:
     opened.runner.close()
 
 
-def loop_over(model: Model, num_blocks: int, depth: int = 1) -> EngineLoop[DecodeScheduler]:
+def loop_over(model: Model, num_blocks: int, depth: int = 1) -> EngineLoop:
     runner = model.runner
-    scheduler = DecodeScheduler(
+    scheduler = Scheduler(
         BlockPool(num_blocks, runner.block_size),
-        DecodePolicy(headroom=1),
+        SchedulerPolicy(headroom=1),
         runner.model,
-        pipelined=depth > 1,
     )
     return EngineLoop(Watched(runner, depth), scheduler)
 

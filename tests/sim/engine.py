@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
-from baton.core.scheduler.scheduler import Load
+from baton.core.scheduler.sequence_table import Load
 from tests.sim.hosts import Host
 
 T = TypeVar("T")
 
-_Call = tuple[Callable[[EngineLoop[Any]], Any], "asyncio.Future[Any] | None"]
+_Call = tuple[Callable[[EngineLoop], Any], "asyncio.Future[Any] | None"]
 
 
 class SimEngine:
@@ -27,7 +27,7 @@ class SimEngine:
     def __init__(
         self,
         host: Host,
-        loop: EngineLoop[Any],
+        loop: EngineLoop,
         deliver: Callable[[list[Event]], None],
         step_s: float,
     ) -> None:
@@ -54,19 +54,19 @@ class SimEngine:
     def step_predicted_s(self) -> float:
         return self._step_s
 
-    async def call(self, function: Callable[[EngineLoop[Any]], T]) -> T:
+    async def call(self, function: Callable[[EngineLoop], T]) -> T:
         return await self._enqueue(function)
 
-    async def call_to_end(self, function: Callable[[EngineLoop[Any]], T]) -> T:
+    async def call_to_end(self, function: Callable[[EngineLoop], T]) -> T:
         return await asyncio.shield(self._enqueue(function))
 
     async def copy(self, function: Callable[[ModelRunner], object]) -> None:
         await self.call_to_end(lambda loop: function(loop.runner))
 
-    def post(self, function: Callable[[EngineLoop[Any]], object]) -> None:
+    def post(self, function: Callable[[EngineLoop], object]) -> None:
         self._add((function, None))
 
-    def _enqueue(self, function: Callable[[EngineLoop[Any]], T]) -> asyncio.Future[T]:
+    def _enqueue(self, function: Callable[[EngineLoop], T]) -> asyncio.Future[T]:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._add((function, answer))
         return answer
@@ -108,7 +108,7 @@ class SimEngine:
         self._turn()
 
     def _answer(
-        self, function: Callable[[EngineLoop[Any]], Any], answer: asyncio.Future[Any] | None
+        self, function: Callable[[EngineLoop], Any], answer: asyncio.Future[Any] | None
     ) -> None:
         try:
             value = function(self.loop)

@@ -18,8 +18,8 @@ from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import TokenPrompt
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.core.routing.speed import WorkerSpeed
-from baton.core.scheduler.decode import DecodePolicy
 from baton.core.scheduler.events import Event
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
 from baton.detokenizer.servicer import DetokenizerServicer
@@ -111,7 +111,7 @@ def start_prefill(host: Host, kv: KvNetwork, step_s: float) -> Worker:
 
 
 def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
-    loop = decode_loop(NUM_BLOCKS, DecodePolicy(max_sequences=16, headroom=8))
+    loop = decode_loop(NUM_BLOCKS, SchedulerPolicy(max_sequences=16, headroom=8))
     made: list[DecodeService] = []
 
     def deliver(events: list[Event]) -> None:

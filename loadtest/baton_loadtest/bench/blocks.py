@@ -15,8 +15,9 @@ from baton.core.errors import InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt
 from baton.core.request.model import ModelDescription
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Started
+from baton.core.scheduler.events import KvComplete
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton_loadtest.bench.replay import replay
 from baton_loadtest.bench.serving import BLOCK_SIZE, EVERYTHING, attempt
 
@@ -143,17 +144,17 @@ def sharing(attempts: Iterable[Attempt]) -> Sharing:
         tables = [_blocks(chunk.extents) for chunk in plan.chunks]
         found.named += sum(map(len, tables))
         found.different += len(set().union(*tables))
-        found.cached_tokens += sum(e.cached_tokens for e in events if isinstance(e, Started))
+        found.cached_tokens += sum(e.cached_tokens for e in events if isinstance(e, KvComplete))
     return found
 
 
-def scheduler(max_sequences: int = AT_ONCE) -> DecodeScheduler:
+def scheduler(max_sequences: int = AT_ONCE) -> Scheduler:
     """A decode worker's, with more blocks than it needs."""
-    rules = DecodePolicy(max_sequences=max_sequences, limit=EVERYTHING)
+    rules = SchedulerPolicy(max_sequences=max_sequences, limit=EVERYTHING)
     model = ModelDescription(
         name="none", digest="", max_model_len=LONGEST, vocab_size=VOCAB, eos_token_ids=()
     )
-    return DecodeScheduler(BlockPool(POOL_BLOCKS, BLOCK_SIZE), rules, model)
+    return Scheduler(BlockPool(POOL_BLOCKS, BLOCK_SIZE), rules, model)
 
 
 def _blocks(extents: Sequence[tuple[int, int]]) -> set[int]:

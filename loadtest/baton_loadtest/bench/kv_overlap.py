@@ -18,9 +18,8 @@ from typing import Any
 
 from baton.core.errors import BatonError
 from baton.core.request.model import WorkerIdentity
-from baton.core.scheduler.decode import DecodeScheduler
 from baton.core.scheduler.events import Event
-from baton.core.scheduler.events import Tokens as TokensEvent
+from baton.core.scheduler.events import NewTokens as TokensEvent
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
 from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
@@ -162,16 +161,14 @@ class _Decode:
     @classmethod
     async def open(cls, ends: AsyncExitStack, job: dict[str, Any], positions: int) -> _Decode:
         made = cls(identity("decode"))
-        loops: list[EngineLoop[DecodeScheduler]] = []
+        loops: list[EngineLoop] = []
 
-        def make_loop() -> EngineLoop[DecodeScheduler]:
+        def make_loop() -> EngineLoop:
             runner = open_runner(job["model"], job["threads"], positions, exact=True)
             loops.append(open_loop(runner, policy(4, 512)))
             return loops[0]
 
-        engine: EngineThread[DecodeScheduler] = EngineThread(
-            make_loop, made._deliver, on_step=made._note_step
-        )
+        engine: EngineThread = EngineThread(make_loop, made._deliver, on_step=made._note_step)
         await engine.start()
         ends.push_async_callback(engine.stop)
         staging = await Staging.open(

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.policy import PREFILL
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.prefill.service import PrefillService
@@ -69,16 +70,16 @@ class _Prefill:
         buffer_bytes: int,
     ) -> dict[str, Any]:
         ends = self._ends
-        policy = PrefillPolicy(token_budget=chunk, batch_window_s=0.0, limit=EVERYTHING)
+        policy = replace(PREFILL, token_budget=chunk, batch_window_s=0.0, limit=EVERYTHING)
 
-        def make_loop() -> EngineLoop[PrefillScheduler]:
+        def make_loop() -> EngineLoop:
             runner = open_runner(model, threads, positions, exact=True)
             pool = BlockPool(runner.num_blocks, runner.block_size)
-            made.append(EngineLoop(runner, PrefillScheduler(pool, policy, runner.model)))
+            made.append(EngineLoop(runner, Scheduler(pool, policy, runner.model)))
             return made[0]
 
-        made: list[EngineLoop[PrefillScheduler]] = []
-        engine: EngineThread[PrefillScheduler] = EngineThread(
+        made: list[EngineLoop] = []
+        engine: EngineThread = EngineThread(
             make_loop, lambda events: service.deliver(events), on_step=self._note_step
         )
         await engine.start()

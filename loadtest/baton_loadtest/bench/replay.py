@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 
 from baton.core.errors import BatonError
 from baton.core.request.attempt import Attempt
-from baton.core.scheduler.decode import DecodeScheduler
-from baton.core.scheduler.events import Event, Failed, Tokens
+from baton.core.scheduler.events import AttemptFailed, Event, NewTokens
 from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
+from baton.core.scheduler.scheduler import Scheduler
 
 TOKEN = 7
 STEP_S = 0.05
 
 
 def replay(
-    scheduler: DecodeScheduler, attempts: Iterable[Attempt], at_once: int
+    scheduler: Scheduler, attempts: Iterable[Attempt], at_once: int
 ) -> Iterator[tuple[StepPlan, list[Event]]]:
     """Keeps so many sequences inside until all attempts are done. Yields each step's plan with what
     was told when it was applied. Raises BatonError when the scheduler gets stuck."""
@@ -31,9 +31,9 @@ def replay(
         events = scheduler.apply(made_up(plan), now)
         yield plan, events
         for event in events:
-            if isinstance(event, Failed):
+            if isinstance(event, AttemptFailed):
                 raise BatonError(event.error.message)
-            if isinstance(event, Tokens):
+            if isinstance(event, NewTokens):
                 inside -= sum(made.finish_reason is not None for made in event.tokens)
         now += STEP_S
     if scheduler.has_work:

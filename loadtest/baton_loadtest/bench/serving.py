@@ -16,11 +16,11 @@ from baton.core.errors import BatonError
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Failed, Tokens
+from baton.core.scheduler.events import AttemptFailed, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
-from baton.core.scheduler.scheduler import QueueLimit
+from baton.core.scheduler.policy import QueueLimit, SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import EngineConfig, configure_threads
 from baton_loadtest.bench.workload import Workload
 
@@ -78,21 +78,20 @@ def positions_for(workload: Workload, at_once: int) -> int:
     return sum(length + GROWTH for length in longest[:at_once])
 
 
-def open_loop(runner: ModelRunner, policy: DecodePolicy) -> EngineLoop[DecodeScheduler]:
+def open_loop(runner: ModelRunner, policy: SchedulerPolicy) -> EngineLoop:
     """A scheduler of its own, with an empty prefix cache, over a runner."""
-    scheduler = DecodeScheduler(
+    scheduler = Scheduler(
         BlockPool(runner.num_blocks, runner.block_size),
         policy,
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,
-        pipelined=runner.depth > 1,
     )
     return EngineLoop(runner, scheduler)
 
 
-def policy(max_sequences: int, step_tokens: int) -> DecodePolicy:
+def policy(max_sequences: int, step_tokens: int) -> SchedulerPolicy:
     """Steps of at most step_tokens positions, decode first, the rest for prefill."""
-    return DecodePolicy(
+    return SchedulerPolicy(
         max_sequences=max_sequences,
         token_budget=step_tokens,
         prefill_budget=step_tokens,
@@ -115,9 +114,7 @@ def attempt(
     )
 
 
-def serve(
-    loop: EngineLoop[DecodeScheduler], workload: Workload, batches: Iterable[range] | None = None
-) -> Served:
+def serve(loop: EngineLoop, workload: Workload, batches: Iterable[range] | None = None) -> Served:
     """Runs every request to its end. batches: requests that wait until all before them have ended;
     None lets all in at once."""
     served = Served([[] for _ in workload.prompts])
@@ -136,12 +133,12 @@ def serve(
     return served
 
 
-def step(loop: EngineLoop[DecodeScheduler]) -> list[Tokens]:
+def step(loop: EngineLoop) -> list[NewTokens]:
     """One step; what it sampled. Raises the error of a request that failed."""
     found = []
     for event in loop.step(time.monotonic()):
-        if isinstance(event, Failed):
+        if isinstance(event, AttemptFailed):
             raise BatonError(event.error.message)
-        if isinstance(event, Tokens):
+        if isinstance(event, NewTokens):
             found.append(event)
     return found

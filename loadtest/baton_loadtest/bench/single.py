@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton.decode.config import DecodeConfig
 from baton.worker.engine import open_runner
 from baton_loadtest.bench import serving
 from baton_loadtest.bench.load import Load, Outcome
 
 
-def open_loop(model: str, threads: int) -> EngineLoop[DecodeScheduler]:
+def open_loop(model: str, threads: int) -> EngineLoop:
     """An engine with the options that a decode worker has by default."""
     options = DecodeConfig(model=model, threads=threads)
     runner = open_runner(options)
-    rules = DecodePolicy(
+    rules = SchedulerPolicy(
         max_sequences=options.max_running,
         token_budget=options.max_running + options.step_tokens,
         prefill_budget=options.step_tokens,
@@ -33,7 +33,7 @@ def open_loop(model: str, threads: int) -> EngineLoop[DecodeScheduler]:
     return serving.open_loop(runner, rules)
 
 
-def drive(loop: EngineLoop[DecodeScheduler], load: Load) -> Outcome:
+def drive(loop: EngineLoop, load: Load) -> Outcome:
     """Runs the load to its end, `concurrency` requests at a time."""
     waiting = enumerate(load.prompts)
     outcome = Outcome(0.0, 0, token_ids=[[] for _ in load.prompts])
@@ -55,7 +55,7 @@ def drive(loop: EngineLoop[DecodeScheduler], load: Load) -> Outcome:
 
 
 def _start(
-    loop: EngineLoop[DecodeScheduler],
+    loop: EngineLoop,
     load: Load,
     waiting: Iterator[tuple[int, tuple[int, ...]]],
     asked: dict[int, float],

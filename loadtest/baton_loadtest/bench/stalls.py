@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.core.scheduler.decode import DecodePolicy
 from baton.core.scheduler.plan import ModelRunner
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton_loadtest.bench import shapes
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.process import call, cores
@@ -93,7 +93,7 @@ def _stall(runner: ModelRunner, chunk: int, job: dict[str, Any]) -> dict[str, li
         return [draw.randrange(FIRST_TOKEN, job["vocab"]) for _ in range(length)]
 
     most = running + arrivals
-    rules = DecodePolicy(
+    rules = SchedulerPolicy(
         max_sequences=most,
         token_budget=chunk + most,
         prefill_budget=chunk,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.core.scheduler.decode_policy import DecodePolicy
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton.engine.config import MIB, EngineConfig
 from baton_loadtest.planner.asked import Margins, Targets, Traffic
 from baton_loadtest.planner.curves import Efficiency
@@ -67,7 +67,7 @@ def add_parser(kinds: Any) -> None:
         help="most prompt tokens of a step (default %(default)s)",
     )  # fmt: skip
     add(
-        "--sequences", type=int, default=DecodePolicy().max_sequences, metavar="N",
+        "--sequences", type=int, default=SchedulerPolicy().max_sequences, metavar="N",
         help="that decode runs at once, at most (default %(default)s)",
     )  # fmt: skip
     margins = parser.add_argument_group("what is assumed, where nothing is measured")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import ModelDescription
-from baton.core.scheduler.events import Event, Failed, Started, Tokens
+from baton.core.scheduler.events import AttemptFailed, Event, KvComplete, NewTokens
 from baton.core.scheduler.plan import StepPlan
 from baton_loadtest.simulator.cadence import Cadence
 from baton_loadtest.simulator.gaps import of_steps
@@ -90,7 +90,7 @@ class DecodeWorker(SimWorker):
         tokens = (ChoiceTokens(key, attempt.position, (TOKEN,)),)
         self.scheduler.admit(attempt.key, tokens, self._queue.now)
         for event in self.scheduler.take_events():
-            if isinstance(event, Started):
+            if isinstance(event, KvComplete):
                 self._runs[event.key].started(event.cached_tokens)
         self._changed()
 
@@ -130,7 +130,7 @@ class DecodeWorker(SimWorker):
         steps = self.scheduler.quiet_steps() if self._skip else 0
         if steps:
             rows = self.scheduler.rows
-            context = sum(one.reach for one in rows)
+            context = sum(one.num_computed_tokens for one in rows)
             first_s = speed.decode_s(len(rows), context)
             cadence = Cadence(now, first_s, len(rows) * speed.context_s)
             self._run_quietly(_Quiet(cadence, steps, rows, False))
@@ -184,7 +184,7 @@ class DecodeWorker(SimWorker):
         now = self._queue.now + self._hop_s
         for event in events:
             match event:
-                case Tokens(tokens):
+                case NewTokens(tokens):
                     for told in tokens:
                         key = AttemptKey(told.key.request_id, told.key.attempt)
                         run = self._runs[key]
@@ -193,9 +193,9 @@ class DecodeWorker(SimWorker):
                             del self._runs[key]
                             run.ended()
                             self._reporter.news()
-                case Started(key):
+                case KvComplete(key):
                     self._runs[key].started(event.cached_tokens)
-                case Failed(key, _, error):
+                case AttemptFailed(key, _, error):
                     self._runs.pop(key).failed(error)
                 case _:
                     pass

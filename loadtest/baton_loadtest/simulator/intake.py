@@ -1,6 +1,6 @@
-"""CountingIntake, the door by which a scheduler takes inputs whose tokens are only counted.
+"""CountingScheduler, core's scheduler for inputs whose tokens are only counted.
 
-It is the one part of a scheduler that the simulator replaces; it takes one choice a request.
+How a group is made of an attempt is all that it replaces; it takes one choice a request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import cast
 from baton.core.errors import InvalidArgument
 from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.intake import AttemptIntake
 from baton.core.scheduler.plan import CompiledGrammar
+from baton.core.scheduler.scheduler import Scheduler
 from baton.core.scheduler.sequence import Sequence, SequenceGroup, StopRule
+from baton.core.scheduler.validation import validate_sizes
 from baton_loadtest.simulator.prompts import NamedChain, Prompt, Text
 
 TOKEN = 0
@@ -27,7 +28,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 def attempt_of(
     request_id: str, number: int, prompt: Prompt, output_tokens: int, made: int = 0
 ) -> Attempt:
-    """What workers are given to run; for a `CountingIntake` only. made: of the output's tokens, by
+    """What workers are given to run; for a `CountingScheduler` only. made: output tokens of the
     attempts before."""
     return Attempt(
         request_id=request_id,
@@ -61,28 +62,26 @@ class CountingSequence(Sequence):
     def advance(self, steps: int) -> None:
         """So many steps have made a token each, and none of them ended it."""
         self._text.length += steps
-        self.reach += steps
+        self.num_computed_tokens += steps
 
 
-class CountingIntake(AttemptIntake):
+class CountingScheduler(Scheduler):
     """Takes what `attempt_of` made."""
 
-    def admit(
+    def make_group(
         self,
         attempt: Attempt,
         now: float,
-        *,
-        max_unconfirmed: int = 0,
-        grammar: CompiledGrammar | None = None,
+        max_unconfirmed: int,
+        grammar: CompiledGrammar | None,
+        keep: bool,
+        receiver: str,
     ) -> SequenceGroup:
         text: Tokens[int] = attempt.token_ids
         if not isinstance(text, Text):
             raise InvalidArgument("The simulator takes prompts that are named.", field="token_ids")
-        self._check(attempt)
-        rule = StopRule(attempt, self._eos, self._max_model_len)
-        sequence = CountingSequence(self._next_id, attempt, rule, text.prompt)
-        self._next_id += 1
-        return SequenceGroup([sequence], NamedChain(text.prompt, self._block_size), now)
-
-    def _check_ids(self, token_ids: Tokens[int]) -> None:
-        """They have no values."""
+        validate_sizes(attempt, self._max_positions)
+        rule = StopRule(attempt, self._model.eos_token_ids, self._max_model_len)
+        sequence = CountingSequence(self._take_id(), attempt, rule, text.prompt)
+        chain = NamedChain(text.prompt, self._pool.block_size)
+        return SequenceGroup([sequence], chain, now, keep=keep, receiver=receiver)

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.request.model import ModelDescription
 from baton.core.routing.speed import WorkerSpeed
-from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
-from baton.core.scheduler.prefill import PrefillScheduler
 from baton.core.scheduler.step_cost import reads
-from baton_loadtest.simulator.intake import TOKEN, CountingIntake
+from baton_loadtest.simulator.intake import TOKEN, CountingScheduler
 from baton_loadtest.simulator.queue import STEP_ENDS, EventQueue
 from baton_loadtest.simulator.reports import Tell
 from baton_loadtest.simulator.runs import Run
 from baton_loadtest.simulator.settings import Delays, WorkerFacts
 from baton_loadtest.simulator.worker import SimWorker
-
-
-class CountingPrefillScheduler(PrefillScheduler):
-    """Takes inputs whose tokens are only counted."""
-
-    def __init__(self, pool: BlockPool, facts: WorkerFacts, model: ModelDescription):
-        super().__init__(pool, facts.prefill_policy(), model)
-        self._intake = CountingIntake(
-            model,
-            block_size=pool.block_size,
-            max_positions=min(model.max_model_len, pool.num_blocks * pool.block_size + 1),
-            max_model_len=model.max_model_len,
-        )
 
 
 class PrefillWorker(SimWorker):
@@ -45,7 +30,9 @@ class PrefillWorker(SimWorker):
         tell: Tell,
     ) -> None:
         super().__init__(number, facts, delays, queue, tell)
-        self.scheduler: CountingPrefillScheduler = CountingPrefillScheduler(self.pool, facts, model)
+        self.scheduler: CountingScheduler = CountingScheduler(
+            self.pool, facts.prefill_policy(), model
+        )
         self.scheduler.live_receivers = receivers
         self._running = False
         self._wake: float | None = None
@@ -111,7 +98,7 @@ class PrefillWorker(SimWorker):
                     self._runs[key].computed(end, cached)
                 case FirstTokens(key) if key in self._runs:
                     self._runs[key].first_token(event.queue_s, event.prefill_s)
-                case Failed(key, _, error) if key in self._runs:
+                case AttemptFailed(key, _, error) if key in self._runs:
                     self._runs.pop(key).failed(error)
                 case _:
                     pass

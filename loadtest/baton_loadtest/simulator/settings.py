@@ -14,9 +14,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.model import KvLayout, ModelDescription
 from baton.core.routing.routing import RoutingPolicy
 from baton.core.routing.speed import WorkerSpeed
-from baton.core.scheduler.decode_policy import DecodePolicy
-from baton.core.scheduler.prefill import PrefillPolicy
-from baton.core.scheduler.scheduler import QueueLimit
+from baton.core.scheduler.policy import PREFILL, QueueLimit, SchedulerPolicy
 from baton_loadtest.simulator.intake import VOCABULARY
 
 
@@ -47,15 +45,16 @@ class WorkerFacts:
         told = replace(self.speed, prefill_step_tokens=self.step_tokens)
         object.__setattr__(self, "told", told)
 
-    def prefill_policy(self) -> PrefillPolicy:
-        return PrefillPolicy(
+    def prefill_policy(self) -> SchedulerPolicy:
+        return replace(
+            PREFILL,
             token_budget=self.step_tokens,
             batch_window_s=self.batch_window_s,
             limit=QueueLimit(2 * self.step_tokens),
         )
 
-    def decode_policy(self) -> DecodePolicy:
-        return DecodePolicy(
+    def decode_policy(self) -> SchedulerPolicy:
+        return SchedulerPolicy(
             max_sequences=self.max_running,
             token_budget=self.max_running + self.step_tokens,
             prefill_budget=self.step_tokens,

@@ -12,43 +12,32 @@ from collections.abc import Collection
 from collections.abc import Sequence as Many
 from typing import cast
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.model import ModelDescription
-from baton.core.scheduler.decode import DecodeScheduler
-from baton.core.scheduler.decode_policy import DecodePolicy
 from baton.core.scheduler.sequence import Sequence
 from baton.core.scheduler.sequence_table import rank
-from baton_loadtest.simulator.intake import CountingIntake, CountingSequence
+from baton_loadtest.simulator.intake import CountingScheduler, CountingSequence
 
 _GROW, _PUBLISH = 0, 1
 
 
-class SkippingScheduler(DecodeScheduler):
-    """Not pipelined, without swap memory."""
-
-    def __init__(self, pool: BlockPool, policy: DecodePolicy, model: ModelDescription):
-        super().__init__(pool, policy, model)
-        most = min(model.max_model_len, pool.num_blocks * pool.block_size)
-        self._intake = CountingIntake(
-            model, block_size=pool.block_size, max_positions=most, max_model_len=most
-        )
+class SkippingScheduler(CountingScheduler):
+    """Has no swap memory; a step is applied before the next one is planned."""
 
     @property
     def rows(self) -> list[CountingSequence]:
         """Who runs, in order of joining."""
-        return cast(list[CountingSequence], list(self._roster.running.values()))
+        return cast(list[CountingSequence], list(self.sequences.running.values()))
 
     @property
     def num_rows(self) -> int:
-        return len(self._roster.running)
+        return len(self.sequences.running)
 
     def quiet_steps(self) -> int:
         """How many steps from now on are quiet, if nothing is called meanwhile."""
-        roster = self._roster
-        if roster.waiting or roster.prefilling or self._launched or not roster.running:
+        sequences = self.sequences
+        if sequences.waiting or sequences.prefilling or self._launched or not sequences.running:
             return 0
-        rows = roster.running.values()
-        most = min(one.ceiling - one.reach for one in rows) - 1
+        rows = sequences.running.values()
+        most = min(one.ceiling - one.num_computed_tokens for one in rows) - 1
         if most < 1:
             return 0
         free = self._pool.num_free
@@ -68,7 +57,7 @@ class SkippingScheduler(DecodeScheduler):
         size = self._pool.block_size
         grown = 0
         for one in rows:
-            short = one.reach + steps - one.room
+            short = one.num_computed_tokens + steps - one.room
             if short > 0:
                 grown += -(-short // size)
         return grown
@@ -79,7 +68,7 @@ class SkippingScheduler(DecodeScheduler):
         due: list[tuple[int, int, tuple[int, int], CountingSequence]] = []
         planned = steps + begun
         for one in rows:
-            reach = one.reach
+            reach = one.num_computed_tokens
             for step in range(one.room - reach, planned, size):
                 due.append((step, _GROW, rank(one), one))
             for step in range(-(reach + 1) % size, steps, size):
@@ -88,7 +77,7 @@ class SkippingScheduler(DecodeScheduler):
             due.sort(key=_when)
         for step, what, _, one in due:
             if what == _PUBLISH:
-                one.publish(pool, one.reach + step + 1)
+                one.publish(pool, one.num_computed_tokens + step + 1)
             elif one.table is None or not pool.grow(one.table):
                 raise AssertionError("a step was not quiet")
             else:

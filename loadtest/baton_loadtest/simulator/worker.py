@@ -9,8 +9,7 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.kvcache.cache_events import Change
 from baton.core.request.attempt import AttemptKey
 from baton.core.routing.load import WorkerLoad, WorkerState
-from baton.core.scheduler.decode import DecodeScheduler
-from baton.core.scheduler.prefill import PrefillScheduler
+from baton.core.scheduler.scheduler import Scheduler
 from baton_loadtest.simulator.queue import EventQueue
 from baton_loadtest.simulator.reports import Reporter, Tell
 from baton_loadtest.simulator.runs import Run
@@ -23,7 +22,7 @@ class SimWorker(ABC):
     and reports once it has, by `_report`. number: in its role's pool.
     """
 
-    scheduler: PrefillScheduler | DecodeScheduler
+    scheduler: Scheduler
 
     def __init__(
         self, number: int, facts: WorkerFacts, delays: Delays, queue: EventQueue, tell: Tell

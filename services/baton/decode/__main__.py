@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.plan import ModelRunner
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.decode.config import DecodeConfig
 from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
@@ -33,7 +34,7 @@ def serve(
     config: DecodeConfig, open_runner: OpenRunner = open_runner, faults: Faults = NO_FAULTS
 ) -> int:
     """Runs the worker to its end. Returns the exit code. For the parameters see `run_worker`."""
-    policy = DecodePolicy(
+    policy = SchedulerPolicy(
         max_sequences=config.max_running,
         token_budget=config.max_running + config.step_tokens,
         prefill_budget=config.step_tokens,
@@ -41,13 +42,12 @@ def serve(
         limit=config.queue_limit,
     )
 
-    def scheduler(runner: ModelRunner, pool: BlockPool) -> DecodeScheduler:
-        return DecodeScheduler(
+    def scheduler(runner: ModelRunner, pool: BlockPool) -> Scheduler:
+        return Scheduler(
             pool,
             policy,
             runner.model,
             num_swap_blocks=runner.num_swap_blocks,
-            pipelined=runner.depth > 1,
         )
 
     def service(parts: Parts) -> tuple[DecodeService, list[Service]]:

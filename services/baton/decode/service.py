@@ -33,9 +33,7 @@ from baton.core.kvcache.block_pool import Extents
 from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.routing.load import TenantUse, WorkerState
-from baton.core.scheduler.decode import DecodeScheduler
-from baton.core.scheduler.events import Event, Failed, Held, Tokens
-from baton.core.scheduler.events import Started as KvReady
+from baton.core.scheduler.events import AttemptFailed, Event, Held, KvComplete, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import CompiledGrammar
 from baton.decode.sessions import Failure, MigratedOut, RouterSession, Started
@@ -140,7 +138,7 @@ class Beginner:
 
     def __init__(
         self,
-        engine: EngineThread[DecodeScheduler],
+        engine: EngineThread,
         receiver: KvReceiver,
         grammars: GrammarBook,
         *,
@@ -192,7 +190,7 @@ class Beginner:
             # A choice that is cancelled later reaches the scheduler after this.
             attempt, max_unconfirmed = running.wanted(), running.max_unconfirmed
 
-            def ask(loop: EngineLoop[DecodeScheduler]) -> tuple[int | None, Extents, bool]:
+            def ask(loop: EngineLoop) -> tuple[int | None, Extents, bool]:
                 scheduler, now = loop.scheduler, time.monotonic()
                 position = scheduler.reserve(
                     attempt, now, max_unconfirmed=max_unconfirmed, grammar=grammar
@@ -241,7 +239,7 @@ class OutgoingMigrations:
 
     def __init__(
         self,
-        engine: EngineThread[DecodeScheduler],
+        engine: EngineThread,
         sender: KvSender,
         *,
         handover_timeout_s: float,
@@ -357,7 +355,7 @@ def count_kv(running: Running, cached_tokens: int, wait_s: float) -> None:
 class Confirmations:
     """Lives on the event loop."""
 
-    def __init__(self, engine: EngineThread[DecodeScheduler]) -> None:
+    def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
         self._waiting: dict[SequenceKey, int] = {}
         self._telling: asyncio.Task[None] | None = None
@@ -380,12 +378,10 @@ class Confirmations:
             while self._waiting:
                 await self._engine.call(self._confirm(self._waiting))
 
-    def _confirm(
-        self, positions: Mapping[SequenceKey, int]
-    ) -> Callable[[EngineLoop[DecodeScheduler]], None]:
+    def _confirm(self, positions: Mapping[SequenceKey, int]) -> Callable[[EngineLoop], None]:
         self._waiting = {}
 
-        def confirm(loop: EngineLoop[DecodeScheduler]) -> None:
+        def confirm(loop: EngineLoop) -> None:
             for key, position in positions.items():
                 loop.scheduler.confirm(key, position)
 
@@ -410,7 +406,7 @@ class DecodeService:
 
     def __init__(
         self,
-        engine: EngineThread[DecodeScheduler],
+        engine: EngineThread,
         beginner: Beginner,
         outgoing_migrations: OutgoingMigrations,
         *,
@@ -558,16 +554,16 @@ class DecodeService:
         """Takes what one step made. Called on the event loop by the engine thread."""
         for event in events:
             match event:
-                case Tokens(tokens):
+                case NewTokens(tokens):
                     DECODED.inc(sum(len(t.token_ids) for t in tokens))
                     for choice_tokens in tokens:
                         self._tokens(choice_tokens)
-                case KvReady(key):
+                case KvComplete(key):
                     if (running := self._running.get(key)) is not None:
                         self._kv_ready(running, event)
                 case Held():
                     self._outgoing_migrations.held(event)
-                case Failed(key, choices, error):
+                case AttemptFailed(key, choices, error):
                     self._failed(key, choices, error)
                 case _:
                     pass
@@ -674,7 +670,7 @@ class DecodeService:
             if not running.choices:
                 self._forget(running)
 
-    def _kv_ready(self, running: Running, event: KvReady) -> None:
+    def _kv_ready(self, running: Running, event: KvComplete) -> None:
         cached, received = event.cached_tokens, running.received_bytes
         wait_s = time.monotonic() - running.began
         count_kv(running, cached, wait_s)
@@ -745,7 +741,7 @@ class DecodeService:
         if self._draining and told and not self._running:
             self._quiet.set()
 
-    def _post(self, function: Callable[[EngineLoop[DecodeScheduler]], object]) -> None:
+    def _post(self, function: Callable[[EngineLoop], object]) -> None:
         # An engine that has stopped has nothing left to free.
         with suppress(Unavailable):
             self._engine.post(function)

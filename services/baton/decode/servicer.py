@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
 
 import grpc
 
@@ -41,7 +40,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """Serves `baton.v1.Decode` of one instance id."""
 
     def __init__(
-        self, service: DecodeService, engine: EngineThread[Any], identity: WorkerIdentity
+        self, service: DecodeService, engine: EngineThread, identity: WorkerIdentity
     ) -> None:
         self._service = service
         self._engine = engine

@@ -9,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from baton.core.errors import Overloaded, Unavailable
 from baton.core.scheduler.events import Event
-from baton.core.scheduler.loop import EngineLoop, SchedulerT
+from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner, StepPlan
-from baton.core.scheduler.scheduler import Load
+from baton.core.scheduler.sequence_table import Load
 from baton.core.scheduler.step_cost import StepTimes
 
 T = TypeVar("T")
@@ -117,16 +117,14 @@ class _Call:
 
     __slots__ = ("answer", "error", "function", "value")
 
-    def __init__(
-        self, function: Callable[[EngineLoop[Any]], Any], answer: asyncio.Future[Any] | None
-    ):
+    def __init__(self, function: Callable[[EngineLoop], Any], answer: asyncio.Future[Any] | None):
         self.function = function
         self.answer = answer
         self.value: Any = None
         self.error: BaseException | None = None
 
 
-class EngineThread(Generic[SchedulerT]):
+class EngineThread:
     """make_loop runs on the thread itself, so that whatever is bound to a thread is bound to it.
 
     deliver gets the events of a step, on the event loop that `start` was awaited on. `failed` is
@@ -137,7 +135,7 @@ class EngineThread(Generic[SchedulerT]):
 
     def __init__(
         self,
-        make_loop: Callable[[], EngineLoop[SchedulerT]],
+        make_loop: Callable[[], EngineLoop],
         deliver: Callable[[list[Event]], None],
         *,
         max_queued_calls: int = MAX_QUEUED_CALLS,
@@ -185,7 +183,7 @@ class EngineThread(Generic[SchedulerT]):
         if self._thread.is_alive():
             logger.error("the engine's step did not end within %g s", self._stop_timeout_s)
 
-    async def call(self, function: Callable[[EngineLoop[SchedulerT]], T]) -> T:
+    async def call(self, function: Callable[[EngineLoop], T]) -> T:
         """Runs a function on the engine thread and returns, or raises, what it does.
 
         It runs even if whoever waits is cancelled. Raises Overloaded when too much is queued,
@@ -193,7 +191,7 @@ class EngineThread(Generic[SchedulerT]):
         """
         return await self._enqueue_for_answer(function)
 
-    async def call_to_end(self, function: Callable[[EngineLoop[SchedulerT]], T]) -> T:
+    async def call_to_end(self, function: Callable[[EngineLoop], T]) -> T:
         """Like `call`, but a cancelled waiter leaves only when the function is done.
 
         For functions that use memory of the waiter's.
@@ -213,7 +211,7 @@ class EngineThread(Generic[SchedulerT]):
         else:
             await self.call_to_end(lambda loop: function(loop.runner))
 
-    def post(self, function: Callable[[EngineLoop[SchedulerT]], object]) -> None:
+    def post(self, function: Callable[[EngineLoop], object]) -> None:
         """Runs a function on the engine thread; nobody waits for it. It must not raise.
 
         Functions of `call` and `post` run in the order in which they were given.
@@ -230,9 +228,7 @@ class EngineThread(Generic[SchedulerT]):
         """A pessimistic guess of how long the running step takes, or the last one if none runs."""
         return self._watch.predicted_s
 
-    def _enqueue_for_answer(
-        self, function: Callable[[EngineLoop[SchedulerT]], T]
-    ) -> asyncio.Future[T]:
+    def _enqueue_for_answer(self, function: Callable[[EngineLoop], T]) -> asyncio.Future[T]:
         answer: asyncio.Future[T] = self._asyncio.create_future()
         self._enqueue(_Call(function, answer))
         return answer
@@ -267,7 +263,7 @@ class EngineThread(Generic[SchedulerT]):
             self._end()
             loop.runner.close()
 
-    def _run(self, loop: EngineLoop[SchedulerT]) -> None:
+    def _run(self, loop: EngineLoop) -> None:
         wake: float | None = None
         idle = unchecked = False
         while (calls := self._next_calls(idle, wake)) is not None:
@@ -291,11 +287,11 @@ class EngineThread(Generic[SchedulerT]):
         while loop.in_flight:
             self._collect(loop)
 
-    def _submit(self, loop: EngineLoop[SchedulerT], plan: StepPlan, now: float) -> None:
+    def _submit(self, loop: EngineLoop, plan: StepPlan, now: float) -> None:
         self._watch.submitted(plan.num_tokens, now)
         loop.submit(plan)
 
-    def _collect(self, loop: EngineLoop[SchedulerT]) -> None:
+    def _collect(self, loop: EngineLoop) -> None:
         plan, result = loop.collect()
         ended = time.monotonic()
         seconds = self._watch.collected(ended)
@@ -317,7 +313,7 @@ class EngineThread(Generic[SchedulerT]):
             self._calls.clear()
             return calls
 
-    def _answer(self, call: _Call, loop: EngineLoop[SchedulerT]) -> None:
+    def _answer(self, call: _Call, loop: EngineLoop) -> None:
         try:
             call.value = call.function(loop)
         except Exception as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.scheduler.plan import ModelRunner
-from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
-from baton.core.scheduler.scheduler import first_come, shortest_remaining
+from baton.core.scheduler.policy import PREFILL, first_come, shortest_remaining
+from baton.core.scheduler.scheduler import Scheduler
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
@@ -31,7 +32,8 @@ def serve(
     config: PrefillConfig, open_runner: OpenRunner = open_runner, faults: Faults = NO_FAULTS
 ) -> int:
     """Runs the worker to its end. Returns the exit code. For the parameters see `run_worker`."""
-    policy = PrefillPolicy(
+    policy = replace(
+        PREFILL,
         token_budget=config.step_tokens,
         batch_window_s=config.batch_window_ms / 1000,
         limit=config.queue_limit,
@@ -39,8 +41,8 @@ def serve(
         quantum=config.turn_tokens,
     )
 
-    def scheduler(runner: ModelRunner, pool: BlockPool) -> PrefillScheduler:
-        return PrefillScheduler(pool, policy, runner.model)
+    def scheduler(runner: ModelRunner, pool: BlockPool) -> Scheduler:
+        return Scheduler(pool, policy, runner.model)
 
     def service(parts: Parts) -> tuple[PrefillService, list[Service]]:
         sender = KvSender(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)

@@ -32,10 +32,9 @@ from baton.core.kvcache.block_pool import Extents
 from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.routing.load import TenantUse, WorkerState
-from baton.core.scheduler.events import Computed, Event, Failed, FirstTokens, Planned
+from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import CompiledGrammar
-from baton.core.scheduler.prefill import PrefillScheduler
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.rpc import metrics
@@ -109,7 +108,7 @@ class PrefillService:
 
     def __init__(
         self,
-        engine: EngineThread[PrefillScheduler],
+        engine: EngineThread,
         sender: KvSender,
         grammars: GrammarBook,
         *,
@@ -222,7 +221,7 @@ class PrefillService:
         over = {first.key for first in firsts if _is_last(first)}
         for event in events:
             match event:
-                case Planned(key, _) | Computed(key) | FirstTokens(key) | Failed(key):
+                case Planned(key, _) | Computed(key) | FirstTokens(key) | AttemptFailed(key):
                     job = self._jobs.get(key)
                     if job is not None:
                         self._take(job, event, may_give=key not in over)
@@ -265,7 +264,7 @@ class PrefillService:
                     job.first.set_result(event)
                 if offer is not None and may_give:
                     offer.tokens(tokens)
-            case Failed(_, _, error):
+            case AttemptFailed(_, _, error):
                 self._finish(job, error)
             case _:
                 pass
@@ -283,7 +282,7 @@ class PrefillService:
         now = time.monotonic()
         live = self._receivers.saw(receiver, now) if keep else None
 
-        def add(loop: EngineLoop[PrefillScheduler]) -> None:
+        def add(loop: EngineLoop) -> None:
             if live is not None:
                 loop.scheduler.live_receivers = live
             loop.scheduler.add(attempt, now, keep=keep, receiver=receiver, grammar=grammar)
@@ -330,7 +329,7 @@ class PrefillService:
             self._forget(job)
         key = job.attempt.key
 
-        def unpin(loop: EngineLoop[PrefillScheduler]) -> None:
+        def unpin(loop: EngineLoop) -> None:
             # One that waits for its receiver's share of the pool does not count against it now.
             loop.scheduler.grant(key)
             loop.scheduler.release(key)
@@ -365,7 +364,7 @@ class PrefillService:
         if self._draining and not self._jobs:
             self._empty.set()
 
-    def _post(self, function: Callable[[EngineLoop[PrefillScheduler]], object]) -> None:
+    def _post(self, function: Callable[[EngineLoop], object]) -> None:
         # An engine that has stopped has nothing left to free.
         with suppress(Unavailable):
             self._engine.post(function)

@@ -13,7 +13,6 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from baton.core.errors import BatonError, Unavailable
 from baton.core.handover.messages import HANDOVER_ID_BYTES
@@ -41,7 +40,7 @@ class KvSelfTest:
 
     def __init__(
         self,
-        engine: EngineThread[Any],
+        engine: EngineThread,
         runner: ModelRunner,
         staging: Staging,
         identity: WorkerIdentity,

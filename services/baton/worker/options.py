@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.core.request.model import DTYPE_BYTES
-from baton.core.scheduler.scheduler import QueueLimit
+from baton.core.scheduler.policy import QueueLimit
 from baton.rpc.config import option
 from baton.rpc.serving import ServingOptions
 

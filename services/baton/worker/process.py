@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
@@ -178,7 +178,7 @@ class WorkerService(Protocol):
 class Parts:
     """What a role's service is made of."""
 
-    engine: EngineThread[Any]
+    engine: EngineThread
     runner: ModelRunner
     identity: WorkerIdentity
     staging: Staging
@@ -211,12 +211,12 @@ async def run_worker(
     instance_id = new_instance_id()
     setup(role, options.log_level, options.log_json, instance_id=instance_id)
     service: WorkerService | None = None
-    made: list[EngineLoop[Scheduler]] = []
+    made: list[EngineLoop] = []
     # Filled by the engine thread, emptied here: nothing else of the pool is shared.
     changes: deque[Change] = deque()
     cache = CacheLog(changes)
 
-    def make_loop() -> EngineLoop[Scheduler]:
+    def make_loop() -> EngineLoop:
         runner = open_runner(options, probes.startup.weights)
         pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
         scheduler = make_scheduler(runner, pool)
@@ -238,7 +238,7 @@ async def run_worker(
         channels = Channels(certificates, token=options.peer_token)
         ends.push_async_callback(channels.close)
         metrics.tell_role(role)
-        engine: EngineThread[Scheduler] = EngineThread(make_loop, deliver, on_step=count_step)
+        engine: EngineThread = EngineThread(make_loop, deliver, on_step=count_step)
         probes.startup.enter("engine")
         await engine.start()
         garbage.settle()
@@ -352,7 +352,7 @@ async def _exhausted(staging: Staging) -> str:
     return "too many buffers are orphaned"
 
 
-def _fatal(engine: EngineThread[Any]) -> asyncio.Future[None]:
+def _fatal(engine: EngineThread) -> asyncio.Future[None]:
     """Fails when the engine thread has died."""
     fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

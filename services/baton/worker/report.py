@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from baton.core.observe.timings import Timings
 from baton.core.request.model import WorkerIdentity
@@ -34,7 +33,7 @@ class Report:
     besides blocks and buffers, by kind. probing: whether a probe holds something of it now.
     """
 
-    engine: EngineThread[Any]
+    engine: EngineThread
     staging: Staging
     stats: HandoverStats
     side: str

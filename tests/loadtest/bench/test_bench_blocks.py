@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.core.scheduler.events import Tokens
+from baton.core.scheduler.events import NewTokens
 from baton_loadtest.bench import blocks
 from baton_loadtest.bench.blocks import Waste, sharing, waste
 from baton_loadtest.bench.bookkeeping import step_times
@@ -56,7 +56,7 @@ def test_a_replay_answers_everything() -> None:
         len(tokens.token_ids)
         for _, events in replay(blocks.scheduler(8), asked, 5)
         for event in events
-        if isinstance(event, Tokens)
+        if isinstance(event, NewTokens)
         for tokens in event.tokens
     )
     assert made == sum(range(1, 31))

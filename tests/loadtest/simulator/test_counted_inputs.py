@@ -14,9 +14,9 @@ from baton.core.kvcache.prefix import PrefixChain
 from baton.core.request.attempt import Attempt
 from baton.core.request.model import ModelDescription
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.decode import DecodeScheduler
-from baton.core.scheduler.decode_policy import DecodePolicy
 from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton_loadtest.simulator.intake import TOKEN, attempt_of
 from baton_loadtest.simulator.prefill_worker import made_up
 from baton_loadtest.simulator.prompts import NamedChain, Prompt, Text
@@ -56,9 +56,9 @@ def _shape(plan: StepPlan | None) -> list[tuple[object, ...]] | None:
 @given(st.integers(0, 1 << 32), st.sampled_from((16, 32, 64)), st.sampled_from((40, 200)))
 def test_the_same_plans(seed: int, block_size: int, blocks: int) -> None:
     draw = Random(seed)
-    policy = DecodePolicy(max_sequences=8, token_budget=264, prefill_budget=128)
+    policy = SchedulerPolicy(max_sequences=8, token_budget=264, prefill_budget=128)
     pools = [BlockPool(blocks, block_size) for _ in range(2)]
-    real = DecodeScheduler(pools[0], policy, MODEL)
+    real = Scheduler(pools[0], policy, MODEL)
     named = SkippingScheduler(pools[1], policy, MODEL)
     for number in range(12):
         length, output = draw.randint(1, 400), draw.randint(1, 90)
@@ -79,7 +79,7 @@ def test_the_same_plans(seed: int, block_size: int, blocks: int) -> None:
         scheduler.check()
 
 
-def _added(scheduler: DecodeScheduler, attempt: Attempt, now: float) -> str:
+def _added(scheduler: Scheduler, attempt: Attempt, now: float) -> str:
     try:
         scheduler.add(attempt, now)
     except BatonError as error:
@@ -87,7 +87,7 @@ def _added(scheduler: DecodeScheduler, attempt: Attempt, now: float) -> str:
     return ""
 
 
-def _step(real: DecodeScheduler, named: SkippingScheduler, now: float) -> None:
+def _step(real: Scheduler, named: SkippingScheduler, now: float) -> None:
     plans = [scheduler.plan(now) for scheduler in (real, named)]
     assert _shape(plans[0]) == _shape(plans[1])
     for scheduler, plan in zip((real, named), plans, strict=True):
@@ -120,7 +120,7 @@ def test_names_say_what_is_shared() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    scheduler = SkippingScheduler(BlockPool(10, 16), DecodePolicy(), MODEL)
+    scheduler = SkippingScheduler(BlockPool(10, 16), SchedulerPolicy(), MODEL)
     with pytest.raises(ContextLengthExceeded):
         scheduler.add(attempt_of("1", 0, Prompt(1, 500), 4), 0.0)
     with pytest.raises(InvalidArgument, match="named"):

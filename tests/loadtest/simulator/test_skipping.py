@@ -12,7 +12,7 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.kvcache.cache_events import Change
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.request.model import ModelDescription
-from baton.core.scheduler.decode_policy import DecodePolicy
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton_loadtest.simulator.gaps import merged, quantile
 from baton_loadtest.simulator.intake import TOKEN, attempt_of
 from baton_loadtest.simulator.prefill_worker import made_up
@@ -100,7 +100,7 @@ def test_the_pool_is_as_after_single_steps(seed: int, most: int) -> None:
     lengths = [(draw.randint(1, 100), draw.randint(2, 90)) for _ in range(draw.randint(1, 6))]
     told: tuple[list[Change], list[Change]] = ([], [])
     schedulers = [
-        SkippingScheduler(BlockPool(120, 16, changes.append), DecodePolicy(headroom=0), MODEL)
+        SkippingScheduler(BlockPool(120, 16, changes.append), SchedulerPolicy(headroom=0), MODEL)
         for changes in told
     ]
     for number, (length, output) in enumerate(lengths):

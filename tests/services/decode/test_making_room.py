@@ -10,9 +10,10 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.decode.service import AttemptTrace, Beginner, Running
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
@@ -47,18 +48,18 @@ def attempt(name: str, seed: int, *, priority: int) -> Attempt:
     return Attempt(name, 0, (0,), prompt, len(prompt), sampling, stop, priority=priority)
 
 
-def make_loop() -> EngineLoop[DecodeScheduler]:
+def make_loop() -> EngineLoop:
     runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, step_seconds=0.005, depth=2, delay_steps=1)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    policy = DecodePolicy(headroom=4)
-    return EngineLoop(runner, DecodeScheduler(pool, policy, runner.model, pipelined=True))
+    policy = SchedulerPolicy(headroom=4)
+    return EngineLoop(runner, Scheduler(pool, policy, runner.model))
 
 
-def add(one: Attempt, stay: bool, loop: EngineLoop[DecodeScheduler]) -> None:
+def add(one: Attempt, stay: bool, loop: EngineLoop) -> None:
     loop.scheduler.add(one, 0.0, max_unconfirmed=2 if stay else 0)
 
 
-def num_running(loop: EngineLoop[DecodeScheduler]) -> int:
+def num_running(loop: EngineLoop) -> int:
     return loop.scheduler.load.running_sequences
 
 

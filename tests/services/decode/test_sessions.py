@@ -11,7 +11,7 @@ import pytest
 from baton.core.errors import Cancelled, Internal
 from baton.core.request.attempt import AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.request import FinishReason
-from baton.core.scheduler.events import Failed
+from baton.core.scheduler.events import AttemptFailed
 from baton.decode import service as service_module
 from baton.decode.sessions import Failure, RouterSession
 from tests.services.worker.pair import (
@@ -247,8 +247,10 @@ async def test_a_failure_of_a_choice_that_is_gone_does_not_fail_the_others() -> 
         await until(lambda: world.decode.runner.num_begun == 1)
         await end.cancel(one, 1)
         await until(lambda: world.decoding._running[one.key].choices == {0})
-        world.decoding.deliver([Failed(one.key, (1,), Internal("too late"))])
-        world.decoding.deliver([Failed(AttemptKey("unknown", 0), (0,), Internal("too late"))])
+        world.decoding.deliver([AttemptFailed(one.key, (1,), Internal("too late"))])
+        world.decoding.deliver(
+            [AttemptFailed(AttemptKey("unknown", 0), (0,), Internal("too late"))]
+        )
         world.decode.runner.open()
         await until(lambda: SequenceKey("r", 0, 0) in end.ends)
         assert not end.failures

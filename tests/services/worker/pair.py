@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,11 +20,11 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.decode import DecodePolicy, DecodeScheduler
-from baton.core.scheduler.events import Event, Tokens
+from baton.core.scheduler.events import Event, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.prefill import PrefillPolicy, PrefillScheduler
+from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
 from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
 from baton.decode.servicer import DecodeServicer
 from baton.engine.thread import EngineThread
@@ -92,7 +92,7 @@ class Worker:
     identity: WorkerIdentity
     runner: GatedRunner
     pool: BlockPool
-    engine: EngineThread[Any]
+    engine: EngineThread
     staging: Staging
     stats: HandoverStats
     server: ProcessServer
@@ -101,7 +101,7 @@ class Worker:
     async def is_idle(self) -> bool:
         """Nothing is left of any attempt: no block, no table, no buffer."""
 
-        def look(loop: EngineLoop[Any]) -> bool:
+        def look(loop: EngineLoop) -> bool:
             loop.scheduler.check()
             all_free = self.pool.num_free == self.pool.num_blocks
             return all_free and not self.pool.num_tables and not loop.scheduler.has_work
@@ -199,12 +199,12 @@ def attempt(
 def reference(attempt: Attempt) -> dict[int, list[int]]:
     """Each choice's tokens from one undisturbed engine, all by itself."""
     runner = FakeRunner(256, 8, eos_token_ids=(EOS,))
-    loop = EngineLoop(runner, DecodeScheduler(BlockPool(256, 8), DecodePolicy(), runner.model))
+    loop = EngineLoop(runner, Scheduler(BlockPool(256, 8), SchedulerPolicy(), runner.model))
     loop.scheduler.add(attempt, 0.0)
     made: dict[int, list[int]] = {choice: [] for choice in attempt.choices}
     while loop.scheduler.has_work:
         for event in loop.step(0.0):
-            if isinstance(event, Tokens):
+            if isinstance(event, NewTokens):
                 for tokens in event.tokens:
                     made[tokens.key.choice] += tokens.token_ids
     return made
@@ -238,17 +238,17 @@ async def pair(
     async with AsyncExitStack() as ends:
         prefill_runner, decode_runner = (GatedRunner(size, num_blocks) for size in block_sizes)
 
-        def prefill_scheduler(pool: BlockPool) -> PrefillScheduler:
-            policy = PrefillPolicy(token_budget=CHUNK, batch_window_s=0.0)
-            return PrefillScheduler(pool, policy, prefill_runner.model)
+        def prefill_scheduler(pool: BlockPool) -> Scheduler:
+            policy = replace(PREFILL, token_budget=CHUNK, batch_window_s=0.0)
+            return Scheduler(pool, policy, prefill_runner.model)
 
-        def decode_scheduler(pool: BlockPool) -> DecodeScheduler:
-            policy = DecodePolicy(
+        def decode_scheduler(pool: BlockPool) -> Scheduler:
+            policy = SchedulerPolicy(
                 max_sequences=max_sequences,
                 token_budget=max_sequences + CHUNK,
                 prefill_budget=CHUNK,
             )
-            return DecodeScheduler(pool, policy, decode_runner.model)
+            return Scheduler(pool, policy, decode_runner.model)
 
         channels = Channels()
         ends.push_async_callback(channels.close)
@@ -339,11 +339,9 @@ async def _parts(
     make_scheduler: Callable[[BlockPool], Any],
     deliver: Callable[[list[Event]], None],
     transport: str,
-) -> tuple[BlockPool, EngineThread[Any], Staging, WorkerIdentity]:
+) -> tuple[BlockPool, EngineThread, Staging, WorkerIdentity]:
     pool = BlockPool(runner.num_blocks, runner.block_size)
-    engine: EngineThread[Any] = EngineThread(
-        lambda: EngineLoop(runner, make_scheduler(pool)), deliver
-    )
+    engine: EngineThread = EngineThread(lambda: EngineLoop(runner, make_scheduler(pool)), deliver)
     await engine.start()
     ends.push_async_callback(engine.stop)
     identity = WorkerIdentity(role, secrets.token_hex(16), _free_address())

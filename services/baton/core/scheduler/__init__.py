@@ -1,5 +1,5 @@
-"""What an engine computes next: sequences, plans and the two schedulers.
+"""What an engine computes next: sequences, plans and one scheduler for both roles.
 
-In: attempts, results of steps.
+In: attempts, a policy, results of steps.
 Out: a StepPlan for the runner, events for the service.
 """

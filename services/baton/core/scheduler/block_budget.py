@@ -1,8 +1,9 @@
-"""Room, who gets a decode worker's blocks and places, and who has to give them up.
+"""BlockBudget, who gets a worker's blocks and places, and who has to give them up.
 
-Blocks come with growth headroom: nothing is let in unless it and all that runs can grow by
-`headroom` positions, so nobody is let in only to push somebody out. When blocks run out all the
-same, or something more important does not fit, the least important and latest is preempted.
+Blocks come with growth headroom: nothing is admitted unless it and all that runs can grow by
+`headroom` positions, so that nothing is admitted only to preempt something else. When blocks run
+out all the same, or something more important does not fit, the least important and latest is
+preempted. Where sequences stop after their first token nothing grows and nothing is preempted.
 """
 
 from __future__ import annotations
@@ -11,37 +12,37 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton.core.errors import InvalidArgument
-from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.block_pool import BlockPool, SwapGrant, SwapPlace, SwapSpace, blocks_for
 from baton.core.request.attempt import AttemptKey
-from baton.core.scheduler.plan import StepWork
+from baton.core.scheduler.plan import BlockSwap, StepWork
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.sequence import Sequence, SequenceGroup
 from baton.core.scheduler.sequence_table import SequenceTable, rank
 from baton.core.scheduler.step_cost import StepCost
-from baton.core.scheduler.swapping import Swapping
 
-# Claim, room that is being made for one reservation.
-#
-# What was taken for it from the less important comes free only with the steps in flight. Until then
-# nobody may take it who is not more important than the claim. One claim is held at a time, for a
-# short while; whoever has it asks again.
-
-CLAIM_S = 0.5
-"""Longer than steps take, and short for those who wait if nobody asks again."""
+RESERVATION_S = 0.5
+"""Longer than steps take, and short for those who wait if the attempt is not tried again."""
 
 
 class Reservation:
-    """Times are readings of the scheduler's clock, in seconds."""
+    """Room that is being made for one attempt whose KV another worker will hand over.
+
+    What was taken for it from the less important comes free only with the steps in flight. Until
+    then only what is more important may take it. One reservation is made at a time, for a short
+    while; the attempt is tried again meanwhile. Times are readings of the scheduler's clock, in
+    seconds.
+    """
 
     def __init__(self) -> None:
         self._key: AttemptKey | None = None
         self._priority = 0
         self._until = 0.0
 
-    def hold(self, key: AttemptKey, priority: int, now: float) -> None:
-        self._key, self._priority, self._until = key, priority, now + CLAIM_S
+    def make(self, key: AttemptKey, priority: int, now: float) -> None:
+        self._key, self._priority, self._until = key, priority, now + RESERVATION_S
 
     def drop(self, key: AttemptKey) -> None:
-        """Ends the claim if it is this attempt's."""
+        """Ends the reservation if it is this attempt's."""
         if self._key == key:
             self._key = None
 
@@ -49,7 +50,7 @@ class Reservation:
         return self._key == key and now < self._until
 
     def outranks(self, priority: int, now: float) -> bool:
-        """Whether room must not go to somebody of this priority now."""
+        """Whether room must not go to a group of this priority now."""
         return self._key is not None and now < self._until and self._priority <= priority
 
     @property
@@ -62,107 +63,77 @@ RECOMPUTE = "recompute"
 
 
 class BlockBudget:
-    """max_sequences: how many own blocks at once. headroom: positions that all that is let in can
-    grow. target_step_s: predicted seconds of a step that nothing new is let in beyond; 0: no limit.
-    preemptions: how often each fate was met, by name.
-    """
+    """Who gets blocks and places, and who is preempted for whom."""
 
     def __init__(
-        self,
-        pool: BlockPool,
-        roster: SequenceTable,
-        swapping: Swapping,
-        cost: StepCost,
-        *,
-        max_sequences: int,
-        headroom: int,
-        target_step_s: float,
+        self, pool: BlockPool, sequences: SequenceTable, cost: StepCost, policy: SchedulerPolicy
     ):
-        self._pool = pool
-        self._roster = roster
-        self._swapping = swapping
-        self._cost = cost
-        self._max_sequences = max_sequences
-        self._headroom = headroom
-        self._target_step_s = target_step_s
+        self.swapping = Swapping(pool, sequences.swap, cost)
         self.preemptions: Counter[str] = Counter()
+        """How often blocks were taken from what ran, by what became of its KV."""
+        self._pool = pool
+        self._sequences = sequences
+        self._cost = cost
+        self._policy = policy
         self._swapped: list[SequenceGroup] = []
 
-    def check(self, shared: SequenceGroup) -> None:
+    def check(self, group: SequenceGroup) -> None:
         """Raises InvalidArgument when its choices can never own enough blocks at once."""
-        choices = len(shared.sequences)
-        too_many = choices > self._max_sequences
-        if too_many or self.wanted(shared) > self._pool.num_blocks:
+        if self._policy.first_token_only:
+            return
+        choices = len(group.sequences)
+        too_many = choices > self._policy.max_sequences
+        if too_many or self._wanted(group) > self._pool.num_blocks:
             raise InvalidArgument(
                 f"This worker cannot run {choices} choices of this input at once.", field="n"
             )
 
-    def wanted(self, shared: SequenceGroup) -> int:
-        """Blocks that an input and its choices take, with headroom."""
-        whole, fork = shared.blocks_wanted(self._pool.block_size, self._headroom)
-        return whole + fork * (len(shared.sequences) - 1)
-
-    def take(self, shared: SequenceGroup, max_cached: int) -> bool:
-        """Gives an input its blocks, or nothing at all; then it is held back."""
-        shared.held_back = not (
-            self._has_places(shared)
-            and self._keeps_target(shared)
-            and self._pool.num_free + len(shared.tokens) // self._pool.block_size
-            >= self.wanted(shared)
-            and shared.take_blocks(
-                self._pool,
-                max_cached=max_cached,
-                headroom=self._headroom,
-                keep_free=self._blocks_to_keep(),
+    def take(self, group: SequenceGroup, max_cached: int) -> bool:
+        """Gives a group its blocks, or nothing at all; then it is blocked."""
+        if self._policy.first_token_only:
+            taken = group.take_blocks(self._pool, max_cached=max_cached)
+        else:
+            taken = (
+                self._has_places(group)
+                and self._keeps_target(group)
+                and self._pool.num_free + len(group.tokens) // self._pool.block_size
+                >= self._wanted(group)
+                and group.take_blocks(
+                    self._pool,
+                    max_cached=max_cached,
+                    headroom=self._policy.headroom,
+                    keep_free=self._blocks_to_keep(),
+                )
             )
+        group.blocked = not taken
+        return taken
+
+    def admit(self, group: SequenceGroup, now: float) -> bool:
+        """Gives a waiting group its blocks, or nothing at all. Preempts what is less important."""
+        # The last position of an input is always computed, for its logits.
+        most_cached = len(group.tokens) - 1
+        return self.take(group, most_cached) or (
+            self.make_room(group, now, may_swap=True) and self.take(group, most_cached)
         )
-        return not shared.held_back
 
-    def let_in(self, waiting: Iterable[SequenceGroup], budget: int, now: float) -> list[Sequence]:
-        """Gives room to those who wait, in order; returns those whose KV was kept: they run on.
-
-        budget: positions that can still be computed in this step. An input of which none could be
-        does not begin; whoever needs no prefill may pass it.
-        """
-        size = self._pool.block_size
-        restored = []
-        for shared in waiting:
-            if shared.must_wait or shared.unsettled:
-                continue
-            if shared.stored is None and budget < min(shared.remaining, size):
-                continue
-            # The last position of an input is always computed, for its logits.
-            most_cached = len(shared.tokens) - 1
-            if not self.take(shared, most_cached) and not (
-                self.make(shared, now, may_swap=True) and self.take(shared, most_cached)
-            ):
-                break
-            if shared.stored is None:
-                self._roster.start(shared)
-                budget -= shared.remaining
-            else:
-                self._swapping.fetch(shared)
-                restored.append(self._roster.restore(shared))
-        return restored
-
-    def make(self, shared: SequenceGroup, now: float, *, may_swap: bool) -> bool:
-        """Preempts less important ones until an input that was refused fits, in blocks, places and
+    def make_room(self, group: SequenceGroup, now: float, *, may_swap: bool) -> bool:
+        """Preempts less important ones until a group that was refused fits, in blocks, places and
         the time of a step, if that can help.
 
         What they gave comes free at once, or with the steps in flight. Returns whether there is
         more room now or then.
         """
-        lesser = [v for v in self._victims() if v.priority > shared.priority]
+        lesser = [v for v in self._victims() if v.priority > group.priority]
         if not lesser:
             return False
         free = self._pool.num_free + self._pool.num_returning
         gain = sum(len(v.table.blocks) for v in lesser if v.table is not None)
-        wanted = self.wanted(shared)
-        if wanted > free + gain or not self._keeps_target(shared, lesser):
+        wanted = self._wanted(group)
+        if wanted > free + gain or not self._keeps_target(group, lesser):
             return False
         made = False
         for victim in sorted(lesser, key=rank, reverse=True):
-            fits = self._has_places(shared) and self._keeps_target(shared)
+            fits = self._has_places(group) and self._keeps_target(group)
             if fits and free >= wanted + self._blocks_to_keep():
                 break
             assert victim.table is not None
@@ -199,67 +170,177 @@ class BlockBudget:
         return [s for s in others if s.table is not None] + grown
 
     def preempt(self, victim: Sequence | SequenceGroup, now: float, *, may_swap: bool) -> None:
-        """Takes the blocks of a running sequence or an input being computed; it waits again."""
+        """Takes the blocks of a running sequence or of a group being computed; it waits again."""
         stored = None
         if isinstance(victim, SequenceGroup):
-            self._roster.put_back(victim)
+            self._sequences.put_back(victim)
         else:
-            stored = self._swapping.store(victim) if may_swap else None
-            shared = self._roster.preempt(victim, now, stored)
+            stored = self.swapping.store(victim) if may_swap else None
+            group = self._sequences.preempt(victim, now, stored)
             if stored is not None:
-                self._swapped.append(shared)
+                self._swapped.append(group)
         self.preemptions[RECOMPUTE if stored is None else f"swap_{stored.place.value}"] += 1
 
     def launched(self, step: int) -> None:
         """The planned step starts, with what is to be moved in it."""
-        self._swapping.launched(step)
+        self.swapping.launched(step)
         self._swapped.clear()
 
     def dropped(self) -> None:
         """There is nothing to compute, so nothing is moved: what was swapped is computed again."""
-        for shared in self._swapped:
-            assert shared.stored is not None
-            self.preemptions[f"swap_{shared.stored.place.value}"] -= 1
+        for group in self._swapped:
+            assert group.stored is not None
+            self.preemptions[f"swap_{group.stored.place.value}"] -= 1
             self.preemptions[RECOMPUTE] += 1
-            self._roster.forget_stored(shared)
+            self._sequences.drop_stored(group)
         self._swapped.clear()
-        self._swapping.dropped()
+        self.swapping.dropped()
 
     def _victims(self) -> list[Sequence | SequenceGroup]:
-        """All that could be preempted. What arrives from elsewhere could not."""
-        return [*self._roster.running.values(), *self._roster.prefilling]
+        """All that could be preempted. What arrives from another worker, or is kept for one, could
+        not."""
+        if self._policy.first_token_only:
+            return []
+        return [*self._sequences.running.values(), *self._sequences.prefilling]
 
-    def _has_places(self, shared: SequenceGroup) -> bool:
-        return self._roster.num_owning + len(shared.sequences) <= self._max_sequences
+    def _wanted(self, group: SequenceGroup) -> int:
+        """Blocks that a group and its sequences take, with headroom."""
+        whole, fork = group.blocks_wanted(self._pool.block_size, self._policy.headroom)
+        return whole + fork * (len(group.sequences) - 1)
+
+    def _has_places(self, group: SequenceGroup) -> bool:
+        return self._sequences.num_owning + len(group.sequences) <= self._policy.max_sequences
 
     def _keeps_target(
-        self, shared: SequenceGroup, without: Iterable[Sequence | SequenceGroup] = ()
+        self, group: SequenceGroup, without: Iterable[Sequence | SequenceGroup] = ()
     ) -> bool:
         """Whether all that owns blocks but these, and this one, can run in one step in time."""
-        if not self._target_step_s:
+        if not self._policy.target_step_s:
             return True
         gone = set(map(id, without))
-        context = len(shared.tokens) * len(shared.sequences)
-        owning = self._roster.num_owning
-        for running in self._roster.running.values():
+        context = len(group.tokens) * len(group.sequences)
+        owning = self._sequences.num_owning
+        for running in self._sequences.running.values():
             if id(running) in gone:
                 owning -= 1
             else:
-                context += running.reach
-        for other in (*self._roster.prefilling, *self._roster.arriving.values()):
+                context += running.num_computed_tokens
+        for other in (*self._sequences.prefilling, *self._sequences.arriving.values()):
             if id(other) in gone:
                 owning -= len(other.sequences)
             else:
                 context += len(other.tokens) * len(other.sequences)
-        work = StepWork(owning + len(shared.sequences), context)
-        return not owning or self._cost.predict(work) <= self._target_step_s
+        work = StepWork(owning + len(group.sequences), context)
+        return not owning or self._cost.predict(work) <= self._policy.target_step_s
 
     def _blocks_to_keep(self) -> int:
         """Blocks that all running sequences still need to grow by the headroom."""
-        size, headroom = self._pool.block_size, self._headroom
+        size, headroom = self._pool.block_size, self._policy.headroom
         missing = 0
-        for sequence in self._roster.running.values():
+        for sequence in self._sequences.running.values():
             assert sequence.table is not None
             most = min(len(sequence.tokens) + headroom, sequence.rule.max_positions - 1)
             missing += max(0, -(-most // size) - len(sequence.table.blocks))
         return missing
+
+
+_SHORT_BLOCKS = 4
+"""A context of no more blocks is computed again while nothing is known: one small chunk does it."""
+
+_NEWEST = 0.2
+"""Weight of the newest measurement."""
+
+_FADE = 0.95
+
+
+class Swapping:
+    """What becomes of a preempted sequence's KV: it is moved to swap memory, or computed again.
+
+    The cheaper one is taken, as measured: seconds per swapped block, both ways, against seconds per
+    prefilled position. While one of them is not known, all but short contexts are swapped, which
+    measures it. Each choice against swapping lets the measured time fade a little, so that one slow
+    move does not count for ever.
+    """
+
+    def __init__(self, pool: BlockPool, space: SwapSpace, cost: StepCost):
+        self._pool = pool
+        self._space = space
+        self._cost = cost
+        self._block_s: dict[SwapPlace, float] = {}
+        self._moves: dict[int, Counter[SwapPlace]] = {}
+        self._restored: list[SwapGrant] = []
+        self._moved: Counter[SwapPlace] = Counter()
+        self.swap_out: list[BlockSwap] = []
+        self.swap_in: list[BlockSwap] = []
+        """Both are the moves of the step that is planned now."""
+
+    def store(self, sequence: Sequence) -> SwapGrant | None:
+        """Has a running sequence's KV moved out by the step that is planned now.
+
+        None when it cannot be kept or need not be: then it has to be computed again.
+        """
+        table = sequence.table
+        # A fork that has not run here yet does not have its own last block's content.
+        if table is None or table.copy is not None:
+            return None
+        count = blocks_for(sequence.num_computed_tokens, self._pool.block_size)
+        place = self._space.place_for(count)
+        if place is None or not self._worth(place, count, sequence):
+            return None
+        grant = self._space.take(place, count)
+        self.swap_out.append(BlockSwap(tuple(table.blocks[:count]), grant.blocks))
+        self._moved[place] += count
+        return grant
+
+    def fetch(self, group: SequenceGroup) -> None:
+        """Has the KV of one that got blocks again moved in by the step that is planned now.
+
+        What the prefix cache still had is left out.
+        """
+        grant, table = group.stored, group.table
+        assert grant is not None and table is not None
+        group.stored = None
+        self._restored.append(grant)
+        missing = slice(table.num_cached, len(grant.blocks))
+        if blocks := tuple(table.blocks[missing]):
+            self.swap_in.append(BlockSwap(blocks, grant.blocks[missing]))
+            self._moved[grant.place] += len(blocks)
+
+    def launched(self, step: int) -> None:
+        """The planned step starts: its moves are under way."""
+        self._space.launched(step)
+        for swap in self.swap_out:
+            self._pool.withhold(swap.blocks)
+        for grant in self._restored:
+            self._space.release(grant)
+        if self._moved:
+            self._moves[step] = self._moved
+            self._moved = Counter()
+        self._restored, self.swap_out, self.swap_in = [], [], []
+
+    def completed(self, step: int, swap_s: float) -> None:
+        """A step is done; its moves took so many seconds."""
+        self._space.completed(step)
+        moved = self._moves.pop(step, None)
+        # Of a step that moved blocks to both kinds it cannot be told which one took the time.
+        if moved is not None and len(moved) == 1:
+            ((place, count),) = moved.items()
+            known = self._block_s.get(place, swap_s / count)
+            self._block_s[place] = known + _NEWEST * (swap_s / count - known)
+
+    def dropped(self) -> None:
+        """The planned step does not come to be, and moves nothing. Nothing was to be fetched."""
+        self.swap_out = []
+        self._moved = Counter()
+
+    def _worth(self, place: SwapPlace, count: int, sequence: Sequence) -> bool:
+        block_s = self._block_s.get(place)
+        position_s = self._cost.prefill_position_s
+        if block_s is None or position_s is None:
+            return count > _SHORT_BLOCKS
+        assert sequence.table is not None
+        shared = self._pool.num_shared(sequence.table) * self._pool.block_size
+        worth = 2 * count * block_s <= max(0, sequence.num_computed_tokens - shared) * position_s
+        if not worth:
+            self._block_s[place] = block_s * _FADE
+        return worth

@@ -8,23 +8,20 @@ that are not known yet (`plan.PENDING`).
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, TypeVar
 
 from baton.core.errors import Internal
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.plan import ModelRunner, StepPlan, StepResult
 from baton.core.scheduler.scheduler import Scheduler
 
-SchedulerT = TypeVar("SchedulerT", bound=Scheduler, covariant=True)
 
-
-class EngineLoop(Generic[SchedulerT]):
+class EngineLoop:
     """A scheduler and the runner that computes its steps. Whoever calls it is the only one.
 
     What the runner raises is fatal: memory is in an unknown state.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: SchedulerT):
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler):
         self.runner = runner
         self.scheduler = scheduler
         self._in_flight: deque[StepPlan] = deque()

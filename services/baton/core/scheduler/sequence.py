@@ -1,7 +1,7 @@
-"""Sequence, the progress of one choice on one worker.
+"""Sequences: the progress of choices on one worker, alone and in groups that share one input.
 
-A sequence's KV comes to be in one of two ways: computed here, or collected from another worker.
-Then it either runs here, or is held for the worker that will run it, also after it ran here:
+A sequence's KV is computed here, or collected from another worker. Then the sequence either runs
+here, or its KV is held for the worker that goes on with it, also after it has run here:
 
               ┌── START ──► PREFILLING ──┬─ READY ──► RUNNING ── SWAP ──► SWAPPED
     QUEUED ───┤                 │        │             ▲ │ ▲                │ │
@@ -13,8 +13,7 @@ READY is when the step that completes its KV is launched, or its last KV has bee
 sequence without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
 when swap memory keeps it. What steps launched before still sample for it counts all the same.
 FINISH, CANCEL and FAIL end a sequence, from where the table says so; what is not in the table is a
-fault of Baton and raises Internal. Until they have KV, sequences with the same input move together
-(`SequenceGroup`).
+fault of Baton and raises Internal.
 """
 
 from __future__ import annotations
@@ -33,16 +32,12 @@ from baton.core.request.prompt_logprobs import SCORED_POSITIONS, Gathered, Promp
 from baton.core.request.request import FinishReason
 from baton.core.scheduler.plan import PENDING, Chunk, Matcher, SampleRow, Scored, StepResult
 
-# Decides where a token is sampled whether it ends its choice.
-
 
 class StopRule:
-    """The ends that one attempt's tokens can meet.
+    """Decides, where a token is sampled, whether it ends its choice. One for each attempt.
 
-    max_positions: most positions a choice may have, prompt included. end_ids: tokens that end it;
-    before output position min_tokens they must not be drawn. The model's own end an answer that
-    follows a grammar even when they are to be ignored: then they are drawn only when nothing else
-    can be (see `Sequence.sample_row`).
+    The model's own end tokens end an answer that follows a grammar even when they are to be
+    ignored: then they are drawn only when nothing else can be (see `Sequence.sample_row`).
     """
 
     __slots__ = ("_banned", "_ignored", "_max_tokens", "end_ids", "max_positions", "min_tokens")
@@ -56,9 +51,11 @@ class StopRule:
         self._banned = tuple(ends)
         self._ignored = tuple(t for t in ignored if bound and t not in stop.stop_token_ids)
         self.end_ids = frozenset(ends)
+        """Tokens that end a choice; before output position min_tokens they must not be drawn."""
         self.min_tokens = stop.min_tokens
         self._max_tokens = min(stop.max_tokens, max_model_len - attempt.num_prompt_tokens)
         self.max_positions = attempt.num_prompt_tokens + self._max_tokens
+        """Most positions that a choice may have, prompt included."""
 
     def banned(self, position: int) -> tuple[int, ...]:
         """Tokens that must not be drawn at an output position: too early for an end."""
@@ -140,18 +137,7 @@ _made = tuple.__new__
 
 
 class Sequence:
-    """One choice's tokens and how far its KV has come.
-
-    id: local to the worker, names the sequence to the runner; later sequences have higher ones.
-    in_flight: launched steps that sample for it. lost: what those steps sample is worth nothing.
-    confirmed: first output position not confirmed yet; at most max_unconfirmed positions are
-    sampled from there on (0: no limit). serial: a row of it needs all tokens before. matcher: the
-    way through its grammar, or None.
-
-    While it runs: reach is how many positions have KV once all launched steps are done, so it is
-    the next position to compute; it must stay below ceiling, and needs a block from room on. limit
-    is the lesser of the two.
-    """
+    """One choice's tokens and how far its KV has come."""
 
     __slots__ = (
         "_extents",
@@ -172,7 +158,7 @@ class Sequence:
         "logprobs",
         "lost",
         "max_unconfirmed",
-        "reach",
+        "num_computed_tokens",
         "room",
         "rule",
         "serial",
@@ -191,27 +177,37 @@ class Sequence:
         matcher: Matcher | None = None,
     ):
         self.id = sequence_id
+        """Local to the worker, names the sequence to the runner; later ones have higher ids."""
         self.attempt = attempt
         self.key = SequenceKey(attempt.request_id, choice, attempt.attempt)
         self.rule = rule
         self.max_unconfirmed = max_unconfirmed
+        """At most so many positions are sampled from `confirmed` on; 0: no limit."""
         self.confirmed = attempt.position
+        """First output position that may still be cut off by a stop string."""
         self.serial = attempt.sampling.needs_history or matcher is not None
+        """Whether a row of it needs the values of all tokens before."""
         self.state = SequenceState.QUEUED
         self.tokens: collections.abc.Sequence[int] = attempt.token_ids
         self.logprobs: list[Logprobs] = []
         self.table: BlockTable | None = None
         self.chain: PrefixChain | None = None
         self.in_flight = 0
+        """Launched steps that sample for it."""
         self.lost = False
-        self.reach = 0
+        """Whether what those steps sample is worth nothing."""
+        self.num_computed_tokens = 0
+        """Positions that have KV once all launched steps are done: the next position to compute."""
         self.room = 0
+        """First position that needs another block."""
         self.limit = 0
+        """The lesser of `room` and `ceiling`."""
         self._matcher = matcher
+        """Its way through its grammar, or None."""
         self._sampling = attempt.sampling
         self._num_prompt = attempt.num_prompt_tokens
         self._own: list[int] = []
-        # From this position on a row says nothing that depends on earlier tokens.
+        # From this position on nothing in a row depends on earlier tokens.
         self._plain_from = sys.maxsize if self.serial else self._num_prompt + rule.min_tokens
         self._last: tuple[int, ...] = ()
         self._extents: Extents = ()
@@ -255,23 +251,23 @@ class Sequence:
         self.confirmed = max(self.confirmed, min(position, self.position))
         self._limit()
 
-    def begin(self, block_size: int, reach: int, *, awaited: bool = False) -> None:
+    def begin(self, block_size: int, computed: int, *, awaited: bool = False) -> None:
         """It has blocks and runs. awaited: a launched step samples its next token."""
-        self.reach = reach
+        self.num_computed_tokens = computed
         self.in_flight = int(awaited)
         self.lost = False
         self.settle(block_size)
 
     def settle(self, block_size: int) -> None:
-        """Takes note of its table: it has changed."""
+        """Call it when its table has changed."""
         assert self.table is not None
         self.room = len(self.table.blocks) * block_size
         self.limit = min(self.room, self.ceiling)
         self._extents = self.table.extents
 
     def sample_row(self) -> SampleRow:
-        """Asks for the token behind the launched ones. The row's history is only valid until the
-        step is applied."""
+        """The row of the token behind the launched ones. Its history is only valid until the step
+        is applied."""
         position = self.position + self.in_flight
         banned = self.rule.banned(position)
         allowed = b""
@@ -307,24 +303,24 @@ class Sequence:
         position = size - self._num_prompt - 1
         self._last = last = (token_id,)
         if logprobs is None:
-            told: tuple[Logprobs, ...] = ()
+            added: tuple[Logprobs, ...] = ()
         else:
-            told = (logprobs,)
+            added = (logprobs,)
             self.logprobs.append(logprobs)
         rule = self.rule
         if token_id in rule.end_ids or size >= rule.max_positions:
             end = rule.ends(position, token_id)
-            return ChoiceTokens(self.key, position, last, told, *end)
-        return _made(ChoiceTokens, (self.key, position, last, told, None, None))
+            return ChoiceTokens(self.key, position, last, added, *end)
+        return _made(ChoiceTokens, (self.key, position, last, added, None, None))
 
     def publish(self, pool: BlockPool, end: int) -> None:
-        """Lets others find its full blocks up to a position; they have KV now."""
+        """Puts its full blocks up to a position, which have KV now, into the prefix cache."""
         if self.table is not None and self.chain is not None:
             num_blocks = end // pool.block_size
             self.chain.extend(self.tokens, num_blocks)
             pool.publish(self.table, self.chain, num_blocks)
 
-    def give_up_table(self, pool: BlockPool) -> None:
+    def release_table(self, pool: BlockPool) -> None:
         """Releases its blocks, if it owns any."""
         table, self.table = self.table, None
         if table is not None:
@@ -345,6 +341,7 @@ class Sequence:
     def _limit(self) -> None:
         # The last token of a choice gets no KV.
         self.ceiling = self.rule.max_positions - 1
+        """`num_computed_tokens` must stay below it."""
         if self.max_unconfirmed:
             ahead = self._num_prompt + self.confirmed + self.max_unconfirmed - 1
             self.ceiling = min(self.ceiling, ahead)
@@ -369,7 +366,8 @@ def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
     chunks = []
     context = 0
     for one in sequences:
-        position, in_flight, num_prompt = one.reach, one.in_flight, one._num_prompt
+        position, in_flight = one.num_computed_tokens, one.in_flight
+        num_prompt = one._num_prompt
         context += position
         end = position + 1
         if end >= one._plain_from:
@@ -377,19 +375,11 @@ def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
             row = _made(SampleRow, fields)
         else:
             row = one.sample_row()
-        one.reach = end
+        one.num_computed_tokens = end
         one.in_flight = in_flight + 1
         token_ids = _PENDING_ID if in_flight else one._last
         chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,), None)))
     return chunks, context
-
-
-# SequenceGroup, one input on its way to KV and the sequences that go on from it.
-#
-# A prompt with n choices is computed or collected once. Its sequences part when KV is complete: one
-# takes the table over, each of the others got a fork of it, with room to grow, when blocks were
-# taken, so that nothing can run out in between. A preempted sequence becomes a SequenceGroup again;
-# what its launched steps still sample becomes part of the input.
 
 
 _LIKELY_GROWTH = 512
@@ -397,27 +387,28 @@ _LIKELY_GROWTH = 512
 
 
 class SequenceGroup:
-    """tokens: the input. computed: leading positions that have KV once all launched steps are done.
-    cached: those of them that came from the prefix cache. in_flight: launched steps that compute
-    some of it. arrived, started: clock readings in seconds. resumed: its sequences have run before.
-    deadline: a clock reading after which it need not start, or None; what was told to the client
-    cannot be taken back, so one that is resumed has none here. held_back: it was refused room, or
-    lost it. scores: what is known of its own tokens, None when they are not scored. stored: the
-    swap memory that keeps all its KV while it waits, or None.
+    """One input on its way to KV, and the sequences that go on from it.
+
+    A prompt with n choices is computed or collected once. Its sequences run each on its own when
+    KV is complete: one takes the group's table, each of the others got a fork of it, with room to
+    grow, when blocks were taken, so that blocks cannot run out in between. A preempted sequence
+    becomes a group of one again; what its launched steps still sample becomes part of the input.
     """
 
     __slots__ = (
         "arrived",
+        "blocked",
         "cached",
         "chain",
         "computed",
         "deadline",
         "first",
-        "held_back",
         "id",
         "in_flight",
+        "keep",
         "key",
         "priority",
+        "receiver",
         "resumed",
         "scores",
         "sequences",
@@ -427,7 +418,14 @@ class SequenceGroup:
     )
 
     def __init__(
-        self, sequences: list[Sequence], chain: PrefixChain, now: float, *, resumed: bool = False
+        self,
+        sequences: list[Sequence],
+        chain: PrefixChain,
+        now: float,
+        *,
+        keep: bool = False,
+        receiver: str = "",
+        resumed: bool = False,
     ):
         first = sequences[0]
         attempt = first.attempt
@@ -435,21 +433,37 @@ class SequenceGroup:
         self.key: AttemptKey = attempt.key
         self.priority = attempt.priority
         self.sequences = sequences
+        """Those that have not ended."""
         self.first = first
         self.chain = chain
         self.arrived = now
+        """A clock reading, in seconds."""
         self.started: float | None = None
+        """When it got its blocks: a clock reading, in seconds."""
         remaining_s = None if resumed else attempt.remaining_s
         self.deadline = None if remaining_s is None else now + remaining_s
+        """A clock reading after which it need not start. What the client got cannot be taken back,
+        so a resumed group has none."""
         self.resumed = resumed
-        self.held_back = False
+        """Whether its sequence has run before."""
+        self.blocked = False
+        """Whether it was refused room, or lost it."""
+        self.keep = keep
+        """Whether its KV is kept for another worker when all of it is computed."""
+        self.receiver = receiver if keep else ""
+        """The worker whose share of the pool its blocks count against, or empty."""
         num_top = None if resumed else attempt.prompt_logprobs
         self.scores = None if num_top is None else Gathered(num_top)
+        """What is known of its own tokens; None when they are not scored."""
         self.stored: SwapGrant | None = None
+        """The swap memory that keeps all its KV while it waits."""
         self.table: BlockTable | None = None
         self.computed = 0
+        """Leading positions that have KV once all launched steps are done."""
         self.cached = 0
+        """Those of them that came from the prefix cache."""
         self.in_flight = 0
+        """Launched steps that compute some of it."""
 
     @property
     def tenant(self) -> str:
@@ -516,15 +530,15 @@ class SequenceGroup:
             max_cached = 0
         self.chain.extend(self.tokens, len(self.tokens) // size)
         whole, fork = self.blocks_wanted(size, headroom or 0)
-        heirs = [] if headroom is None else self.sequences[1:]
-        keep_free += fork * len(heirs)
+        forks = [] if headroom is None else self.sequences[1:]
+        keep_free += fork * len(forks)
         grown = whole if headroom is None else self.blocks_wanted(size, _LIKELY_GROWTH)[0]
         room = max(0, grown - whole)
         self.table = pool.allocate(whole, self.chain, max_cached // size, keep_free, room)
         if self.table is None:
             return False
         self.computed = self.cached = self.table.num_cached * size
-        for sequence in heirs:
+        for sequence in forks:
             sequence.table = pool.fork(self.table, len(self.tokens), whole, room)
         return True
 
@@ -551,20 +565,20 @@ class SequenceGroup:
         return Chunk(self.id, self.tokens[first:end], first, self.table.extents, rows, scored)
 
     def note_scores(self, result: StepResult) -> None:
-        """Keeps what a step says of its tokens."""
+        """Keeps what a step scored of its tokens."""
         for scored in result.scored:
             if scored.sequence_id == self.id and self.scores is not None:
                 self.scores.add(scored.first_position, scored.logprobs)
 
     def publish(self, pool: BlockPool, end: int) -> None:
-        """Lets others find the full blocks up to a position; they have KV now."""
+        """Puts the full blocks up to a position, which have KV now, into the prefix cache."""
         if self.table is not None:
             pool.publish(self.table, self.chain, end // pool.block_size)
 
-    def hand_on(self, pool: BlockPool, *, reach: int, awaited: bool = False) -> None:
-        """Gives every sequence its table; the input's own goes to the one that got no fork.
+    def split(self, pool: BlockPool, *, computed: int, awaited: bool = False) -> None:
+        """Gives every sequence its table; the group's own goes to the one that got no fork.
 
-        reach, awaited: see `Sequence`.
+        computed, awaited: see `Sequence.begin`.
         """
         assert self.table is not None
         for sequence in self.sequences:
@@ -573,21 +587,21 @@ class SequenceGroup:
                 sequence.chain = self.chain
             else:
                 sequence.chain = self.chain.fork()
-            sequence.begin(pool.block_size, reach, awaited=awaited)
+            sequence.begin(pool.block_size, computed, awaited=awaited)
         if self.table is not None:
-            self.give_up_table(pool)
+            self.release_table(pool)
 
-    def give_up_table(self, pool: BlockPool) -> None:
-        """Releases the input's own table, if there is one."""
+    def release_table(self, pool: BlockPool) -> None:
+        """Releases the group's own table, if there is one."""
         table, self.table = self.table, None
         if table is not None:
             pool.release(table)
 
-    def give_up_blocks(self, pool: BlockPool) -> None:
+    def release_blocks(self, pool: BlockPool) -> None:
         """Releases everything; the input has to be computed from its start again."""
-        self.give_up_table(pool)
+        self.release_table(pool)
         for sequence in self.sequences:
-            sequence.give_up_table(pool)
+            sequence.release_table(pool)
         self.computed = self.cached = 0
 
     def move(self, event: SequenceEvent) -> None:
