@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import KeyBook, Limits
-from baton.core.admission.key_document import render
+from baton.core.admission.api_keys import KeyBook, TenantLimits, render
 from baton.core.errors import Overloaded
 from baton.core.request.request import ChatPrompt
 from baton.router.api.access import KeyAuthenticator, OpenAuthenticator
@@ -108,7 +107,7 @@ def test_overload_says_when_to_come_back(page: Page, url: str, frontend: Scripte
 def test_a_key_is_asked_for_where_one_is_needed(
     page: Page, tmp_path: Path, frontend: Scripted
 ) -> None:
-    book, key = KeyBook().with_key("alice", Limits(), "")
+    book, key = KeyBook().with_key("alice", TenantLimits(), "")
     (tmp_path / "keys.json").write_text(render(book))
     with serving(
         frontend, KeyAuthenticator(str(tmp_path / "keys.json"), CollectorRegistry())

@@ -23,8 +23,7 @@ from baton.core.observe.stages import Stage
 from baton.core.request.attempt import Phase
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import FinishReason
-from baton.core.routing.candidates import Candidate, FilterReason
-from baton.core.routing.worker_cost import Cost
+from baton.core.routing.routing import Candidate, Cost, FilterReason
 from baton.router.api.http.answer_schema import Explained
 from baton.router.api.http.explain import explained
 from baton.router.api.http.server import HttpServer, serve_http

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.admission.admission import Admission, AdmissionCharge, AdmissionLimits, Ask, Outlook
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import Entry, FairQueue
-from baton.core.admission.refusal import Limit, Refusal
-from baton.core.admission.shares import Use
+from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
+from baton.core.admission.tenant_budgets import Limit, Refusal, Use
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument
 from tests.depth import examples

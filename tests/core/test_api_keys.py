@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.admission.api_keys import KeyBook, KeyIndex, Limits
-from baton.core.admission.key_document import parse, render
+from baton.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits, parse, render
 from baton.core.admission.tenants import ANYONE, Tenant
 from baton.core.errors import InvalidArgument
 from baton.core.request.request import Request, TextPrompt
@@ -18,7 +17,7 @@ from baton.core.request.request import Request, TextPrompt
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 counts = st.none() | st.integers(1, 2**40)
 limits = st.builds(
-    Limits,
+    TenantLimits,
     weight=st.floats(min_value=1e-3, max_value=1e6),
     most_urgent=st.none() | st.integers(-100, 100),
     requests_per_minute=counts,
@@ -32,13 +31,15 @@ limits = st.builds(
 def book_of(*tenants: str) -> tuple[KeyBook, list[str]]:
     book, keys = KeyBook(), []
     for tenant in tenants:
-        book, key = book.with_key(tenant, Limits(), "now")
+        book, key = book.with_key(tenant, TenantLimits(), "now")
         keys.append(key)
     return book, keys
 
 
 @given(st.dictionaries(names, limits, max_size=4))
-def test_a_document_comes_back_as_it_was_and_has_no_key_in_it(tenants: dict[str, Limits]) -> None:
+def test_a_document_comes_back_as_it_was_and_has_no_key_in_it(
+    tenants: dict[str, TenantLimits],
+) -> None:
     book, keys = KeyBook(), []
     for name, limit in tenants.items():
         book, key = book.with_key(name, limit, "2026-01-01")
@@ -71,12 +72,12 @@ def test_only_the_very_key_is_known() -> None:
 def test_tenants_share_kv_only_when_the_document_says_so() -> None:
     book = KeyBook(
         tenants={
-            "a": Limits(),
-            "b": Limits(),
-            "c": Limits(cache_group="team"),
-            "d": Limits(cache_group="team"),
+            "a": TenantLimits(),
+            "b": TenantLimits(),
+            "c": TenantLimits(cache_group="team"),
+            "d": TenantLimits(cache_group="team"),
             # A group of a tenant's name is not that tenant.
-            "e": Limits(cache_group="a"),
+            "e": TenantLimits(cache_group="a"),
         }
     )
     salts = {name: book.tenant(name).cache_salt for name in book.tenants}

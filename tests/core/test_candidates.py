@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.routing.candidates import MAX_DRAWN, MAX_HOLDERS, PoolView, filtered
-from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
 from baton.core.routing.prefix_index import Overlap
 from baton.core.routing.routing import (
+    MAX_DRAWN,
+    MAX_HOLDERS,
     Decision,
     Demand,
     FilterReason,
+    PoolView,
     RoutingPolicy,
-    WorkerSnapshot,
     decide,
+    filtered,
 )
 
 DEMAND = Demand("r", input_tokens=700, choices=1, needs_decode=True)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerLoad, WorkerState
-from baton.core.routing.model_choice import model_for, models_of, replacement_model
-from baton.core.routing.worker_cost import WorkerSnapshot
+from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
+from baton.core.routing.routing import model_for, models_of, replacement_model
 
 OLD = ModelDescription("m", "d1", 1000, 100, (2,), tokenizer_digest="t1")
 NEW = replace(OLD, digest="d2", tokenizer_digest="t2")

@@ -12,7 +12,7 @@ from baton.core.errors import HandoverFailed, Quarantined, Unavailable, WorkerLo
 from baton.core.request.attempt import ChoiceTokens, Phase, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.request.request_state import AttemptRun, RequestState
-from baton.core.routing.quarantine import Quarantine
+from baton.core.routing.failures import Quarantine
 
 BOTH = (Phase.PREFILL, Phase.DECODE)
 GONE = WorkerLost("gone")

@@ -22,8 +22,7 @@ from baton.core.observe.stages import Stage, StageClock
 from baton.core.request.attempt import Phase
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import SamplingParams, StopParams
-from baton.core.routing.candidates import Candidate, FilterReason
-from baton.core.routing.routing import RoutingPolicy
+from baton.core.routing.routing import Candidate, FilterReason, RoutingPolicy
 from baton.router.observe.records import RequestHistory
 
 PLENTY = 1 << 30

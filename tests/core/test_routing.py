@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
 from baton.core.routing.routing import (
     Decision,
     Demand,
     FilterReason,
     PoolView,
     RoutingPolicy,
-    WorkerSnapshot,
     decide,
     is_stalled,
     receiver_for,

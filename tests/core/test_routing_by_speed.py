@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.routing.load import WorkerState
+from baton.core.routing.load import UNMEASURED, WorkerSnapshot, WorkerSpeed, WorkerState
 from baton.core.routing.prefix_index import Overlap
-from baton.core.routing.routing import (
-    Decision,
-    Demand,
-    PoolView,
-    RoutingPolicy,
-    WorkerSnapshot,
-    decide,
-)
-from baton.core.routing.speed import UNMEASURED, WorkerSpeed
+from baton.core.routing.routing import Decision, Demand, PoolView, RoutingPolicy, decide
 from tests.core.test_routing import DEMAND, route, worker
 
 SPEED = WorkerSpeed(

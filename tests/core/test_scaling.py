@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
+from baton.core.routing.load import WorkerSpeed
 from baton.core.routing.scaling import (
     Bounds,
     DecodeSignals,
@@ -15,7 +16,6 @@ from baton.core.routing.scaling import (
     ScalingRule,
     Trend,
 )
-from baton.core.routing.speed import WorkerSpeed
 
 POLICY = ScalingPolicy(1.0, 0.05, busy=0.5, lead_s=10.0, trend_s=5.0, hold_s=60.0)
 SPEED = WorkerSpeed(step_s=0.01, row_s=1e-3, context_s=1e-6)

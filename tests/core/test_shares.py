@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.admission.refusal import Refusal
-from baton.core.admission.shares import NO_USE, OthersUse, Use, share
-from baton.core.admission.tenant_budgets import TenantBudgets
+from baton.core.admission.tenant_budgets import (
+    MAX_TOLD,
+    NO_USE,
+    OthersUse,
+    Refusal,
+    TenantBudgets,
+    Use,
+    UseMeter,
+    share,
+)
 from baton.core.admission.tenants import Tenant
-from baton.core.admission.use_meter import MAX_TOLD, UseMeter
 from baton.core.request.attempt import Attempt
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.routing.load import TenantUse

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.model import ModelDescription
-from baton.core.routing.speed import NOMINAL, UNMEASURED, WorkerSpeed
+from baton.core.routing.load import NOMINAL, UNMEASURED, WorkerSpeed
 from baton.core.scheduler.plan import BlockSwap, Chunk, StepPlan, StepWork
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler

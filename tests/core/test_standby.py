@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.candidates import MAX_DRAWN, MAX_HOLDERS
-from baton.core.routing.load import WorkerLoad, WorkerState
+from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
 from baton.core.routing.routing import (
+    MAX_DRAWN,
+    MAX_HOLDERS,
     Decision,
     Demand,
     FilterReason,
     PoolView,
     RoutingPolicy,
-    WorkerSnapshot,
     decide,
     receiver_for,
 )

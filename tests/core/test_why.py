@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.observe.request_record import AttemptRecord, outline, why
-from baton.core.routing.load import WorkerState
-from baton.core.routing.routing import Decision, PoolView, RoutingPolicy, WorkerSnapshot, decide
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSnapshot, WorkerSpeed, WorkerState
+from baton.core.routing.routing import Decision, PoolView, RoutingPolicy, decide
 from tests.core.test_routing import DEMAND, LAYOUT, worker
 
 BY_SPEED = RoutingPolicy()

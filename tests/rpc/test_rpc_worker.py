@@ -16,8 +16,14 @@ from baton.core.errors import InvalidArgument
 from baton.core.kvcache.cache_events import CacheBatch, CacheLog, Change
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
-from baton.core.routing.speed import UNMEASURED, WorkerSpeed
+from baton.core.routing.load import (
+    UNMEASURED,
+    TenantUse,
+    WorkerDescription,
+    WorkerLoad,
+    WorkerSpeed,
+    WorkerState,
+)
 from baton.rpc import worker
 from baton.rpc.channels import Channels
 from baton.rpc.server import ProcessServer

@@ -19,7 +19,7 @@ from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenant_budgets import Limit, Refusal
 from baton.core.errors import BatonError, Reason
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import Delta

@@ -17,11 +17,11 @@ import pytest
 
 from baton.core.request import attempt, request_state
 from baton.core.request.attempt import ChoiceTokens
-from baton.core.routing.quarantine import Quarantine
+from baton.core.routing.failures import Quarantine
 from baton.router.request.texts import ChoiceText
+from baton.router.workers.clients import PrefillClient
 from baton.router.workers.decode_session import DecodeSession
-from baton.router.workers.prefill_client import PrefillClient
-from baton.router.workers.worker import Worker
+from baton.router.workers.fleet import Worker
 from tests.sim import schedule
 
 FIRST = int(os.environ.get("BATON_SIM_SEED", "0"))

@@ -16,8 +16,7 @@ from typing import Any
 
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import TokenPrompt
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.decode.service import Beginner, DecodeService, OutgoingMigrations

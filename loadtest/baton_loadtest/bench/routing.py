@@ -19,16 +19,13 @@ from typing import Any
 from baton.core.kvcache.cache_events import BATCH_UNITS, CacheBatch
 from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.breaker import Breaker, Breakers
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.failures import Breaker, Breakers
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton.core.routing.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
 from baton.core.routing.routing import Demand, RoutingPolicy, decide
-from baton.core.routing.speed import WorkerSpeed
-from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.pools import Pool
-from baton.router.workers.worker import Worker
-from baton.router.workers.worker_link import WorkerLink
+from baton.router.workers.fleet import Pool, Worker, WorkerLink
+from baton.router.workers.shared_stream import Broadcast
 from baton.rpc.channels import Channels
 from baton_loadtest.report import Report, Result, at_most, quantile
 

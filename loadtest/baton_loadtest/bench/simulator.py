@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.core.errors import InvalidArgument
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton_loadtest import traces
 from baton_loadtest.bench.process import say
 from baton_loadtest.report import Report, Result, at_most, compared

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from baton.cli.access import peer_token
 from baton.core.errors import InvalidArgument
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton.rpc.address import split
 from baton.rpc.tls_options import TlsOptions
 from baton_loadtest.planner.measured import MeasuredSpeed, ask, speed_of

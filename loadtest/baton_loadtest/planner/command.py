@@ -12,7 +12,7 @@ from rich.console import Console
 from baton.cli.layout import resolve_model
 from baton.core.errors import ContextLengthExceeded, InvalidArgument
 from baton.core.request.model import KvLayout
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton.engine.config import EngineConfig, configure_threads
 from baton_loadtest import report
 from baton_loadtest.planner import calibrate, options

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton_loadtest.planner.facts import ModelFacts
 from baton_loadtest.planner.gpus import GB, Gpu
 

@@ -15,8 +15,7 @@ from typing import Any
 import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Unavailable
-from baton.core.routing.load import WorkerDescription, WorkerLoad
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed
 from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.tls import Certificates

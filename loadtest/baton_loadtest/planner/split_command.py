@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from baton.core.errors import InvalidArgument
+from baton.core.routing.load import UNMEASURED
 from baton.core.routing.routing import RoutingPolicy
-from baton.core.routing.speed import UNMEASURED
 from baton_loadtest import report, traces
 from baton_loadtest.load import scenario
 from baton_loadtest.planner import calibrate

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.core.routing.speed import UNMEASURED, WorkerSpeed
+from baton.core.routing.load import UNMEASURED, WorkerSpeed
 from baton_loadtest.simulator.settings import WorkerFacts
 
 _SPEED = {field.name for field in fields(WorkerSpeed)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.request.model import ModelDescription
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
 from baton.core.scheduler.step_cost import reads

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import Entry, FairQueue
+from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
 from baton.core.errors import BatonError, Reason
 from baton.core.routing.routing import Decision, Demand, decide
 from baton_loadtest.simulator.prompts import Prompt

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from baton.core.kvcache.cache_events import CacheBatch
 from baton.core.request.model import WorkerIdentity
-from baton.core.routing.load import WorkerLoad
+from baton.core.routing.load import WorkerLedger, WorkerLoad, WorkerSnapshot
 from baton.core.routing.prefix_index import PrefixIndex
 from baton.core.routing.routing import PoolView
-from baton.core.routing.worker_cost import WorkerSnapshot
-from baton.core.routing.worker_ledger import WorkerLedger
 from baton_loadtest.simulator.settings import FleetFacts, WorkerFacts
 
 

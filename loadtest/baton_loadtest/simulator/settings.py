@@ -12,8 +12,8 @@ from baton.core.admission.concurrency_limiter import (
 )
 from baton.core.errors import InvalidArgument
 from baton.core.request.model import KvLayout, ModelDescription
+from baton.core.routing.load import WorkerSpeed
 from baton.core.routing.routing import RoutingPolicy
-from baton.core.routing.speed import WorkerSpeed
 from baton.core.scheduler.policy import PREFILL, QueueLimit, SchedulerPolicy
 from baton_loadtest.simulator.intake import VOCABULARY
 

@@ -18,8 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from baton.core.admission.api_keys import KeyBook, Limits
-from baton.core.admission.key_document import checked_name, parse, parse_limits, render
+from baton.core.admission.api_keys import (
+    KeyBook,
+    TenantLimits,
+    checked_name,
+    parse,
+    parse_limits,
+    render,
+)
 from baton.core.errors import InvalidArgument, NotFound
 
 _HELP = {
@@ -39,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     new = actions.add_parser("new", help="make a key and print it, once")
     new.add_argument("--tenant", required=True, metavar="NAME", help="who pays for its requests")
-    for limit in fields(Limits):
+    for limit in fields(TenantLimits):
         new.add_argument(
             "--" + limit.name.replace("_", "-"),
             type=_TYPES.get(limit.name, int),
@@ -74,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _new(args: argparse.Namespace) -> None:
     tenant = checked_name(args.tenant)
-    given = {limit.name: getattr(args, limit.name) for limit in fields(Limits)}
+    given = {limit.name: getattr(args, limit.name) for limit in fields(TenantLimits)}
     with _changing(args.file, create=True) as book:
-        known = asdict(book.tenants.get(tenant, Limits()))
+        known = asdict(book.tenants.get(tenant, TenantLimits()))
         limits = known | {name: value for name, value in given.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="seconds")
         changed, key = book.with_key(

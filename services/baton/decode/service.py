@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 
-from baton.core.admission.use_meter import UseMeter
+from baton.core.admission.tenant_budgets import UseMeter
 from baton.core.errors import (
     BatonError,
     Cancelled,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.core.admission.use_meter import UseMeter
+from baton.core.admission.tenant_budgets import UseMeter
 from baton.core.errors import (
     BatonError,
     Cancelled,

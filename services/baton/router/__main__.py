@@ -5,29 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
+from contextlib import suppress
 
 from baton.core.request.model import WorkerIdentity
-from baton.router import one_core
 from baton.router.api.access import Authenticator, KeyAuthenticator, OpenAuthenticator, warnings
 from baton.router.api.grpc.access import KeyInterceptor
 from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp, playground_routes
 from baton.router.api.http.connections import HttpLimits
-from baton.router.api.http.server import serve_http
+from baton.router.api.http.server import HttpServer, serve_http
 from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
-from baton.router.leaving import Leaving
-from baton.router.observe import aliases
+from baton.router.observe import gauges
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.observe.usage_log import UsageLog
+from baton.router.observe.records import UsageLog
 from baton.router.request import pacing
 from baton.router.request.migration import Migrator
 from baton.router.request.pipeline import Pipeline
+from baton.router.workers.discovery import Replicas, discovery_of
 from baton.router.workers.fleet import Fleet
-from baton.router.workers.replicas import Replicas
-from baton.router.workers.sources import discovery_of
 from baton.rpc import config as configuration
 from baton.rpc import garbage, lifecycle, logs
 from baton.rpc.address import is_loopback, split
@@ -53,7 +52,11 @@ async def serve(config: RouterConfig) -> int:
     probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
     await probes.open()
     probes.startup.enter("discovery")
-    discovery = await discovery_of(config)
+    discovery = await discovery_of(
+        config.places,
+        dns_interval_s=config.dns_interval_s,
+        kubernetes_config=config.kubernetes_config,
+    )
     replicas = Replicas(discovery if config.routers else None, config.replicas)
     for warning in warnings(
         config.faces,
@@ -93,12 +96,7 @@ async def serve(config: RouterConfig) -> int:
         ),
         field="grpc_listen",
     )
-    unwatch = metrics.watch(fleet, replicas, lambda: pipeline.num_requests)
-    unwatch += metrics.watch_gate(pipeline.gate)
-    unwatch += metrics.watch_leaks(lambda: pipeline.num_requests, lambda: pipeline.held)
-    unwatch += metrics.watch_targets(config, fleet, pipeline.gate.queue, replicas)
-    if config.vllm_aliases:
-        unwatch += aliases.watch(pipeline, fleet)
+    unwatch = gauges.watch(pipeline, fleet, config, metrics, replicas)
     try:
         limits = HttpLimits(
             max_connections=config.max_connections,
@@ -135,9 +133,12 @@ async def serve(config: RouterConfig) -> int:
             garbage.settle()
             print(json.dumps(started), flush=True)
             try:
-                leaving = Leaving(pipeline, http, server, config)
+                goodbye_s = server.goodbye_s if config.lame_duck_s else 0.0
                 return await lifecycle.run_until_stopped(
-                    server, leaving.run, drain_timeout_s=leaving.longest_s, cut=pipeline.cut
+                    server,
+                    lambda: leave(pipeline, http, server, config.lame_duck_s),
+                    drain_timeout_s=config.lame_duck_s + goodbye_s + config.drain_timeout_s,
+                    cut=pipeline.cut,
                 )
             finally:
                 for task in watching:
@@ -171,10 +172,46 @@ async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Flee
         await fleet.changed.wait(READINESS_S)
 
 
+async def leave(
+    pipeline: Pipeline, http: HttpServer, server: ProcessServer, lame_duck_s: float
+) -> None:
+    """Leaves without losing a request. Returns when no request is left.
+
+    From SIGTERM on the router is not ready. It still takes requests for lame_duck_s, since clients
+    may not know yet; over HTTP each answer is then its connection's last. After that new gRPC
+    connections are refused, and each open one is sent elsewhere as it gets old, so that no call
+    meets a server that is gone (decision 028). HTTP connections without a request end next, and a
+    new request is refused with the advice to try again, at another router. What still runs after
+    drain_timeout_s ends with an error that says to try again (`Pipeline.cut`).
+
+    lame_duck_s: 0 where there is no other router to go to; then nobody is waited for.
+    """
+    pipeline.leave()
+    http.leave()
+    if lame_duck_s:
+        await asyncio.sleep(lame_duck_s)
+        await server.send_away()
+    http.end_idle()
+    await pipeline.drain()
+
+
+def yield_on_one_core() -> None:
+    """Keeps the threads of a process that has one core from interrupting each other.
+
+    Call it before there are threads: they inherit the policy. A thread of gRPC is woken for every
+    message that is written. On the writer's own core the kernel lets it run at once, which costs
+    two switches a message; under SCHED_BATCH it waits until the writer has nothing left to do, and
+    then handles all. With more cores than one it runs beside the writer.
+    """
+    if hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) == 1:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def main() -> None:
     """The `baton-router` command."""
     config = configuration.load(RouterConfig, prog="baton-router")
-    one_core.settle()
+    yield_on_one_core()
     sys.exit(lifecycle.run(serve(config)))
 
 

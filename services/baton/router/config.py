@@ -9,7 +9,7 @@ from baton.core.request.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from baton.core.routing.prefix_index import MAX_ENTRIES
 from baton.core.routing.routing import RoutingPolicy
 from baton.router.api.access import check
-from baton.router.workers.targets import parse
+from baton.router.workers.discovery import parse_target
 from baton.rpc.config import option
 from baton.rpc.hosts import AllowedHosts
 from baton.rpc.process_options import ProcessOptions
@@ -222,10 +222,21 @@ class RouterConfig(ProcessOptions):
         needs_all(self, ("public_tls_cert", "public_tls_key"))
         if self.public_tls_ca and not self.public_tls_cert:
             raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")
-        for field in ("tokenizers", "prefills", "decodes", "detokenizers", "routers"):
-            parse(getattr(self, field), field)
+        for role, texts in self.places.items():
+            parse_target(texts, f"{role}s")
         check(self.faces, keys=bool(self.keys), allow_anonymous=self.allow_anonymous)
         AllowedHosts(self.http_listen, self.allowed_hosts)
+
+    @property
+    def places(self) -> dict[str, tuple[str, ...]]:
+        """Role to what its option says of where its processes are."""
+        return {
+            "tokenizer": self.tokenizers,
+            "prefill": self.prefills,
+            "decode": self.decodes,
+            "detokenizer": self.detokenizers,
+            "router": self.routers,
+        }
 
     @property
     def routing(self) -> RoutingPolicy:

@@ -18,8 +18,14 @@ import grpc
 from baton.core.errors import InvalidArgument, Overloaded
 from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader
 from baton.core.kvcache.prefix import HASH_BYTES
-from baton.core.routing.load import TenantUse, WorkerDescription, WorkerLoad, WorkerState
-from baton.core.routing.speed import UNMEASURED, WorkerSpeed
+from baton.core.routing.load import (
+    UNMEASURED,
+    TenantUse,
+    WorkerDescription,
+    WorkerLoad,
+    WorkerSpeed,
+    WorkerState,
+)
 from baton.rpc.convert import (
     identity_from_proto,
     identity_to_proto,

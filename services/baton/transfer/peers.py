@@ -14,7 +14,7 @@ from baton.core.errors import BatonError, HandoverFailed, Incompatible, Unavaila
 from baton.core.handover.fit import difference, refusal, short_name
 from baton.core.handover.messages import Handshake, HandshakeRequest
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.core.routing.verdict import SteadyVerdict
+from baton.core.routing.failures import SteadyVerdict
 from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import DIGESTS
 from baton.transfer.staging import TransportError

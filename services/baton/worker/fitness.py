@@ -18,8 +18,8 @@ from baton.core.errors import BatonError, Unavailable
 from baton.core.handover.messages import HANDOVER_ID_BYTES
 from baton.core.handover.table import Run
 from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.routing.failures import SteadyVerdict
 from baton.core.routing.load import WorkerState
-from baton.core.routing.verdict import SteadyVerdict
 from baton.core.scheduler.plan import ModelRunner
 from baton.engine.thread import EngineThread
 from baton.transfer.kv_chunk import HEADER_BYTES, Pack, Sealer, probe_positions

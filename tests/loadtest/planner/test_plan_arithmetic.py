@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton_loadtest.planner.asked import Margins, Targets, Traffic
 from baton_loadtest.planner.curves import (
     DecodeRoofline,

@@ -14,8 +14,13 @@ import pytest
 from baton.cli.layout import resolve_model
 from baton.cli.main import main
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.routing.speed import UNMEASURED, WorkerSpeed
+from baton.core.routing.load import (
+    UNMEASURED,
+    WorkerDescription,
+    WorkerLoad,
+    WorkerSpeed,
+    WorkerState,
+)
 from baton.engine.config import EngineConfig
 from baton.rpc.server import ProcessServer
 from baton.rpc.worker import worker_service

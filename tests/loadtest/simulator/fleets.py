@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.settings import Delays, FleetFacts, RouterFacts, WorkerFacts
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.main import main
+from baton.core.routing.load import WorkerSpeed
 from baton.core.routing.scaling import (
     Bounds,
     DecodeSignals,
@@ -15,7 +16,6 @@ from baton.core.routing.scaling import (
     ScalingPolicy,
     ScalingRule,
 )
-from baton.core.routing.speed import WorkerSpeed
 from baton_loadtest.simulator.autoscaler import Autoscaler, Leading, Reactive, Seen
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.simulation import Simulation

@@ -10,7 +10,7 @@ import pytest
 
 from baton.cli.main import main
 from baton.core.errors import InvalidArgument
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton_loadtest.simulator import calibration
 from baton_loadtest.simulator.traffic import Scale, requests
 from baton_loadtest.traces import Recorded

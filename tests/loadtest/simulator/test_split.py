@@ -12,8 +12,7 @@ import pytest
 from baton.cli.main import main
 from baton.core.errors import InvalidArgument
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton_loadtest.load import scenario
 from baton_loadtest.planner.calibrate import calibration_of
 from baton_loadtest.planner.measured import MeasuredSpeed

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from baton.core.admission.fair_queue import Entry
-from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenant_budgets import Limit, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from baton.core.request.request import TextPrompt
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton.router.config import RouterConfig
 from baton.router.request.dispatcher import Dispatcher, PendingAttempt
 from tests.services.router.conftest import Answer, World, until

@@ -5,7 +5,8 @@ from __future__ import annotations
 from prometheus_client.exposition import generate_latest
 
 from baton.router.config import RouterConfig
-from baton.router.observe import aliases
+from baton.router.observe.gauges import vllm_readers
+from baton.rpc.metrics import gauge
 from tests.services.router.conftest import World, until
 from tests.services.router.test_admission import A, ask
 
@@ -25,7 +26,8 @@ async def test_the_names_and_values_that_an_endpoint_picker_reads(world: World) 
         world.decodes.append(decode)
     await world.start(RouterConfig(local_prefill_tokens=0, vllm_aliases=False), decodes=0)
     assert world.fleet is not None
-    unwatch = aliases.watch(world.pipeline, world.fleet, world.registry)
+    readers = vllm_readers(world.pipeline, world.fleet)
+    unwatch = [gauge(spec, read, world.registry) for spec, read in readers.items()]
     calm = {
         'vllm:num_requests_running{model_name="made-up"}': 0,
         'vllm:num_requests_waiting{model_name="made-up"}': 0,

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenant_budgets import Limit, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
 from baton.core.request.request import Grammar, GrammarKind, TextPrompt, TokenPrompt

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.core.admission.api_keys import KeyBook, KeyIndex, Limits
+from baton.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unauthenticated
 from baton.router.api.grpc.access import KeyInterceptor
@@ -43,7 +43,7 @@ OPEN_ROUTES = {
     for path in ("/health", "/ping", "/docs", "/openapi.json")
 }
 OPEN_CALLS = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
-LIMITS = Limits(weight=3.0, requests_per_minute=60, tokens_per_minute=1000, max_tokens=77)
+LIMITS = TenantLimits(weight=3.0, requests_per_minute=60, tokens_per_minute=1000, max_tokens=77)
 
 
 class IndexAuthenticator:

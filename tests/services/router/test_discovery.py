@@ -14,12 +14,21 @@ import pytest
 
 from baton.core.errors import InvalidArgument
 from baton.router.config import RouterConfig
-from baton.router.workers.discovery import Discovery, Source, StaticDiscovery, StaticSource
-from baton.router.workers.discovery_dns import DnsSource, resolve
+from baton.router.workers.discovery import (
+    Discovery,
+    DnsSource,
+    DnsTarget,
+    ListTarget,
+    Replicas,
+    ServiceTarget,
+    Source,
+    StaticDiscovery,
+    StaticSource,
+    discovery_of,
+    parse_target,
+    resolve,
+)
 from baton.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, runs
-from baton.router.workers.replicas import Replicas
-from baton.router.workers.sources import discovery_of
-from baton.router.workers.targets import DnsTarget, ListTarget, ServiceTarget, parse
 from tests.services.router import kubernetes_api
 from tests.services.router.conftest import until
 from tests.services.router.kubernetes_api import FakeApi, endpoint, slice_of
@@ -220,7 +229,7 @@ async def test_a_doubt_is_looked_into_before_its_time() -> None:
 
 
 async def test_a_look_up_that_hangs_is_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.router.workers.discovery_dns.LOOKUP_S", 0.02)
+    monkeypatch.setattr("baton.router.workers.discovery.LOOKUP_S", 0.02)
     answer: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
     asked: list[str] = []
 
@@ -298,7 +307,7 @@ def test_kubernetes_without_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_how_places_are_written(texts: tuple[str, ...], target: object) -> None:
-    assert parse(texts, "decodes") == target
+    assert parse_target(texts, "decodes") == target
 
 
 @pytest.mark.parametrize(
@@ -326,7 +335,9 @@ def test_what_is_no_place_names_the_option(text: str) -> None:
 
 async def test_every_role_is_where_its_option_says() -> None:
     discovery = await discovery_of(
-        RouterConfig(tokenizers=(ONE,), decodes=(TWO,), prefills=("dns:///localhost:7",))
+        RouterConfig(tokenizers=(ONE,), decodes=(TWO,), prefills=("dns:///localhost:7",)).places,
+        dns_interval_s=5.0,
+        kubernetes_config="",
     )
     for role, expected in (("tokenizer", {ONE}), ("decode", {TWO}), ("detokenizer", set())):
         async with watching(discovery._source(role)) as told:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import Limits
+from baton.core.admission.api_keys import TenantLimits
 from baton.core.admission.tenants import Tenant
 from baton.core.routing.load import WorkerState
 from baton.router.api.access import Authenticator, OpenAuthenticator
@@ -183,7 +183,7 @@ async def test_a_client_that_left(world: World) -> None:
 
 async def test_only_its_own_tenant_may_ask(world: World, tmp_path: Path) -> None:
     kept = Kept(tmp_path / "keys.json")
-    one, other = kept.new("one", Limits()), kept.new("other", Limits())
+    one, other = kept.new("one", TenantLimits()), kept.new("other", TenantLimits())
     authenticator = kept.authenticator()
     await world.start(SPLIT)
     answer = await world.ask(REQUEST.of(Tenant("one")))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Internal, Unavailable
-from baton.core.routing import breaker
-from baton.core.routing.breaker import BreakerState
+from baton.core.routing import failures as breaker
+from baton.core.routing.failures import BreakerState
 from baton.router.config import RouterConfig
 from baton.router.request import guards
 from tests.services.router.conftest import World, until

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import KeyBook, Limits
-from baton.core.admission.key_document import parse, render
+from baton.core.admission.api_keys import KeyBook, TenantLimits, parse, render
 from baton.core.admission.tenants import ANYONE, OWNER
 from baton.core.errors import InvalidArgument, Unauthenticated
 from baton.router.api import access
@@ -27,8 +26,10 @@ class Kept:
         self.book = KeyBook()
         self.registry = CollectorRegistry()
 
-    def new(self, tenant: str, limits: Limits | None = None, *, operator: bool = False) -> str:
-        self.book, key = self.book.with_key(tenant, limits or Limits(), "", operator=operator)
+    def new(
+        self, tenant: str, limits: TenantLimits | None = None, *, operator: bool = False
+    ) -> str:
+        self.book, key = self.book.with_key(tenant, limits or TenantLimits(), "", operator=operator)
         self.write()
         return key
 
@@ -55,7 +56,7 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
 
 
 def test_a_key_opens_the_door_for_its_tenant_only(kept: Kept) -> None:
-    limits = Limits(weight=2.0, most_urgent=3, tokens_per_minute=5, max_requests=7)
+    limits = TenantLimits(weight=2.0, most_urgent=3, tokens_per_minute=5, max_requests=7)
     one, other = kept.new("one", limits), kept.new("other")
     authenticator = kept.authenticator()
     tenant = authenticator.authenticate([f"Bearer {one}"])

@@ -13,13 +13,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Unavailable
+from baton.router.__main__ import leave
 from baton.router.api.access import OpenAuthenticator
 from baton.router.api.grpc.access import KeyInterceptor
 from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.api.http.app import HttpApp
 from baton.router.api.http.server import HttpServer, serve_http
 from baton.router.config import RouterConfig
-from baton.router.leaving import Leaving
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.errors import from_rpc_error
@@ -51,13 +51,13 @@ class Router:
     pipeline: Pipeline
     http: HttpServer
     server: ProcessServer
-    leaving: Leaving
+    lame_duck_s: float
     grpc: str
 
     async def leave(self) -> None:
         """As on SIGTERM, to the end."""
         self.server.leave()
-        await self.leaving.run()
+        await leave(self.pipeline, self.http, self.server, self.lame_duck_s)
         self.pipeline.cut()
         await self.server.stop(1)
         await self.http.close(1)
@@ -78,8 +78,7 @@ async def router(world: World, config: RouterConfig = CONFIG) -> AsyncIterator[R
     http = await serve_http(HttpApp(pipeline, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     try:
         address = await server.start()
-        leaving = Leaving(pipeline, http, server, config)
-        yield Router(pipeline, http, server, leaving, address)
+        yield Router(pipeline, http, server, config.lame_duck_s, address)
     finally:
         await pipeline.close()
         await server.stop(0)

@@ -8,14 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenant_budgets import Limit, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import ModelNotFound
 from baton.core.observe.stages import StageTimes
 from baton.core.request.request import Request, TextPrompt
 from baton.router.config import RouterConfig
-from baton.router.observe.metrics import MAX_TENANTS, OTHER_TENANTS, RouterMetrics
-from baton.router.observe.tenant_blind import TenantBlind
+from baton.router.observe.gauges import leaks
+from baton.router.observe.metrics import MAX_TENANTS, OTHER_TENANTS, RouterMetrics, TenantBlind
 from tests.services.router.conftest import World, until
 
 PROMPT = "one prompt, told once"
@@ -45,19 +45,13 @@ async def test_what_really_happened_is_counted(world: World) -> None:
 
 async def test_what_is_held_is_a_leak_only_without_requests(world: World) -> None:
     await world.start()
-    requests = [1]
-    metrics = RouterMetrics(registry := CollectorRegistry())
-    unwatch = metrics.watch_leaks(lambda: requests[0], lambda: world.pipeline.held)
     window = world.pipeline.gate.dispatcher.window
     window.take(7)
-    told = {"kind": "window_tokens"}
-    assert registry.get_sample_value("baton_leaks", told) == 0
-    requests[0] = 0
-    assert registry.get_sample_value("baton_leaks", told) == 7
+    kind = ("window_tokens",)
+    assert leaks(1, world.pipeline.held)[kind] == 0
+    assert leaks(0, world.pipeline.held)[kind] == 7
     window.give_back(7)
-    assert registry.get_sample_value("baton_leaks", told) == 0
-    for stop in unwatch:
-        stop()
+    assert leaks(0, world.pipeline.held)[kind] == 0
 
 
 async def test_tenants_are_counted_by_name(world: World) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 SETTLE = """
 import os, threading
-from baton.router import one_core
+from baton.router.__main__ import yield_on_one_core
 os.sched_setaffinity(0, {cores})
-one_core.settle()
+yield_on_one_core()
 policies = [os.sched_getscheduler(0)]
 thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
 thread.start()

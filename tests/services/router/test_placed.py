@@ -10,12 +10,10 @@ import pytest
 
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import Request, TextPrompt
-from baton.core.routing.breaker import Breaker
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.failures import Breaker
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton.router.config import RouterConfig
-from baton.router.workers.pools import Pool
-from baton.router.workers.worker import Worker
+from baton.router.workers.fleet import Pool, Worker
 from tests.services.router.conftest import World, until
 
 PROMPT = "one long prompt, of which every byte is a token"

@@ -6,14 +6,12 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import Request, TextPrompt
-from baton.core.routing.load import WorkerLoad, WorkerState
-from baton.core.routing.routing import WorkerSnapshot
+from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerSpeed, WorkerState
 from baton.core.routing.scaling import ScalingPolicy
-from baton.core.routing.speed import WorkerSpeed
 from baton.router.config import RouterConfig
+from baton.router.observe.gauges import PoolTargets, pool_targets
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.observe.pool_targets import PoolTargets
-from baton.router.workers.replicas import Replicas
+from baton.router.workers.discovery import Replicas
 from tests.services.router.conftest import World
 
 MODEL = ModelDescription("m", "model", 4096, 100, (), "tokenizer")
@@ -103,11 +101,8 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
 async def test_a_router_tells_them(world: World) -> None:
     pipeline = await world.start(RouterConfig(target_first_token_ms=1000.0))
     assert world.fleet is not None
-    registry, replicas = CollectorRegistry(), Replicas(None, 1)
-    metrics, queue = RouterMetrics(registry), pipeline.gate.queue
-    unwatch = metrics.watch_targets(world.config, world.fleet, queue, replicas)
+    targets = pool_targets(
+        pipeline, world.fleet, world.config, RouterMetrics(CollectorRegistry()), Replicas(None, 1)
+    )
     await world.ask(Request(TextPrompt("abc"), seed=7, max_tokens=4, ignore_eos=True))
-    assert registry.get_sample_value("baton_pool_target_workers", {"role": "decode"}) == 1
-    for stop in unwatch:
-        stop()
-    assert not metrics.watch_targets(RouterConfig(), world.fleet, queue, replicas)
+    assert targets.read()["decode",] == 1

@@ -8,7 +8,7 @@ from baton.core.request.request import Request, TextPrompt
 from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
 from baton.router.workers.decode_session import DecodeSession
-from baton.router.workers.pools import Pool
+from baton.router.workers.fleet import Pool
 from tests.services.router.conftest import World, until
 from tests.services.router.workers import FakeWorker
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.request.request import Request, TokenPrompt
 from baton.router.config import RouterConfig
-from baton.router.workers.pools import Pool
+from baton.router.workers.fleet import Pool
 from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.workers import FakeWorker

@@ -15,8 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
-from baton.core.admission.api_keys import KeyBook, Limits
-from baton.core.admission.key_document import render
+from baton.core.admission.api_keys import KeyBook, TenantLimits, render
 from tests import leaks
 
 
@@ -99,8 +98,8 @@ def test_probes_and_scrapers_have_ports_of_their_own() -> None:
 
 
 def test_metrics_are_shown_to_an_operator_and_on_the_scrapers_port(tmp_path: Path) -> None:
-    book, tenants = KeyBook().with_key("acme", Limits(), "")
-    book, staff = book.with_key("staff", Limits(), "", operator=True)
+    book, tenants = KeyBook().with_key("acme", TenantLimits(), "")
+    book, staff = book.with_key("staff", TenantLimits(), "", operator=True)
     (tmp_path / "keys.json").write_text(render(book))
     (port,) = free_ports(1)
     scraped = f"127.0.0.1:{port}"

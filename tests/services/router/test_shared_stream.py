@@ -11,8 +11,7 @@ import grpc
 import pytest
 
 from baton.core.errors import BatonError
-from baton.router.workers.broadcast import Broadcast
-from baton.router.workers.shared_stream import SharedStream
+from baton.router.workers.shared_stream import Broadcast, SharedStream
 
 METHOD = "/test.Worker/Session"
 STEPS = 60

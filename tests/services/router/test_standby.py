@@ -7,7 +7,7 @@ from typing import Any
 from baton.core.request.request import Request, TokenPrompt
 from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
-from baton.router.workers.pools import Pool
+from baton.router.workers.fleet import Pool
 from tests.services.router.conftest import World, until
 
 CONFIG = RouterConfig(local_prefill_tokens=4096)

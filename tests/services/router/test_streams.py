@@ -14,7 +14,6 @@ from baton.core.errors import BatonError, Unavailable
 from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import SamplingParams, StopParams
-from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.decode_session import DecodeSession, KvComplete, Migration
 from baton.router.workers.detokenizer_session import (
     DetokenizerSession,
@@ -22,7 +21,7 @@ from baton.router.workers.detokenizer_session import (
     TextOpening,
     TextTokens,
 )
-from baton.router.workers.reconnect_policy import MAX_REFUSALS, SILENCE_S, ReconnectPolicy
+from baton.router.workers.shared_stream import MAX_REFUSALS, SILENCE_S, Broadcast, ReconnectPolicy
 from baton.rpc.convert import choice_tokens_to_proto, error_to_proto
 from baton.v1 import decode_pb2, detokenizer_pb2
 

@@ -12,12 +12,12 @@ import pytest
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unavailable
 from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.routing.breaker import Breaker
+from baton.core.routing.failures import Breaker
 from baton.core.routing.load import WorkerDescription
-from baton.router.workers.broadcast import Broadcast
-from baton.router.workers.pools import Pool
-from baton.router.workers.tokenizer_client import TokenizerClient
-from baton.router.workers.tokenizer_turns import (
+from baton.router.workers.clients import TokenizerClient
+from baton.router.workers.fleet import Pool, Worker
+from baton.router.workers.shared_stream import Broadcast
+from baton.router.workers.tokenizers import (
     LONG_BYTES,
     MAX_GRAMMARS,
     SHORT_BYTES_PER_THREAD,
@@ -27,7 +27,6 @@ from baton.router.workers.tokenizer_turns import (
     Turn,
     Wanted,
 )
-from baton.router.workers.worker import Worker
 from tests.services.router.conftest import until
 
 A, B, HEAVY = Tenant("a"), Tenant("b"), Tenant("heavy", weight=3.0)

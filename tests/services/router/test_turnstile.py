@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from baton.core.admission.concurrency_limiter import ConcurrencyLimiter
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import Entry, FairQueue
+from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
 from baton.core.errors import BatonError
 from baton.core.request.model import WorkerIdentity
-from baton.core.routing.breaker import Breaker
+from baton.core.routing.failures import Breaker
 from baton.core.routing.load import WorkerDescription
 from baton.core.routing.routing import Decision
 from baton.router.request.dispatcher import (
@@ -25,8 +24,7 @@ from baton.router.request.dispatcher import (
     WorkerClass,
 )
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.fleet import Fleet
-from baton.router.workers.worker import Worker
+from baton.router.workers.fleet import Fleet, Worker
 from baton.rpc.channels import Channels
 
 TOKENS = 10

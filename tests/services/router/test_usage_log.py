@@ -17,8 +17,8 @@ from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument, ModelNotFound
 from baton.core.observe.request_record import ChoiceEnd
 from baton.core.request.request import FinishReason
-from baton.router.observe import usage_log
-from baton.router.observe.usage_log import UsageLog
+from baton.router.observe import records
+from baton.router.observe.records import UsageLog
 from tests.core.test_request_history import over, record
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, begin
@@ -130,7 +130,7 @@ async def test_what_cannot_be_written_waits_and_what_is_too_much_is_dropped(
 async def test_a_reader_that_takes_nothing_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_log, "CLOSE_S", 0.2)
+    monkeypatch.setattr(records, "CLOSE_S", 0.2)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

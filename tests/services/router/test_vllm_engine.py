@@ -8,7 +8,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from baton.core.admission.api_keys import KeyBook, Limits
+from baton.core.admission.api_keys import KeyBook, TenantLimits
 from baton.core.request.request import FinishReason
 from baton.router.api.vllm.engine import Running
 from baton.router.config import RouterConfig
@@ -196,8 +196,8 @@ async def test_a_gateways_one_connection_carries_many_requests(gateway: Gateway)
 async def test_a_gateway_is_the_tenant_of_its_key(world: World) -> None:
     """It pays for all its users: what they ask counts against its limits, and nobody else aborts
     it."""
-    book, key = KeyBook().with_key("acme", Limits(max_requests=1), "")
-    book, other = book.with_key("other", Limits(), "")
+    book, key = KeyBook().with_key("acme", TenantLimits(max_requests=1), "")
+    book, other = book.with_key("other", TenantLimits(), "")
     await world.start()
     world.decodes[0].stepping.clear()
 

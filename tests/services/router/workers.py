@@ -22,8 +22,7 @@ from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logpro
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.request.prompt_logprobs import packed
 from baton.core.request.request import FinishReason
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
-from baton.core.routing.speed import UNMEASURED
+from baton.core.routing.load import UNMEASURED, WorkerDescription, WorkerLoad, WorkerState
 from baton.rpc.convert import (
     attempt_from_proto,
     choice_tokens_to_proto,

@@ -18,9 +18,8 @@ from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
 from baton.core.admission.admission import Admission, AdmissionLimits, Holding, Outlook
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import FairQueue
-from baton.core.admission.refusal import Refusal
+from baton.core.admission.fair_queue import DrainRate, FairQueue
+from baton.core.admission.tenant_budgets import Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound, NotFound
 from baton.core.observe.request_record import RequestRecord
@@ -46,7 +45,7 @@ from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
 from baton.router.request.pipeline import Pipeline
-from baton.router.workers.tokenizer_client import Encoded
+from baton.router.workers.clients import Encoded
 from baton.rpc.server import ProcessServer
 
 ANYONE = HttpAccess(OpenAuthenticator(), open_metrics=False)

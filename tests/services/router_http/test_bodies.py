@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
 from baton.core.admission.admission import Admission, AdmissionLimits, Outlook
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import FairQueue
+from baton.core.admission.fair_queue import DrainRate, FairQueue
 from baton.core.admission.tenants import ANYONE, Tenant
 from baton.router.api.http import body as bodies
 from baton.router.api.http.access import HttpAccess

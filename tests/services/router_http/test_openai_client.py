@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.tenant_budgets import Limit, Refusal
 from baton.core.errors import Internal, InvalidArgument, Overloaded
 from baton.core.request.request import ChatPrompt
 from tests.services.router_http.scripted import MODEL, Scripted, whole_answer

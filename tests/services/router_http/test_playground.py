@@ -8,8 +8,7 @@ from pathlib import Path
 import httpx
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import KeyBook, Limits
-from baton.core.admission.key_document import render
+from baton.core.admission.api_keys import KeyBook, TenantLimits, render
 from baton.router.api.access import KeyAuthenticator
 from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import playground_routes
@@ -22,7 +21,7 @@ PAGES = playground_routes()
 async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     """All it links to is there, under a policy that allows no inline script and no other host; it
     is open where everything else needs a key."""
-    book, _ = KeyBook().with_key("alice", Limits(), "")
+    book, _ = KeyBook().with_key("alice", TenantLimits(), "")
     keys = tmp_path / "keys.json"
     keys.write_text(render(book))
     keyed = KeyAuthenticator(str(keys), CollectorRegistry())

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.request import TextPrompt
-from baton.router.workers.tokenizer_client import TokenizerClient
+from baton.router.workers.clients import TokenizerClient
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
 from baton.rpc.digest import tokenizer_digest
 from baton.v1 import tokenizer_pb2 as pb

@@ -27,11 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import FairQueue
-from baton.core.admission.refusal import Limit, Refusal
-from baton.core.admission.shares import NO_USE, Use
-from baton.core.admission.tenant_budgets import TenantBudgets
+from baton.core.admission.fair_queue import DrainRate, FairQueue
+from baton.core.admission.tenant_budgets import NO_USE, Limit, Refusal, TenantBudgets, Use
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument
 

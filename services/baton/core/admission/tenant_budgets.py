@@ -8,11 +8,219 @@ was not used is given back at the end. A limit of None is no limit.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from baton.core.admission.refusal import Limit, Refusal
-from baton.core.admission.shares import Use, share
 from baton.core.admission.tenants import Tenant
+from baton.core.errors import Overloaded
+from baton.core.request.attempt import Attempt
+from baton.core.routing.load import TenantUse
+
+# Refusal, why a request is not let in.
+#
+# It is an `Overloaded` with the name of the limit that was reached, for the metrics.
+
+
+class Limit(Enum):
+    """What was reached. The values are labels of `baton_refusals_total`."""
+
+    REQUEST_RATE = "requests_per_minute"
+    TOKEN_RATE = "tokens_per_minute"
+    TENANT_REQUESTS = "tenant_requests"
+    TENANT_TOKENS = "tenant_tokens"
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    INPUT = "input"
+    QUEUE = "queue"
+    WAIT = "wait"
+    KV = "kv"
+    DEADLINE = "deadline"
+
+
+class Refusal(Overloaded):
+    """limit: which one. retry_after_s is set."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        retry_after_s: float | None = None,
+        limit: Limit = Limit.REQUESTS,
+    ) -> None:
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
+        self.limit = limit
+
+
+# What of a tenant's limits is this router's, when several routers serve it.
+#
+# A router's share of a limit is an equal part of it, and whatever the others leave unused: a tenant
+# whose one connection sticks to one router gets all of its quota there, and one that asks at every
+# router gets no more than its quota in total. Two greedy routers meet at equal parts: each has at
+# least that, and sees the other use the rest.
+
+
+SMOOTH_S = 5.0
+"""Rates of use are averaged over about so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one tenant uses through other routers: rates, and what it holds now."""
+
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+
+
+NO_USE = Use()
+
+
+def share(total: float, replicas: int, others: float) -> float:
+    """This router's part of a limit that the others use so much of."""
+    return max(total / replicas, total - others)
+
+
+@dataclass(slots=True)
+class _Rate:
+    """How fast a counter grows, exponentially averaged."""
+
+    counted: int
+    at: float
+    per_s: float = 0.0
+
+    def see(self, counted: int, now: float) -> None:
+        passed = now - self.at
+        if passed <= 0:
+            return
+        # A worker that has forgotten a tenant meanwhile counts from 0 again.
+        grown = counted - self.counted if counted >= self.counted else counted
+        weight = 1 - math.exp(-passed / SMOOTH_S)
+        self.per_s += (grown / passed - self.per_s) * weight
+        self.counted, self.at = counted, now
+
+
+@dataclass(slots=True)
+class _Seen:
+    requests: _Rate
+    tokens: _Rate
+    held: TenantUse
+
+
+class OthersUse:
+    """Follows what workers report of other routers' requests. Workers are named by instance id."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, _Seen]] = {}
+        self._sums: dict[str, Use] = {}
+
+    def see(self, reports: Mapping[str, Iterable[TenantUse]], now: float) -> None:
+        """The newest report of every worker that there is; the others are forgotten."""
+        for gone in self._seen.keys() - reports.keys():
+            del self._seen[gone]
+        for worker, uses in reports.items():
+            known = self._seen.setdefault(worker, {})
+            named = {use.tenant: use for use in uses}
+            for gone in known.keys() - named.keys():
+                del known[gone]
+            for tenant, use in named.items():
+                if tenant not in known:
+                    # How long its counts took to grow is not known: they are where it begins.
+                    known[tenant] = _Seen(_Rate(use.requests, now), _Rate(use.tokens, now), use)
+                seen = known[tenant]
+                seen.requests.see(use.requests, now)
+                seen.tokens.see(use.tokens, now)
+                seen.held = use
+        self._sums = {}
+
+    def of(self, tenant: str) -> Use:
+        """All workers together."""
+        if tenant not in self._sums:
+            found = [known[tenant] for known in self._seen.values() if tenant in known]
+            self._sums[tenant] = Use(
+                requests_per_s=sum(seen.requests.per_s for seen in found),
+                tokens_per_s=sum(seen.tokens.per_s for seen in found),
+                requests=sum(seen.held.held_requests for seen in found),
+                tokens=sum(seen.held.held_tokens for seen in found),
+            )
+        return self._sums[tenant]
+
+
+# UseMeter, what tenants use of one worker, by the router that asks for it.
+#
+# Routers learn from it what a tenant uses elsewhere. It remembers a bounded number of tenants,
+# those that were active last; routers that are gone are forgotten with theirs.
+
+
+MAX_KNOWN = 4096
+MAX_TOLD = 64
+
+
+@dataclass(slots=True)
+class _Counts:
+    requests: int = 0
+    tokens: int = 0
+
+
+class UseMeter:
+    """One per worker."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], _Counts] = {}
+        """By router and tenant; the one that was active last is last."""
+
+    def began(self, router: str, attempt: Attempt) -> None:
+        """An attempt was taken on. Only a request's first one counts as a request and its prompt:
+        the others go on with what it was charged for."""
+        first = attempt.attempt == 0
+        self._add(router, attempt.tenant, int(first), attempt.num_prompt_tokens if first else 0)
+
+    def made(self, router: str, attempt: Attempt, tokens: int) -> None:
+        """So many output tokens were sampled."""
+        self._add(router, attempt.tenant, 0, tokens)
+
+    def others(self, router: str, here: Iterable[tuple[str, Attempt]]) -> tuple[TenantUse, ...]:
+        """The use through all other routers. here: all attempts that run, with their routers."""
+        counts: dict[str, _Counts] = {}
+        held: dict[str, _Counts] = {}
+        for (of, tenant), counted in reversed(self._counts.items()):
+            if of != router and (tenant in counts or len(counts) < MAX_TOLD):
+                _sum(counts, tenant, counted.requests, counted.tokens)
+        for of, attempt in here:
+            if of != router and attempt.tenant in counts:
+                tokens = len(attempt.token_ids) + attempt.longest_output
+                _sum(held, attempt.tenant, 1, tokens)
+        none = _Counts()
+        return tuple(
+            TenantUse(
+                tenant,
+                counted.requests,
+                counted.tokens,
+                held.get(tenant, none).requests,
+                held.get(tenant, none).tokens,
+            )
+            for tenant, counted in counts.items()
+        )
+
+    def _add(self, router: str, tenant: str, requests: int, tokens: int) -> None:
+        if not tenant:
+            return
+        counted = self._counts.pop((router, tenant), None) or _Counts()
+        counted.requests += requests
+        counted.tokens += tokens
+        self._counts[router, tenant] = counted
+        if len(self._counts) > MAX_KNOWN:
+            del self._counts[next(iter(self._counts))]
+
+
+def _sum(into: dict[str, _Counts], tenant: str, requests: int, tokens: int) -> None:
+    total = into.setdefault(tenant, _Counts())
+    total.requests += requests
+    total.tokens += tokens
+
 
 # TokenBucket, what may be used per second and saved up to a burst.
 #

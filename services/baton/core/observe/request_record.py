@@ -20,8 +20,16 @@ from baton.core.observe.stages import StageClock, StageTimes
 from baton.core.request.attempt import Phase, TokenLog
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
-from baton.core.routing.candidates import Candidate, FilterReason
-from baton.core.routing.routing import ALONE, CHEAPER, NO_PREFILL, SHORT, Decision, RoutingPolicy
+from baton.core.routing.routing import (
+    ALONE,
+    CHEAPER,
+    NO_PREFILL,
+    SHORT,
+    Candidate,
+    Decision,
+    FilterReason,
+    RoutingPolicy,
+)
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

@@ -33,7 +33,7 @@ from baton.core.request.attempt import (
     TokenLog,
 )
 from baton.core.request.request import Grammar, SamplingParams, StopParams
-from baton.core.routing.quarantine import Suspicion
+from baton.core.routing.failures import Suspicion
 
 # What a failed attempt means for its request, and for the worker that lost it.
 

@@ -2,11 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.speed import UNMEASURED, WorkerSpeed
+from baton.core.scheduler.step_cost import reads
+
+# WorkerSpeed, how fast a worker is by its own measurements.
+#
+# The same numbers predict a prompt's time to first token, what it does to sequences that run, and
+# whether a hand-over is worth it.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpeed:
+    """Seconds, each for one of a thing; what was not measured yet is 0.
+
+    step_s, row_s, context_s: a decode step, each sequence in it, each position that those read.
+    prefill_step_s, prefill_position_s, prefill_read_s: a step's prefill, each position of it, each
+    read as `PrefillCost` counts them. prefill_step_tokens: positions that a step prefills at most,
+    0: any. link_bytes_per_s: of KV chunks that come in. handover_s: a hand-over's end after the
+    prompt is computed, besides reading what is left.
+    """
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+    context_s: float = 0.0
+    prefill_step_s: float = 0.0
+    prefill_position_s: float = 0.0
+    prefill_read_s: float = 0.0
+    prefill_step_tokens: int = 0
+    link_bytes_per_s: float = 0.0
+    handover_s: float = 0.0
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prefilling was measured."""
+        return (self.prefill_step_s or self.prefill_position_s or self.prefill_read_s) > 0.0
+
+    @property
+    def decodes(self) -> bool:
+        return (self.step_s or self.row_s or self.context_s) > 0.0
+
+    def or_else(self, other: WorkerSpeed) -> WorkerSpeed:
+        """With another one's curves in place of those that were not measured here."""
+        speed = self
+        if not speed.prefills:
+            speed = replace(
+                speed,
+                prefill_step_s=other.prefill_step_s,
+                prefill_position_s=other.prefill_position_s,
+                prefill_read_s=other.prefill_read_s,
+            )
+        return speed if speed.decodes else speed.with_decode_of(other)
+
+    def with_decode_of(self, other: WorkerSpeed) -> WorkerSpeed:
+        return replace(self, step_s=other.step_s, row_s=other.row_s, context_s=other.context_s)
+
+    def prefill_steps(self, tokens: int) -> int:
+        most = self.prefill_step_tokens
+        return -(-tokens // most) if most else min(1, tokens)
+
+    def prefill_s(self, first: int, end: int) -> float:
+        """Computing the positions from `first` to before `end` of one prompt, alone."""
+        return (
+            self.prefill_steps(end - first) * self.prefill_step_s
+            + (end - first) * self.prefill_position_s
+            + reads(first, end) * self.prefill_read_s
+        )
+
+    def queue_s(self, tokens: int, prompts: int) -> float:
+        """Computing all of a queue, taken as prompts of equal length."""
+        if not tokens:
+            return 0.0
+        prompts = max(1, prompts)
+        return (
+            self.prefill_steps(tokens) * self.prefill_step_s
+            + tokens * self.prefill_position_s
+            + prompts * reads(0, tokens // prompts) * self.prefill_read_s
+        )
+
+    def decode_s(self, rows: float, context: float) -> float:
+        """One step of so many sequences that read so many positions together."""
+        return self.step_s + rows * self.row_s + context * self.context_s
+
+    def handover_tail_s(self, num_bytes: int) -> float:
+        """What is left of a hand-over when a last chunk of so many bytes is computed."""
+        rate = self.link_bytes_per_s
+        return self.handover_s + (num_bytes / rate if rate else 0.0)
+
+
+UNMEASURED = WorkerSpeed()
+
+NOMINAL = WorkerSpeed(prefill_position_s=1e-4, link_bytes_per_s=1e9)
+"""Stands in while nobody of a role has measured anything: queues then count by their tokens, and KV
+that would have to come by its bytes."""
 
 
 class WorkerState(Enum):
@@ -77,3 +167,105 @@ class WorkerLoad:
     step_predicted_us: int = 0
     tenants: tuple[TenantUse, ...] = ()
     speed: WorkerSpeed = UNMEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A worker at one moment. number: in the prefix index, below 0 without a place there. since:
+    when it was met, on the clock of `decide`'s now. max_sequences and standby are as in
+    WorkerDescription.
+
+    placed_*: what this router has given it and that is not done yet: a report is always a little
+    old. fresh_*: that part of it that was given after the newest report came; positions are what
+    needs blocks, tokens what is to be prefilled.
+    """
+
+    identity: WorkerIdentity
+    model: ModelDescription
+    load: WorkerLoad
+    layout: KvLayout | None = None
+    transports: tuple[str, ...] = ()
+    block_size: int = 1
+    num_blocks: int = 0
+    kv_bytes_per_position: int = 0
+    max_sequences: int = 0
+    standby: bool = False
+    number: int = -1
+    since: float = 0.0
+    placed_sequences: int = 0
+    placed_tokens: int = 0
+    fresh_sequences: int = 0
+    fresh_tokens: int = 0
+    fresh_positions: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        load = self.load
+        known = load.waiting_sequences + load.running_sequences + self.fresh_sequences
+        return max(known, self.placed_sequences)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return max(self.load.waiting_tokens + self.fresh_tokens, self.placed_tokens)
+
+    @property
+    def free_positions(self) -> int:
+        return max(0, self.load.free_blocks * self.block_size - self.fresh_positions)
+
+    @property
+    def used_positions(self) -> int:
+        return max(0, self.num_blocks - self.load.free_blocks) * self.block_size
+
+
+# WorkerLedger, what a router has given to one worker, and when that worker is full.
+#
+# A worker's report is a little old and tells of all routers' work. What this router has given to
+# a worker it knows exactly; what others have there is taken from the newest report, less what was
+# this router's when it came. So room that comes free here is used at once, not when the worker
+# says so.
+
+
+BATCHES = 2
+"""What may wait at a worker, in steps' worth of prompt tokens: one more would only wait there
+instead of here, where it is still in order."""
+
+
+@dataclass(slots=True)
+class WorkerLedger:
+    """computing: prompt tokens this router gave it to compute, without an answer. kv: positions
+    this router promised it, without a word that their KV is there. others_*: what other routers
+    have there. load: the report that this is from.
+    """
+
+    computing: int = 0
+    kv: int = 0
+    others_waiting: int = 0
+    others_sequences: int = 0
+    load: WorkerLoad | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.computing and not self.kv
+
+    def read(self, load: WorkerLoad | None, placed_sequences: int) -> None:
+        """Takes the newest report, if it is new. placed_sequences: this router's, there now."""
+        if load is not None and load is not self.load:
+            self.load = load
+            self.others_waiting = max(0, load.waiting_tokens - self.computing)
+            here = load.waiting_sequences + load.running_sequences
+            self.others_sequences = max(0, here - placed_sequences)
+
+    def is_full(self, placed_sequences: int, max_sequences: int) -> bool:
+        """Whether it should get nothing more now. max_sequences: that it can run, 0: any."""
+        most = BATCHES * self.load.speed.prefill_step_tokens if self.load is not None else 0
+        if most and self.computing + self.others_waiting >= most:
+            return True
+        return 0 < max_sequences <= placed_sequences + self.others_sequences
+
+    def has_kv(self, placed_sequences: int, block_size: int, positions: int) -> bool:
+        """Whether a decode worker has free blocks for so many positions more. One that runs nothing
+        takes whatever it can take at all."""
+        load = self.load
+        if load is None or (not placed_sequences and not load.running_sequences):
+            return True
+        return positions <= load.free_blocks * max(1, block_size) - self.kv

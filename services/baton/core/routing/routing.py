@@ -8,26 +8,394 @@ spill over into decode's steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+from random import Random
 from typing import NamedTuple
 
-from baton.core.request.model import WorkerIdentity
-from baton.core.routing.candidates import PASSING, Scored, default_speed, filtered, ranked, told
-from baton.core.routing.candidates import Candidate as Candidate
-from baton.core.routing.candidates import FilterReason as FilterReason
-from baton.core.routing.candidates import PoolView as PoolView
-from baton.core.routing.load import WorkerState
-from baton.core.routing.prefix_index import NO_OVERLAP
-from baton.core.routing.worker_cost import Demand as Demand
-from baton.core.routing.worker_cost import (
-    Moment,
-    decode_costs,
-    handover_tail_s,
-    prefill_cost,
-    shortage,
-)
-from baton.core.routing.worker_cost import WorkerSnapshot as WorkerSnapshot
+from baton.core.handover.fit import difference
+from baton.core.kvcache.prefix import UNIT_TOKENS
+from baton.core.request.model import ModelDescription, WorkerIdentity
+from baton.core.routing.load import NOMINAL, WorkerSnapshot, WorkerSpeed, WorkerState
+from baton.core.routing.prefix_index import NO_OVERLAP, Overlap
+
+# What an attempt would cost on a worker, in predicted seconds; picks nothing, knows no clock.
+#
+# Everybody's seconds count the same: those that the attempt itself waits and those by which it
+# holds up sequences that run already. Tokens that a worker has cached cost nothing.
+
+
+SEQUENCE_S = 0.0016
+"""What a sequence on a worker counts besides what it was measured to cost: sequences spread also
+over workers for which one more costs next to nothing."""
+
+SHORTAGE_COST = 8
+"""A position without a free block counts as prefilling so many: room comes before queues."""
+
+EXPECTED_OUTPUT = 128
+"""Output tokens that a request counts for when it does not say that it wants fewer."""
+
+NOISE = 0.2
+"""Steps that take a share more or less than a middling worker's count as its: over a whole output,
+differences that are chance would outweigh what a worker has cached."""
+
+NEW_SHARE = 0.1
+"""Of a worker that was met just now. A worker's share grows to 1 while it is new; what is on it
+counts as so many times more, so it gets about that share of what others have. What it is asked to
+take does not: while others are idle, too, a new worker is as good as they are. And where nobody is
+older there is nobody who could have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an attempt needs. Empty strings match anything.
+
+    input_tokens: prompt and accepted output. prefix_hashes: of the prompt's units. output_tokens:
+    at most so many will be made. failed: instance ids that lost an attempt of this request a moment
+    ago; busy: those that refused one as overloaded; ejected: those whose circuit breaker is open;
+    quarantined: those that a suspect, which this attempt is, must not join.
+    """
+
+    request_id: str
+    input_tokens: int
+    choices: int
+    needs_decode: bool
+    model: str = ""
+    model_digest: str = ""
+    tokenizer_digest: str = ""
+    failed: frozenset[str] = frozenset()
+    busy: frozenset[str] = frozenset()
+    ejected: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
+    prefix_hashes: bytes = b""
+    output_tokens: int = EXPECTED_OUTPUT
+
+
+class Cost(NamedTuple):
+    """Why a worker costs what it does; all but the tokens in seconds. total: what is compared.
+
+    queue_s, compute_s: until the first token, by what is before the attempt and by its own uncached
+    tokens. crowd_s: the steps its output takes with the others there. harm_s: added to others, to
+    sequences that run or to hand-overs that want the same link.
+    shortage_s: for blocks that are not free. share: below 1 for a worker that is new.
+    """
+
+    total: float
+    queue_s: float
+    compute_s: float
+    crowd_s: float
+    harm_s: float
+    shortage_s: float
+    share: float
+    uncached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What holds for all workers while one decision is made. slow_start_s: for how long a worker
+    counts as new. default_speed: a middling speed, and that of a worker that has not measured its
+    own. first_met: when the oldest worker was met."""
+
+    overlap: Overlap
+    now: float
+    slow_start_s: float
+    default_speed: WorkerSpeed
+    first_met: float = 0.0
+
+
+def uncached_tokens(demand: Demand, worker: WorkerSnapshot, overlap: Overlap) -> int:
+    """Input tokens that the worker would compute; the last one always."""
+    return max(1, demand.input_tokens - UNIT_TOKENS * overlap.units(worker.number))
+
+
+def prefill_cost(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Cost:
+    """For computing the input there and handing its KV over."""
+    known = worker.load.speed
+    speed = known if known.prefills else moment.default_speed
+    uncached = uncached_tokens(demand, worker, moment.overlap)
+    share, sequences = _share(worker, moment), worker.num_sequences
+    queue_s = speed.queue_s(worker.waiting_tokens, sequences)
+    compute_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
+    crowd_s = SEQUENCE_S * (sequences / share + demand.choices)
+    shortage_s = _shortage_s(demand, worker, speed)
+    total = queue_s / share + compute_s + crowd_s + shortage_s
+    return Cost(total, queue_s, compute_s, crowd_s, 0.0, shortage_s, share, uncached)
+
+
+def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tuple[Cost, Cost]:
+    """For decoding there with the input computed there, too, and with KV that comes."""
+    speed = worker.load.speed.or_else(moment.default_speed)
+    uncached = uncached_tokens(demand, worker, moment.overlap)
+    share, sequences = _share(worker, moment), worker.num_sequences
+    waiting, used = worker.waiting_tokens, worker.used_positions
+    rows = sequences / share + demand.choices
+    context = used / share + demand.choices * demand.input_tokens
+    output = min(demand.output_tokens, EXPECTED_OUTPUT)
+    step_s = _plain(speed.decode_s(rows, context), moment.default_speed.decode_s(rows, context))
+    crowd_s = SEQUENCE_S * rows + output * step_s
+    shortage_s = _shortage_s(demand, worker, speed)
+    queue_s = speed.queue_s(waiting, sequences)
+    link_s = _link_s(worker, uncached, moment)
+    total = queue_s / share + crowd_s + shortage_s + link_s
+    collecting = Cost(total, queue_s, 0.0, crowd_s, link_s, shortage_s, share, uncached)
+    added_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
+    # Chunks share their steps with what runs; alone they are larger.
+    step_s = speed.decode_s(sequences, used)
+    queue_s += speed.prefill_steps(waiting) * step_s
+    compute_s = added_s + (speed.prefill_steps(uncached) if sequences else 1) * step_s
+    harm_s = added_s * worker.load.running_sequences
+    total = queue_s / share + compute_s + harm_s + crowd_s + shortage_s
+    local = Cost(total, queue_s, compute_s, crowd_s, harm_s, shortage_s, share, uncached)
+    return local, collecting
+
+
+def handover_tail_s(
+    demand: Demand, prefill: WorkerSnapshot, receiver: WorkerSnapshot, uncached: int
+) -> float:
+    """How long after token 0 the KV that prefill computed is with the receiver."""
+    speed = prefill.load.speed
+    chunk = min(uncached, speed.prefill_step_tokens or uncached)
+    num_bytes = chunk * receiver.kv_bytes_per_position
+    return receiver.load.speed.handover_tail_s(num_bytes)
+
+
+def shortage(demand: Demand, worker: WorkerSnapshot) -> int:
+    """Positions that would have no free block."""
+    return max(0, demand.input_tokens + demand.choices - worker.free_positions)
+
+
+def _shortage_s(demand: Demand, worker: WorkerSnapshot, speed: WorkerSpeed) -> float:
+    return SHORTAGE_COST * shortage(demand, worker) * speed.prefill_position_s
+
+
+def _link_s(worker: WorkerSnapshot, uncached: int, moment: Moment) -> float:
+    """How long KV that the worker lacks takes up its link. The attempt itself hardly waits: most of
+    it comes while the prompt is computed."""
+    speeds = (worker.load.speed, moment.default_speed, NOMINAL)
+    rate = next(speed.link_bytes_per_s for speed in speeds if speed.link_bytes_per_s)
+    return uncached * worker.kv_bytes_per_position / rate
+
+
+def _plain(own_s: float, middling_s: float) -> float:
+    return middling_s if abs(own_s - middling_s) <= NOISE * middling_s else own_s
+
+
+def _share(worker: WorkerSnapshot, moment: Moment) -> float:
+    if moment.slow_start_s <= 0.0:
+        return 1.0
+    return _grown(worker.since, moment) / _grown(moment.first_met, moment)
+
+
+def _grown(since: float, moment: Moment) -> float:
+    return min(1.0, max(NEW_SHARE, (moment.now - since) / moment.slow_start_s))
+
+
+# Which workers of a pool can run an attempt, and which of them best; knows one pool at a time.
+#
+# Of a large pool only some are looked at: those that hold most of the prompt, and some drawn by
+# the request's id. Drawing also keeps routers whose reports are equally old from all picking the
+# one worker that looked best; what a router placed itself counts at once
+# (`WorkerSnapshot.fresh_tokens`).
+#
+# A worker that stands by is a candidate in two cases only:
+#
+#     another of its pool is missing      it is one like all others, until that one is back
+#     no other could run the attempt,     it takes what would fail or wait for nobody
+#     not even once it is less busy
+#
+# A pool that is merely busy is not helped out: what stands by is there when somebody dies.
+
+
+MAX_DRAWN = 12
+"""The best of so many is among a pool's best tenth almost three times out of four."""
+
+MAX_HOLDERS = 6
+
+
+class PoolView(NamedTuple):
+    """Workers of one role, and what they hold of the prompt. missing: one that does not stand by is
+    expected there and takes no work: it is silent, gone, draining, or starting.
+    """
+
+    workers: Sequence[WorkerSnapshot]
+    overlap: Overlap = NO_OVERLAP
+    missing: bool = False
+
+
+class FilterReason(Enum):
+    """What became of a candidate."""
+
+    PICKED = "picked"
+    OUTSCORED = "outscored"
+    NOT_SERVING = "not serving"
+    OTHER_MODEL = "serves another model"
+    OTHER_TOKENIZER = "has another tokenizer"
+    FAILED_BEFORE = "failed this request a moment ago"
+    BUSY = "is full, or refused this request as overloaded a moment ago"
+    EJECTED = "its circuit breaker is open"
+    QUARANTINED = "another suspect runs there"
+    STANDS_BY = "stands by, and no other is missing"
+    OTHER_LAYOUT = "its KV does not fit the decode worker"
+
+
+PASSING = (FilterReason.BUSY, FilterReason.QUARANTINED)
+"""What a prefill worker is waited for."""
+
+
+class Candidate(NamedTuple):
+    """Why a worker was or was not picked. cost: None when it was filtered."""
+
+    identity: WorkerIdentity
+    filter_reason: FilterReason
+    cost: Cost | None = None
+    detail: str = ""
+
+
+class Filtered(NamedTuple):
+    """Workers that can run it, and the fates of the others that were looked at."""
+
+    fitting: Sequence[WorkerSnapshot]
+    others: Sequence[Candidate]
+
+
+class Scored(NamedTuple):
+    """A worker that could run it, and what that would cost."""
+
+    cost: Cost
+    worker: WorkerSnapshot
+
+
+def filtered(demand: Demand, pool: PoolView, receiver: WorkerSnapshot | None = None) -> Filtered:
+    """Looks at some of a pool; at all of it when none of those fits. receiver: who takes the KV,
+    if anybody."""
+    some = _some(demand, pool)
+    found = _sift(demand, some, receiver, pool.missing)
+    if len(some) < len(pool.workers) and all(worker.standby for worker in found.fitting):
+        return _sift(demand, pool.workers, receiver, pool.missing)
+    return found
+
+
+def ranked(demand: Demand, scored: Iterable[Scored]) -> list[Scored]:
+    """Best first. Equal ones are told apart by a hash of request and worker, so that requests
+    spread without a counter."""
+    ranked = sorted(scored, key=_total)
+    best = [entry for entry in ranked if entry.cost.total == ranked[0].cost.total]
+    if len(best) > 1:
+        best.sort(key=lambda entry: tie_break(demand.request_id, entry.worker.identity))
+        ranked[: len(best)] = best
+    return ranked
+
+
+def tie_break(request_id: str, worker: WorkerIdentity) -> bytes:
+    """Tells workers apart that are equally good for a request; each request in another order."""
+    return blake2b(f"{request_id} {worker.instance_id}".encode(), digest_size=8).digest()
+
+
+def told(ranked: Sequence[Scored], *, picked: bool = True) -> tuple[Candidate, ...]:
+    """The fates of scored workers."""
+    fates = [FilterReason.OUTSCORED] * len(ranked)
+    if picked and fates:
+        fates[0] = FilterReason.PICKED
+    return tuple(
+        Candidate(
+            entry.worker.identity, filter_reason, entry.cost, "a standby" * entry.worker.standby
+        )
+        for filter_reason, entry in zip(fates, ranked, strict=True)
+    )
+
+
+def default_speed(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed:
+    """The speed of a worker that has not measured its own: of each kind of work a middling one of
+    those that have."""
+    speeds = [worker.load.speed for worker in workers]
+    prefilling = sorted((s for s in speeds if s.prefills), key=lambda s: s.prefill_position_s)
+    decoding = sorted((s for s in speeds if s.decodes), key=lambda s: s.step_s)
+    found = prefilling[len(prefilling) // 2] if prefilling else NOMINAL
+    if decoding:
+        found = found.with_decode_of(decoding[len(decoding) // 2])
+    return found
+
+
+def _some(demand: Demand, pool: PoolView) -> Sequence[WorkerSnapshot]:
+    workers = pool.workers
+    if len(workers) <= MAX_DRAWN + MAX_HOLDERS:
+        return workers
+    draw = Random(demand.request_id)
+    chosen = set(draw.sample(range(len(workers)), MAX_DRAWN))
+    holders = pool.overlap.most(MAX_HOLDERS, draw.randrange(len(workers)))
+    if holders:
+        chosen.update([i for i, worker in enumerate(workers) if worker.number in holders])
+    return [workers[i] for i in chosen]
+
+
+def _sift(
+    demand: Demand,
+    workers: Iterable[WorkerSnapshot],
+    receiver: WorkerSnapshot | None,
+    missing: bool,
+) -> Filtered:
+    fitting: list[WorkerSnapshot] = []
+    others: list[Candidate] = []
+    at_work = False
+    for worker in workers:
+        filter_reason, detail = _filter_reason(demand, worker, receiver)
+        if filter_reason is None:
+            fitting.append(worker)
+        else:
+            others.append(Candidate(worker.identity, filter_reason, detail=detail))
+        at_work = at_work or (
+            not worker.standby and (filter_reason is None or filter_reason in PASSING)
+        )
+    if at_work and not missing:
+        others += [Candidate(w.identity, FilterReason.STANDS_BY) for w in fitting if w.standby]
+        fitting = [worker for worker in fitting if not worker.standby]
+    return Filtered(fitting, others)
+
+
+def _filter_reason(
+    demand: Demand, worker: WorkerSnapshot, receiver: WorkerSnapshot | None
+) -> tuple[FilterReason | None, str]:
+    """Why the worker cannot be used at all, or None."""
+    instance_id = worker.identity.instance_id
+    if worker.load.state is not WorkerState.SERVING:
+        return FilterReason.NOT_SERVING, worker.load.state.name.lower()
+    if not _fits(demand.model, worker.model.name) or not _fits(
+        demand.model_digest, worker.model.digest
+    ):
+        return FilterReason.OTHER_MODEL, worker.model.name
+    if not _fits(demand.tokenizer_digest, worker.model.tokenizer_digest):
+        return FilterReason.OTHER_TOKENIZER, worker.model.tokenizer_digest
+    if receiver is not None and receiver.layout is not None:
+        misfit = _misfit(worker, receiver)
+        if misfit:
+            return FilterReason.OTHER_LAYOUT, misfit
+    if instance_id in demand.failed:
+        return FilterReason.FAILED_BEFORE, ""
+    if instance_id in demand.busy:
+        return FilterReason.BUSY, ""
+    if instance_id in demand.ejected:
+        return FilterReason.EJECTED, ""
+    if instance_id in demand.quarantined:
+        return FilterReason.QUARANTINED, ""
+    return None, ""
+
+
+def _misfit(worker: WorkerSnapshot, receiver: WorkerSnapshot) -> str:
+    same_ways = worker.transports == receiver.transports
+    if same_ways and worker.layout is not None and worker.layout == receiver.layout:
+        return ""
+    return difference(worker.layout, worker.transports, receiver.layout, receiver.transports)
+
+
+def _fits(wanted: str, offered: str) -> bool:
+    return not wanted or not offered or wanted == offered
+
+
+def _total(entry: Scored) -> float:
+    return entry.cost.total
+
 
 SHORT_INPUT = 32
 """What counts as short enough to prefill on decode while speeds are unknown: uncached tokens."""
@@ -239,3 +607,71 @@ def _decision(
 def _has_places(demand: Demand, worker: WorkerSnapshot) -> bool:
     most = worker.max_sequences
     return not most or worker.num_sequences + demand.choices <= most
+
+
+# Which model a new request runs on.
+#
+# While another version of a model rolls out under the same name, there are two of it for a time.
+# A request is bound to one from its start: a stream never goes on with another model's tokens. So
+# a new one is not given to a model whose last workers leave, or whose tokenizer is not there (any
+# more).
+
+
+def model_for(
+    request_id: str,
+    name: str,
+    decodes: Sequence[WorkerSnapshot],
+    tokenizers: Collection[str],
+    detokenizers: Collection[str],
+) -> ModelDescription | None:
+    """One that decode workers serve under this name; of several, each as often as it has workers.
+
+    tokenizers, detokenizers: the tokenizer digests of those that serve.
+    """
+    named = [worker for worker in decodes if worker.model.name == name]
+    if len({worker.model.digest for worker in named}) > 1:
+        serving = [worker for worker in named if worker.load.state is WorkerState.SERVING] or named
+        whole = [w for w in serving if has_texts(w.model, tokenizers, detokenizers)] or serving
+        return Random(request_id).choice(whole).model
+    return named[0].model if named else None
+
+
+def replacement_model(
+    model: ModelDescription, decodes: Iterable[WorkerSnapshot]
+) -> ModelDescription:
+    """What a request that has no token yet may run on in place of its model, whose workers have
+    left: one of the same name for which its prompt and its parameters mean the same. Else the
+    model itself. Looks no further than to the first worker that still serves it."""
+    replacement = model
+    for worker in decodes:
+        other = worker.model
+        if worker.load.state is not WorkerState.SERVING or other.name != model.name:
+            continue
+        if other.digest == model.digest:
+            return model
+        same = other.tokenizer_digest == model.tokenizer_digest
+        if same and other.vocab_size == model.vocab_size:
+            replacement = other if other.max_model_len >= model.max_model_len else replacement
+    return replacement
+
+
+def has_texts(
+    model: ModelDescription, tokenizers: Collection[str], detokenizers: Collection[str]
+) -> bool:
+    """Whether texts become tokens of this model, and tokens texts."""
+    return _among(model, tokenizers) and _among(model, detokenizers)
+
+
+def models_of(workers: Sequence[WorkerSnapshot]) -> list[ModelDescription]:
+    """The models served, each name once, in order of name; of several of one name, one that is not
+    about to leave."""
+    found: dict[str, ModelDescription] = {}
+    for worker in workers:
+        if worker.model.name not in found or worker.load.state is WorkerState.SERVING:
+            found[worker.model.name] = worker.model
+    return [found[name] for name in sorted(found)]
+
+
+def _among(model: ModelDescription, digests: Collection[str]) -> bool:
+    wanted = model.tokenizer_digest
+    return bool(digests) and (not wanted or wanted in digests or "" in digests)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
 from baton.core.errors import InvalidArgument
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)

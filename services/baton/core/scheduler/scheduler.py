@@ -37,7 +37,7 @@ from baton.core.kvcache.block_pool import BlockCopy, BlockPool, Extents, SwapSpa
 from baton.core.kvcache.prefix import PrefixChain, namespace
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import ModelDescription
-from baton.core.routing.speed import WorkerSpeed
+from baton.core.routing.load import WorkerSpeed
 from baton.core.scheduler.block_budget import BlockBudget, Reservation
 from baton.core.scheduler.events import (
     AttemptFailed,

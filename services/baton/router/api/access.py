@@ -15,8 +15,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import KeyBook, KeyIndex
-from baton.core.admission.key_document import parse
+from baton.core.admission.api_keys import KeyBook, KeyIndex, parse
 from baton.core.admission.tenants import ANYONE, OWNER, Tenant
 from baton.core.errors import InvalidArgument, Unauthenticated
 from baton.rpc.address import is_loopback, split

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
+import sys
+import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Protocol
 
+import msgspec
+from prometheus_client import CollectorRegistry
+
 from baton.core.admission.tenants import Tenant
-from baton.core.errors import NotFound
+from baton.core.errors import InvalidArgument, NotFound
 from baton.core.observe.request_record import RequestRecord
 from baton.core.request.request import ChatPrompt, Request, TextPrompt
 from baton.router.config import RouterConfig
 from baton.router.observe.stage_timer import StageTimer
+from baton.rpc.metrics import REGISTRY, Spec, counter
 
 # RequestHistory, what one router remembers of its requests.
 #
@@ -112,3 +123,198 @@ def _asked(request: Request) -> str:
             return "text"
         case _:
             return "tokens"
+
+
+# UsageLog, a JSON line for each request that is over; never waits for the disk.
+#
+# Lines go through a bounded queue to a thread that appends them. While the file cannot be written
+# the thread tries again every RETRY_S with the lines it has; when the queue is full, lines are
+# dropped and counted. Whoever rotates the file may rename it, remove it, or copy and truncate it:
+# before each write the thread looks whether the path still leads to the open file, so no signal is
+# needed.
+
+
+# Words one request's use as a JSON line, for whoever bills.
+
+_encoder = msgspec.json.Encoder()
+
+
+def usage_line(record: RequestRecord, router: str) -> bytes:
+    """One line with its end, of a request that is over. router: the instance id that served it.
+
+    Times are seconds. first_token_s is null for one that told no token, error for one that ended
+    well; finish_reasons has one entry a choice, null for one that was cut off.
+    """
+    times = record.so_far(0.0)
+    ended = datetime.fromtimestamp(record.arrived_at + times.total_s, UTC)
+    ends = [choice.finish_reason for choice in record.choices]
+    failure = record.failure
+    return (
+        _encoder.encode(
+            {
+                "time": ended.isoformat(timespec="milliseconds"),
+                "request_id": record.request_id,
+                "tenant": record.tenant,
+                "model": record.model,
+                "asked": record.asked,
+                "priority": record.priority,
+                "input_tokens": record.prompt_tokens,
+                "cached_tokens": record.cached_tokens,
+                "output_tokens": record.output_tokens,
+                "choices": len(ends),
+                "finish_reasons": [None if end is None else end.name.lower() for end in ends],
+                "error": None if failure is None else failure.reason.name.lower(),
+                "duration_s": round(times.total_s, 6),
+                "first_token_s": round(times.first_token_s, 6) if record.output_tokens else None,
+                "router": router,
+            }
+        )
+        + b"\n"
+    )
+
+
+log = logging.getLogger(__name__)
+
+USAGE_LINES = Spec(
+    "baton_usage_lines_total", "Usage records of requests, by what became of them.", ("outcome",)
+)
+USAGE_FAILURES = Spec(
+    "baton_usage_write_failures_total", "Tries to write usage records that failed."
+)
+
+STDOUT = "-"
+MAX_WAITING = 8192
+"""Lines, about 400 bytes each."""
+
+MAX_AT_ONCE = 512
+RETRY_S = 1.0
+CLOSE_S = 2.0
+_MODE = 0o640
+
+
+class UsageLog:
+    """Close it. path: a file to append to, or "-" for standard output. router: named in each line.
+
+    Raises InvalidArgument naming the option `usage_log` when the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        router: str,
+        *,
+        max_waiting: int = MAX_WAITING,
+        retry_s: float = RETRY_S,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._path = path
+        self._router = router
+        self._retry_s = retry_s
+        self._lines = counter(USAGE_LINES, registry)
+        for outcome in ("written", "dropped"):
+            # A rate is seen from the first one on.
+            self._lines.labels(outcome)
+        self._failures = counter(USAGE_FAILURES, registry)
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(max_waiting)
+        self._failing = self._dropping = False
+        self._closing = threading.Event()
+        try:
+            self._file = self._open()
+        except OSError as error:
+            raise InvalidArgument(f"{path}: {error.strerror}", field="usage_log") from None
+        self._thread = threading.Thread(target=self._run, name="usage-log", daemon=True)
+        self._thread.start()
+
+    def over(self, record: RequestRecord) -> None:
+        """Returns at once."""
+        try:
+            self._waiting.put_nowait(usage_line(record, self._router))
+        except queue.Full:
+            self._lines.labels("dropped").inc()
+            if not self._dropping:
+                log.error("usage lines are dropped: %s takes them too slowly", self._path)
+            self._dropping = True
+        else:
+            self._dropping = False
+
+    def close(self) -> None:
+        """Writes what waits, for at most CLOSE_S; what is left then is dropped and counted. Takes
+        no more."""
+        self._closing.set()
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+        self._drop_rest()
+        if not self._thread.is_alive() and self._path != STDOUT:
+            os.close(self._file)
+
+    def _run(self) -> None:
+        while True:
+            lines, last = self._take()
+            if lines and not self._write(b"".join(lines)):
+                self._lines.labels("dropped").inc(len(lines))
+                log.error("%d usage lines could not be written before the end", len(lines))
+                return
+            self._lines.labels("written").inc(len(lines))
+            if last:
+                return
+
+    def _drop_rest(self) -> None:
+        left = 0
+        with suppress(queue.Empty):
+            while True:
+                left += self._waiting.get_nowait() is not None
+        if left:
+            self._lines.labels("dropped").inc(left)
+            log.error("%d usage lines could not be written before the end", left)
+
+    def _take(self) -> tuple[list[bytes], bool]:
+        """At least one line, unless there will be no more; and whether these are the last."""
+        found = [self._waiting.get()]
+        while len(found) < MAX_AT_ONCE:
+            try:
+                found.append(self._waiting.get_nowait())
+            except queue.Empty:
+                break
+        return [line for line in found if line is not None], None in found
+
+    def _write(self, text: bytes) -> bool:
+        """Tries until all of it is there; False when it is to be closed meanwhile."""
+        done = 0
+        while done < len(text):
+            try:
+                if self._moved():
+                    fresh = self._open()
+                    os.close(self._file)
+                    self._file = fresh
+                    # The rest of a line would make no sense in another file.
+                    done = text.rfind(b"\n", 0, done) + 1
+                done += os.write(self._file, memoryview(text)[done:])
+            except OSError as error:
+                self._failures.inc()
+                if not self._failing:
+                    log.error("usage lines wait: %s: %s", self._path, error.strerror)
+                self._failing = True
+                if self._closing.wait(self._retry_s):
+                    return False
+        if self._failing:
+            log.info("usage lines are written again")
+        self._failing = False
+        return True
+
+    def _open(self) -> int:
+        if self._path == STDOUT:
+            return sys.stdout.fileno()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.open(self._path, flags, _MODE)
+
+    def _moved(self) -> bool:
+        """Whether the path leads to another file by now, or to none."""
+        if self._path == STDOUT:
+            return False
+        here = os.fstat(self._file)
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return True
+        return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)

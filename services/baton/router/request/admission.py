@@ -28,10 +28,8 @@ from baton.core.admission.concurrency_limiter import (
     WINDOW_STEP,
     ConcurrencyLimiter,
 )
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import FairQueue
-from baton.core.admission.refusal import Refusal
-from baton.core.admission.shares import OthersUse
+from baton.core.admission.fair_queue import DrainRate, FairQueue
+from baton.core.admission.tenant_budgets import OthersUse, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, Reason
 from baton.core.request.request import (
@@ -46,8 +44,8 @@ from baton.core.routing.load import TenantUse
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.request.dispatcher import Dispatcher, PendingAttempt
+from baton.router.workers.clients import TOKEN_ID_BYTES
 from baton.router.workers.fleet import Fleet
-from baton.router.workers.tokenizer_client import TOKEN_ID_BYTES
 
 LOOK_S = 0.5
 """Between two looks at what workers report of other routers: they tell it as often."""

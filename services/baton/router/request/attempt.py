@@ -23,9 +23,9 @@ from baton.core.request.request_state import AttemptRun, RequestState
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.dispatcher import Placement, Placer
+from baton.router.workers.clients import PrefillClient
 from baton.router.workers.decode_session import KvComplete, Migration
-from baton.router.workers.prefill_client import PrefillClient
-from baton.router.workers.worker import Worker
+from baton.router.workers.fleet import Worker
 from baton.rpc.logs import named
 from baton.rpc.tracing import NO_SPAN, Span, error_type
 

@@ -20,21 +20,19 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from baton.core.admission.concurrency_limiter import ConcurrencyLimiter
-from baton.core.admission.drain_rate import DrainRate
-from baton.core.admission.fair_queue import Entry, FairQueue
-from baton.core.admission.refusal import Limit, Refusal
+from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
+from baton.core.admission.tenant_budgets import Limit, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, Overloaded, Reason, Unavailable
 from baton.core.request.attempt import Phase
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request_state import AttemptRun
-from baton.core.routing.quarantine import Quarantine
+from baton.core.routing.failures import Quarantine
+from baton.core.routing.load import WorkerLedger
 from baton.core.routing.routing import Decision, Demand, FilterReason, RoutingPolicy, decide
-from baton.core.routing.worker_ledger import WorkerLedger
+from baton.router.workers.clients import PrefillClient
 from baton.router.workers.decode_session import DecodeSession
-from baton.router.workers.fleet import Fleet
-from baton.router.workers.prefill_client import PrefillClient
-from baton.router.workers.worker import Placed, Worker
+from baton.router.workers.fleet import Fleet, Placed, Worker
 
 # Finds workers for the attempts of one request, at the dispatcher where they wait for their turn.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.core.routing.quarantine import Quarantine
-from baton.core.routing.retry_budget import RetryBudget
+from baton.core.routing.failures import Quarantine, RetryBudget
 from baton.router.config import RouterConfig
 
 RETRIES_PER_S = 10.0

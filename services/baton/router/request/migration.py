@@ -22,8 +22,7 @@ from baton.router.workers.decode_session import (
     MigrationOutcome,
     SequenceSink,
 )
-from baton.router.workers.fleet import Fleet
-from baton.router.workers.worker import Worker
+from baton.router.workers.fleet import Fleet, Worker
 
 AT_ONCE = 4
 """Sequences of one worker that move at the same time."""
@@ -99,7 +98,7 @@ class Migrator:
                 return
             receiver = self._receiver(sender, leaving, positions)
             if receiver is not None:
-                move = Migration(key, sender, receiver)
+                move = Migration(key, sender.client, receiver)
                 leaving.moves[move] = positions
                 sink.move(move)
                 task = asyncio.create_task(self._follow(move, leaving))

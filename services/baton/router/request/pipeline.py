@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from baton.core.admission.admission import Holding
-from baton.core.admission.refusal import Refusal
+from baton.core.admission.tenant_budgets import Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.core.observe.request_record import RequestRecord
@@ -24,15 +24,14 @@ from baton.core.request.validation import validate
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.records import Records, UsageSink
-from baton.router.observe.request_trace import trace_of
-from baton.router.observe.stage_timer import StageTimer
+from baton.router.observe.stage_timer import StageTimer, trace_of
 from baton.router.request.admission import AdmissionController, Permit
 from baton.router.request.guards import Guards
 from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.request.preparation import Preparation, new_id
 from baton.router.request.runner import RequestRunner
+from baton.router.workers.clients import Encoded
 from baton.router.workers.fleet import Fleet
-from baton.router.workers.tokenizer_client import Encoded
 from baton.rpc.tracing import OFF, Tracer, now
 
 

@@ -40,8 +40,8 @@ from baton.router.request.guards import Guards
 from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.request.runner import RequestRunner, RequestRunnerLimits
 from baton.router.request.texts import PROMPT_TAIL, Speller, TextOptions
+from baton.router.workers.clients import Encoded
 from baton.router.workers.fleet import Fleet
-from baton.router.workers.tokenizer_client import Encoded
 from baton.router.workers.tokenizers import AskedBy, Tokenizers
 from baton.rpc.trace_names import SCORE
 from baton.rpc.tracing import now

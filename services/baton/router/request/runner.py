@@ -24,9 +24,9 @@ from baton.router.request.dispatcher import Dispatcher, Placer, QueueEntry
 from baton.router.request.guards import Guards
 from baton.router.request.pacing import DeferredCalls, LoadMonitor, TokenCoalescer, TokenGaps
 from baton.router.request.texts import TextOptions, Texts
-from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.decode_session import Migration
 from baton.router.workers.fleet import Fleet
+from baton.router.workers.shared_stream import Broadcast
 from baton.rpc.logs import named
 
 log = logging.getLogger(__name__)

@@ -17,17 +17,14 @@ from baton.core.request.attempt import Logprobs, PositionGap, TokenLog
 from baton.core.request.request import Delta, TextLogprob, TokenLogprobs
 from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.router.observe.stage_timer import StageTimer
-from baton.router.workers.broadcast import Broadcast
 from baton.router.workers.detokenizer_session import (
     DetokenizerSession,
     TextNews,
     TextOpening,
     TextTokens,
 )
-from baton.router.workers.detokenizers import pick_detokenizer
-from baton.router.workers.fleet import Fleet
-from baton.router.workers.pools import Pool
-from baton.router.workers.worker import Worker
+from baton.router.workers.fleet import Fleet, Pool, Worker, pick_detokenizer
+from baton.router.workers.shared_stream import Broadcast
 from baton.rpc.logs import named
 
 MAX_DELTA_TOKENS = 128

@@ -23,9 +23,7 @@ from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Sequen
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.routing.routing import is_stalled
-from baton.router.workers.broadcast import Broadcast
-from baton.router.workers.shared_stream import SharedStream, WorkerStalled
-from baton.router.workers.worker import Worker
+from baton.router.workers.shared_stream import Broadcast, SharedStream, WorkerStalled
 from baton.rpc.awake import Clock
 from baton.rpc.convert import (
     attempt_to_proto,
@@ -101,7 +99,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
     ) -> None:
         super().__init__(changed, awake)
         self._stub = DecodeStub(channel)
-        self._worker = worker
+        self.worker = worker
         self._router = router
         self._sinks: dict[tuple[str, int], SequenceSink] = {}
         """By AttemptKey, which is looked up by its bare fields: that is done for every token."""
@@ -193,7 +191,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._hand_overs |= self._asked
         hello = SessionHello(
             router=identity_to_proto(self._router),
-            decode_instance_id=self._worker.instance_id,
+            decode_instance_id=self.worker.instance_id,
             resume=resume,
         )
         return [SessionRequest(hello=hello)]
@@ -307,9 +305,7 @@ class MigrationOutcome(Enum):
 class Migration:
     """key: the sequence as its present worker knows it. The first outcome counts."""
 
-    def __init__(
-        self, key: SequenceKey, sender: Worker[DecodeSession], receiver: WorkerIdentity
-    ) -> None:
+    def __init__(self, key: SequenceKey, sender: DecodeSession, receiver: WorkerIdentity) -> None:
         self.key = key
         self.receiver = receiver
         self.handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
@@ -319,11 +315,11 @@ class Migration:
 
     @property
     def sender(self) -> WorkerIdentity:
-        return self._sender.identity
+        return self._sender.worker
 
     def ask(self) -> None:
         """Has the worker put the sequence on offer. The answer comes to the attempt."""
-        self._sender.client.hand_over(self.key, self.handover_id, self.receiver)
+        self._sender.hand_over(self.key, self.handover_id, self.receiver)
 
     def stayed(self) -> None:
         self._end(MigrationOutcome.STAYED)
@@ -347,7 +343,7 @@ class Migration:
         """Nobody collects it (any more); the sender is told."""
         if self.outcome is None:
             whole = AttemptKey(self.key.request_id, self.key.attempt)
-            self._sender.client.cancel(whole, self.key.choice)
+            self._sender.cancel(whole, self.key.choice)
         self._end(outcome)
 
     def _end(self, outcome: MigrationOutcome) -> None:

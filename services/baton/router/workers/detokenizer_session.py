@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 import grpc
 
 from baton.core.errors import BatonError, Unavailable
-from baton.router.workers.broadcast import Broadcast
-from baton.router.workers.shared_stream import SharedStream
+from baton.router.workers.shared_stream import Broadcast, SharedStream
 from baton.rpc.awake import Clock
 from baton.rpc.convert import error_from_proto, to_ms, token_ids_to_bytes
 from baton.v1.detokenizer_pb2 import (

@@ -1,14 +1,88 @@
 """Where workers are: addresses by role, as they come and go.
 
-What a source leaves out is not given up for that: the pools go on with whoever still answers. So a
-source that fails, or that is a moment behind, keeps silent, and nothing is lost by it.
+An operator writes for each role where its processes are, in one of these ways:
+
+    host:port,host:port                     a list
+    dns:///name:port                        every address (A, AAAA) of a name
+    k8s:///service[.namespace]:port         every endpoint of a Kubernetes service; port: a number,
+                                            or a port's name
+
+A worker that a source leaves out is not given up for that: the pools go on with every worker that
+still answers. A source that fails or lags yields nothing, and nothing is lost by it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+import logging
+import random
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from baton.core.errors import InvalidArgument
+from baton.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, answers, runs
+from baton.router.workers.shared_stream import Broadcast
+from baton.rpc.address import join, split
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.IGNORECASE)
+_SERVICE = re.compile(rf"({_LABEL})(\.({_LABEL}))?")
+_PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class ListTarget:
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DnsTarget:
+    name: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTarget:
+    """namespace: "" means the router's own. port: digits, or a name of the service's ports."""
+
+    service: str
+    namespace: str
+    port: str
+
+
+Target = ListTarget | DnsTarget | ServiceTarget
+
+
+def parse_target(texts: Sequence[str], field: str) -> Target:
+    """What one option says. Raises InvalidArgument that names the field."""
+    named = [text for text in texts if "//" in text]
+    if not named:
+        for address in texts:
+            if not split(address, field)[1]:
+                raise InvalidArgument(f"{address!r} has no port to connect to", field=field)
+        return ListTarget(tuple(texts))
+    if len(texts) > 1:
+        raise InvalidArgument(f"{named[0]!r} must stand alone, not in a list", field=field)
+    scheme, _, rest = texts[0].partition(":///")
+    name, _, port = rest.rpartition(":")
+    match scheme:
+        case "dns" if _HOST.fullmatch(name) and _is_port(port):
+            return DnsTarget(name, int(port))
+        case "k8s" if (found := _SERVICE.fullmatch(name)) and (
+            _is_port(port) or _PORT_NAME.fullmatch(port)
+        ):
+            return ServiceTarget(found[1], found[4] or "", port)
+    raise InvalidArgument(
+        f"{texts[0]!r} is neither dns:///name:port nor k8s:///service[.namespace]:port",
+        field=field,
+    )
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 1 <= int(text) <= 65535
 
 
 class Source(Protocol):
@@ -61,3 +135,159 @@ class StaticDiscovery(Discovery):
 
     def __init__(self, addresses: Mapping[str, Iterable[str]]) -> None:
         super().__init__({role: StaticSource(found) for role, found in addresses.items()})
+
+
+log = logging.getLogger(__name__)
+
+MAX_ADDRESSES = 4096
+LOOKUP_S = 10.0
+"""A look-up that takes longer has failed for now."""
+
+LEAST_PAUSE_S = 0.5
+"""Between two look-ups, whoever asks for them."""
+
+BELIEVED = 3
+"""So many times in a row a name must have no address before it is taken to have none."""
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""All addresses of a name with a port, as host:port. Raises OSError, gaierror among them."""
+
+_NO_ADDRESS = {
+    code for name in ("EAI_NONAME", "EAI_NODATA") if (code := getattr(socket, name, None))
+}
+
+
+async def resolve(name: str, port: int) -> list[str]:
+    """Asks the system, as any program does: hosts file, search domains, IPv4 and IPv6."""
+    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return [join(str(entry[4][0]), port) for entry in found]
+
+
+class DnsSource:
+    """Workers behind a DNS name, such as a headless service's.
+
+    The name is looked up again on a timer, and sooner when a worker does not answer. A failed
+    look-up changes nothing, and a name counts as empty only after BELIEVED empty answers in a row:
+    name servers restart, too. every_s: between two look-ups while all is well, varied by a fifth.
+    """
+
+    def __init__(
+        self, name: str, port: int, *, every_s: float = 5.0, resolve: Resolve = resolve
+    ) -> None:
+        self._name, self._port, self._every_s = name, port, every_s
+        self._resolve = resolve
+        self._doubted = 0
+        self._doubt = Broadcast()
+        self._running: asyncio.Future[list[str]] | None = None
+        self._empty = 0
+        self._failing = False
+
+    async def watch(self) -> AsyncIterator[frozenset[str]]:
+        known: frozenset[str] | None = None
+        failures = 0
+        try:
+            while True:
+                doubted = self._doubted
+                found = await self._look()
+                if found is not None and found != known:
+                    known = found
+                    yield found
+                failures = failures + 1 if found is None else 0
+                await self._pause(failures, doubted)
+        finally:
+            if self._running is not None:
+                self._running.cancel()
+
+    def look_again(self) -> None:
+        self._doubted += 1
+        self._doubt.set()
+
+    async def _pause(self, failures: int, doubted: int) -> None:
+        """doubted: how often there was doubt when the last look-up began."""
+        least = min(LEAST_PAUSE_S, self._every_s) * random.uniform(1.0, 1.5)
+        await asyncio.sleep(least)
+        whole = self._every_s * random.uniform(0.8, 1.2)
+        if failures:
+            whole = min(whole, least * 2.0 ** min(failures - 1, 10))
+        if self._doubted == doubted and whole > least:
+            await self._doubt.wait(whole - least)
+
+    async def _look(self) -> frozenset[str] | None:
+        """What the name stands for, or None when that is not known now."""
+        if self._running is None:
+            self._running = asyncio.ensure_future(self._resolve(self._name, self._port))
+        await asyncio.wait({self._running}, timeout=LOOKUP_S)
+        if not self._running.done():
+            # Nothing stops the system's resolver; the same look-up is waited for again.
+            return self._failed("no answer in time")
+        looked, self._running = self._running, None
+        try:
+            found = sorted(set(looked.result()))
+        except (OSError, UnicodeError) as error:
+            absent = isinstance(error, socket.gaierror) and error.errno in _NO_ADDRESS
+            if not absent:
+                self._empty = 0
+                return self._failed(type(error).__name__)
+            found = []
+        self._empty = 0 if found else self._empty + 1
+        if not found and self._empty < BELIEVED:
+            return self._failed("it has no address")
+        if len(found) > MAX_ADDRESSES:
+            log.warning("%s has %d addresses: %d are used", self._name, len(found), MAX_ADDRESSES)
+        if self._failing:
+            log.info("%s can be looked up again", self._name)
+        self._failing = False
+        return frozenset(found[:MAX_ADDRESSES])
+
+    def _failed(self, why: str) -> frozenset[str] | None:
+        if not self._failing:
+            log.warning("%s cannot be looked up (%s); what is known stays", self._name, why)
+        self._failing = True
+        return None
+
+
+async def discovery_of(
+    places: Mapping[str, Sequence[str]], *, dns_interval_s: float, kubernetes_config: str
+) -> Discovery:
+    """Makes the sources and starts none of them.
+
+    places: role to what its option says; the option is the role's plural. Raises InvalidArgument
+    when Kubernetes is asked for and there is no way to it.
+    """
+    api: KubernetesApi | None = None
+    sources: dict[str, Source] = {}
+    for role, texts in places.items():
+        match parse_target(texts, f"{role}s"):
+            case ListTarget(addresses):
+                sources[role] = StaticSource(addresses)
+            case DnsTarget(name, port):
+                sources[role] = DnsSource(name, port, every_s=dns_interval_s)
+            case ServiceTarget(service, namespace, port_name):
+                if api is None:
+                    api = await asyncio.to_thread(KubernetesApi.open, kubernetes_config, f"{role}s")
+                wanted = answers if role == "router" else runs
+                namespace = namespace or api.namespace
+                sources[role] = KubernetesSource(api, namespace, service, port_name, wanted)
+    return Discovery(sources)
+
+
+class Replicas:
+    """How many routers are live: what shares of budgets are counted by.
+
+    discovery: None where no option says where routers are; then `configured` holds for ever.
+    configured: holds until discovery answers.
+    """
+
+    def __init__(self, discovery: Discovery | None, configured: int) -> None:
+        self._discovery = discovery
+        self._live = configured
+
+    def live_replicas(self) -> int:
+        """Live routers, this one among them: at least 1."""
+        return self._live
+
+    async def run(self) -> None:
+        """Follows discovery, if there is one, until cancelled."""
+        if self._discovery is not None:
+            async for found in self._discovery.watch("router"):
+                self._live = max(1, len(found))

@@ -4,29 +4,545 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
+from baton.core.errors import BatonError, Unavailable
 from baton.core.handover.fit import refusal
+from baton.core.kvcache.cache_events import CacheBatch
 from baton.core.request.model import AnswerFormat, ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerDescription
-from baton.core.routing.model_choice import model_for, models_of, replacement_model
-from baton.core.routing.prefix_index import MAX_ENTRIES, PrefixIndex
-from baton.core.routing.routing import Decision, FilterReason
-from baton.router.workers.broadcast import Broadcast
+from baton.core.request.request_state import is_fault, leaves
+from baton.core.routing.failures import Breaker, Breakers
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSnapshot, WorkerState
+from baton.core.routing.prefix_index import MAX_ENTRIES, NO_OVERLAP, PrefixIndex
+from baton.core.routing.routing import (
+    Decision,
+    FilterReason,
+    PoolView,
+    is_stalled,
+    model_for,
+    models_of,
+    replacement_model,
+)
+from baton.router.workers.clients import PrefillClient, TokenizerClient
 from baton.router.workers.decode_session import DecodeSession
 from baton.router.workers.detokenizer_session import DetokenizerSession
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.pools import Pool
-from baton.router.workers.prefill_client import PrefillClient
-from baton.router.workers.tokenizer_client import TokenizerClient
-from baton.rpc.awake import AwakeClock
+from baton.router.workers.shared_stream import (
+    BROKEN,
+    SILENCE_S,
+    Broadcast,
+    ReconnectPolicy,
+    WorkerStalled,
+)
+from baton.rpc.awake import AwakeClock, Clock
+from baton.rpc.calls import StepLimit, cancelled_here
 from baton.rpc.channels import Channels
+from baton.rpc.convert import identity_to_proto
+from baton.rpc.worker import cache_from_proto, description_from_proto, load_from_proto
+from baton.v1.worker_pb2 import WatchRequest
+from baton.v1.worker_pb2_grpc import WorkerStub
 
-# Tells the log, once a pair, which workers cannot be paired and why; decides nothing.
+# One worker as a router sees it: what it is, what it reports, and what this router gave it.
+
+
+_NO_MODEL = ModelDescription("", "", 0, 0, ())
+
+
+class Client(Protocol):
+    """What a pool keeps per worker."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether new work may be given to it."""
+
+    async def run(self) -> None:
+        """Runs while the instance id lives; cancelled when it is gone, it tells its users so."""
+
+
+C = TypeVar("C", bound=Client)
+
+
+@dataclass(slots=True, eq=False)
+class Worker(Generic[C]):
+    """One instance id. number: in the pool's prefix index. since: when it was met, on the loop's
+    clock. placed_*: what this router gave it and has not taken back; fresh_*: since its newest
+    report, which cannot know of it. breaker: the instance id's own, also when it was out of sight
+    for a while.
+    """
+
+    description: WorkerDescription
+    client: C
+    running: asyncio.Task[None]
+    breaker: Breaker
+    number: int = -1
+    since: float = 0.0
+    load: WorkerLoad | None = None
+    placed_sequences: int = 0
+    placed_tokens: int = 0
+    fresh_sequences: int = 0
+    fresh_tokens: int = 0
+    fresh_positions: int = 0
+    _snapshot: WorkerSnapshot | None = None
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        return self.description.identity
+
+    @property
+    def model(self) -> ModelDescription:
+        return self.description.model or _NO_MODEL
+
+    def report(self, load: WorkerLoad) -> None:
+        """News of its load."""
+        self.load = load
+        self.fresh_sequences = self.fresh_tokens = self.fresh_positions = 0
+        self._snapshot = self._look(load)
+
+    def place(self, sequences: int, tokens: int = 0, positions: int = 0) -> Placed:
+        """Gives it sequences that need so many positions, and so many tokens to prefill."""
+        self.placed_sequences += sequences
+        self.placed_tokens += tokens
+        self.fresh_sequences += sequences
+        self.fresh_tokens += tokens
+        self.fresh_positions += positions
+        self._snapshot = None
+        probes = self.breaker.placed()
+        return Placed(self, sequences, tokens, probes)
+
+    def take_back(self, sequences: int, tokens: int) -> None:
+        """What `Placed` calls."""
+        self.placed_sequences -= sequences
+        self.placed_tokens -= tokens
+        self._snapshot = None
+
+    def gained(self) -> None:
+        """An attempt got somewhere here; told once per attempt."""
+        self.breaker.gained(asyncio.get_running_loop().time())
+
+    def blamed(self, error: BatonError) -> None:
+        """An attempt was lost here."""
+        if is_fault(error):
+            self.breaker.lost(asyncio.get_running_loop().time())
+
+    @property
+    def snapshot(self) -> WorkerSnapshot | None:
+        """None before its first report. Kept until something changes: a decision goes through all
+        of a pool's."""
+        if self._snapshot is None and self.load is not None:
+            self._snapshot = self._look(self.load)
+        return self._snapshot
+
+    def _look(self, load: WorkerLoad) -> WorkerSnapshot:
+        description = self.description
+        return WorkerSnapshot(
+            identity=self.identity,
+            model=self.model,
+            load=load,
+            layout=description.layout,
+            transports=description.transports,
+            block_size=max(1, description.block_size),
+            num_blocks=description.num_blocks,
+            kv_bytes_per_position=description.kv_bytes_per_position,
+            max_sequences=description.max_sequences,
+            standby=description.standby,
+            number=self.number,
+            since=self.since,
+            placed_sequences=self.placed_sequences,
+            placed_tokens=self.placed_tokens,
+            fresh_sequences=self.fresh_sequences,
+            fresh_tokens=self.fresh_tokens,
+            fresh_positions=self.fresh_positions,
+        )
+
+
+class Placed:
+    """Work that is on a worker until it is released. `with` releases it, too.
+
+    probes: it is the one attempt that a half-open breaker lets through.
+    """
+
+    __slots__ = ("_probes", "_sequences", "_tokens", "_worker")
+
+    def __init__(self, worker: Worker[C], sequences: int, tokens: int, probes: bool) -> None:
+        self._worker = worker
+        self._probes = probes
+        self._sequences = sequences
+        self._tokens = tokens
+
+    def computed(self) -> None:
+        """Its tokens are prefilled; the sequences stay."""
+        self._worker.take_back(0, self._tokens)
+        self._tokens = 0
+
+    def release(self) -> None:
+        """Without effect the second time."""
+        self._worker.take_back(self._sequences, self._tokens)
+        self._sequences = self._tokens = 0
+        probes, self._probes = self._probes, False
+        if probes:
+            self._worker.breaker.left()
+
+    def __enter__(self) -> Placed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+# Follows the worker at one address and keeps a client for its present instance id.
+#
+# Another instance id at the same address is another worker: the old one's client is closed, which
+# tells everyone who used it.
+
 
 log = logging.getLogger(__name__)
+
+GONE, SILENT = "gone", "silent"
+STATES = (*(state.name.lower() for state in WorkerState), SILENT, GONE)
+"""What a link may be in. The worker's own word: starting (also: nobody was met yet), serving,
+draining, kv_only. silent: it cannot be spoken to, and may live. gone: it was there once."""
+
+ELSEWHERE_S = 5.0
+"""Before it is tried again whether a worker is still met at another address."""
+
+
+class NotFollowed(Exception):
+    """This worker is followed at another address already, or nobody expects it here."""
+
+
+MakeClient = Callable[[grpc.aio.Channel, WorkerDescription], C]
+
+WATCH_AGAIN_S = 0.1
+"""Before a Watch is opened again because some of a worker's cache events were missing."""
+
+
+class WorkerLink(Generic[C]):
+    """Follows one address. `worker` is None while nobody lives there; `settled` is False while its
+    Watch is broken and it is not known yet whether it lives: it then gets no new work. `listed`:
+    whether discovery names the address; set from outside. `stands_by`: whether who was last met
+    here does.
+
+    awake: what its silence is measured with. index: where what it has cached is kept; None where
+    workers cache nothing. doubted: called whenever nobody answers here. known: whether an
+    instance id has another link.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        role: str,
+        router: WorkerIdentity,
+        make_client: MakeClient[C],
+        changed: Broadcast,
+        awake: Clock,
+        breakers: Breakers,
+        index: PrefixIndex | None = None,
+        *,
+        doubted: Callable[[], None],
+        known: Callable[[str], bool],
+    ) -> None:
+        self.worker: Worker[C] | None = None
+        self.settled = False
+        self.listed = True
+        self.elsewhere = False
+        self.stands_by = False
+        self._met = False
+        self._role = role
+        self._doubted = doubted
+        self._known = known
+        self._channel = channel
+        self._router = router
+        self._make_client = make_client
+        self._changed = changed
+        self._awake = awake
+        self._breakers = breakers
+        self._index = index
+
+    @property
+    def state(self) -> str:
+        """One of STATES."""
+        worker = self.worker
+        if worker is None:
+            return GONE if self._met else WorkerState.STARTING.name.lower()
+        if worker.load is None or not (self.settled and worker.client.ready):
+            return SILENT
+        return worker.load.state.name.lower()
+
+    async def run(self) -> None:
+        """Until cancelled, or until nobody lives here and nobody is expected to."""
+        grace = ReconnectPolicy(self._awake)
+        try:
+            while self.listed or self.worker is not None:
+                try:
+                    if await self._watch(grace):
+                        await asyncio.sleep(WATCH_AGAIN_S)
+                        continue
+                except asyncio.CancelledError:
+                    if cancelled_here():
+                        raise
+                except WorkerStalled:
+                    grace.give_up()
+                except NotFollowed:
+                    await asyncio.sleep(ELSEWHERE_S if self.listed else 0)
+                except BROKEN as error:
+                    log.debug("watch broke: %r", error)
+                except (BatonError, ValueError):
+                    log.exception("a worker describes itself in a way that cannot be")
+                grace.failed()
+                self._doubted()
+                self.settled = False
+                if grace.spent:
+                    await self._leave()
+                await asyncio.sleep(grace.pause_s)
+        finally:
+            await self._leave()
+
+    async def _watch(self, grace: ReconnectPolicy) -> bool:
+        """Returns when the worker ends the stream; True: when cache events are missing, which a new
+        stream's snapshot makes good."""
+        call = WorkerStub(self._channel).Watch(
+            WatchRequest(watcher=identity_to_proto(self._router))
+        )
+        try:
+            async with StepLimit(SILENCE_S, self._awake) as silence:
+                while True:
+                    answer: Any = await silence.watch(call.read())
+                    if answer is grpc.aio.EOF:
+                        return False
+                    match answer.WhichOneof("message"):
+                        case "description":
+                            await self._meet(description_from_proto(answer.description))
+                        case "load":
+                            self._take_load(load_from_proto(answer.load))
+                        case "cache":
+                            if not self._take_cache(cache_from_proto(answer.cache)):
+                                return True
+                        case _:
+                            pass
+                    grace.alive()
+        finally:
+            call.cancel()
+
+    async def _meet(self, description: WorkerDescription) -> None:
+        identity = description.identity
+        if self.worker is not None and self.worker.identity.instance_id == identity.instance_id:
+            return
+        await self._leave()
+        if identity.role != self._role:
+            raise ValueError(f"a {identity.role} worker is where {self._role} workers should be")
+        self.elsewhere = self._known(identity.instance_id)
+        # An address that is listed no more may belong to anybody by now.
+        if self.elsewhere or not self.listed:
+            raise NotFollowed
+        client = self._make_client(self._channel, description)
+        self.worker = Worker(
+            description,
+            client,
+            asyncio.create_task(client.run()),
+            self._breakers.of(identity.instance_id),
+            number=-1 if self._index is None else self._index.join(),
+            since=asyncio.get_running_loop().time(),
+        )
+        self._met = True
+        self.stands_by = description.standby
+        log.info("met %s %s at %s", identity.role, identity.instance_id[:8], identity.address)
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        if self.worker is None:
+            raise ValueError("load before description")
+        if is_stalled(load.step_age_us, load.step_predicted_us):
+            raise WorkerStalled
+        self.worker.report(load)
+        self.settled = True
+        self._changed.set()
+
+    def _take_cache(self, batch: CacheBatch) -> bool:
+        """False when something is missing before it."""
+        if self.worker is None:
+            raise ValueError("cache before description")
+        if self._index is None or self._index.apply(self.worker.number, batch):
+            return True
+        log.info("cache events of %s are missing", self.worker.identity.instance_id[:8])
+        return False
+
+    async def _leave(self) -> None:
+        worker, self.worker = self.worker, None
+        self.settled = False
+        if worker is not None:
+            if self._index is not None:
+                self._index.leave(worker.number)
+            log.info("lost %s %s", worker.identity.role, worker.identity.instance_id[:8])
+            worker.running.cancel()
+            await asyncio.gather(worker.running, return_exceptions=True)
+            self._changed.set()
+
+
+class Pool(Generic[C]):
+    """All workers of a role: where discovery says they are, and what each reports of itself.
+
+    Discovery only says where to look. A worker itself says whether it is there and what it can do:
+
+        listed, answers        followed; what it gets is what its own reports allow
+        not listed, answers    the same: it may drain, or discovery may be wrong. A worker loses
+                               nothing because a list left it out
+        listed, silent         gone, and tried again for as long as it is listed
+        not listed, silent     gone and forgotten, with its channel
+
+    An address that comes back is listed again. A worker that is met at two addresses at once, as a
+    pod with IPv4 and IPv6 is, is followed at the first.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        discovery: Discovery,
+        channels: Channels,
+        router: WorkerIdentity,
+        make_client: MakeClient[C],
+        changed: Broadcast,
+        awake: Clock,
+        index: PrefixIndex | None = None,
+    ) -> None:
+        self.index = index
+        self.role = role
+        self._discovery = discovery
+        self._channels = channels
+        self._router = router
+        self._make_client = make_client
+        self._changed = changed
+        self._awake = awake
+        self._breakers = Breakers()
+        self._links: dict[str, tuple[WorkerLink[C], asyncio.Task[None]]] = {}
+
+    async def run(self) -> None:
+        """Follows discovery until cancelled; closes all links on the way out."""
+        try:
+            async for addresses in self._discovery.watch(self.role):
+                for address, (link, _) in self._links.items():
+                    link.listed = address in addresses
+                for address in sorted(addresses - self._links.keys()):
+                    self._follow(address)
+        finally:
+            tasks = [task for _, task in self._links.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def workers(self) -> list[Worker[C]]:
+        """Those that can be spoken to, whatever they say of themselves."""
+        return [
+            link.worker
+            for link, _ in self._links.values()
+            if link.worker is not None and link.settled and link.worker.client.ready
+        ]
+
+    def serving(self) -> list[Worker[C]]:
+        """Those that take new work."""
+        return [
+            worker
+            for worker in self.workers()
+            if worker.load is not None and worker.load.state is WorkerState.SERVING
+        ]
+
+    def states(self) -> Counter[str]:
+        """How many are in each state; every state is named."""
+        found = Counter(dict.fromkeys(STATES, 0))
+        found.update(link.state for link, _ in self._links.values() if not link.elsewhere)
+        return found
+
+    @property
+    def missing(self) -> bool:
+        """Whether somebody who does not stand by is expected here and takes no work. Who was not
+        met yet counts, whoever it will be.
+        """
+        return any(
+            link.state != WorkerState.SERVING.name.lower()
+            for link, _ in self._links.values()
+            if not (link.stands_by or link.elsewhere)
+        )
+
+    def standbys(self) -> dict[str, int]:
+        """How many that take work stand by, and are used now because another is missing."""
+        serving = self.serving()
+        number = sum(worker.description.standby for worker in serving)
+        used = self.missing or number == len(serving)
+        return {"waiting": 0 if used else number, "used": number if used else 0}
+
+    def ejected(self, now: float) -> frozenset[str]:
+        """Instance ids that get no new attempts now, because they lose too many."""
+        if self._breakers.all_closed:
+            return frozenset()
+        return self._breakers.ejected([w.identity.instance_id for w in self.workers()], now)
+
+    def usable(self, now: float) -> list[Worker[C]]:
+        """Those that take new work and are not ejected."""
+        ejected = self.ejected(now)
+        return [w for w in self.serving() if w.identity.instance_id not in ejected]
+
+    def get(self, instance_id: str) -> Worker[C] | None:
+        for link, _ in self._links.values():
+            worker = link.worker
+            if worker is not None and worker.identity.instance_id == instance_id:
+                return worker if link.settled and worker.client.ready else None
+        return None
+
+    def each_snapshot(self) -> Iterator[WorkerSnapshot]:
+        """For who need not look at all of them."""
+        for link, _ in self._links.values():
+            worker = link.worker
+            if link.settled and worker is not None and worker.client.ready:
+                snapshot = worker.snapshot
+                if snapshot is not None:
+                    yield snapshot
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        return list(self.each_snapshot())
+
+    def view(self, prefix_hashes: bytes) -> PoolView:
+        """All snapshots, and what these workers hold of a prompt."""
+        overlap = NO_OVERLAP if self.index is None else self.index.find(prefix_hashes)
+        return PoolView(self.snapshots(), overlap, self.missing)
+
+    def _follow(self, address: str) -> None:
+        link = WorkerLink(
+            self._channels.get(address, self.role),
+            self.role,
+            self._router,
+            self._make_client,
+            self._changed,
+            self._awake,
+            self._breakers,
+            self.index,
+            doubted=lambda: self._discovery.look_again(self.role),
+            known=lambda instance_id: self._is_known(instance_id, link),
+        )
+        self._links[address] = (link, asyncio.create_task(self._keep(address, link)))
+
+    async def _keep(self, address: str, link: WorkerLink[C]) -> None:
+        try:
+            await link.run()
+        except Exception:
+            log.exception("the link to %s failed by a fault of the router", address)
+        finally:
+            # Without an await since the link's last look at whether it is listed.
+            del self._links[address]
+            await self._channels.drop(address, self.role)
+
+    def _is_known(self, instance_id: str, asking: WorkerLink[C]) -> bool:
+        """Whether another link has this worker."""
+        return any(
+            link.worker is not None and link.worker.identity.instance_id == instance_id
+            for link, _ in self._links.values()
+            if link is not asking
+        )
+
+
+# Tells the log, once a pair, which workers cannot be paired and why; decides nothing.
 
 MAX_TOLD = 4096
 
@@ -108,16 +624,17 @@ class Fleet:
             self.changed,
             self.awake,
         )
+        self.pools: tuple[Pool[Any], ...] = (
+            self.tokenizers,
+            self.prefills,
+            self.decodes,
+            self.detokenizers,
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self.awake.start()
-        self._tasks = [
-            asyncio.create_task(self.tokenizers.run()),
-            asyncio.create_task(self.prefills.run()),
-            asyncio.create_task(self.decodes.run()),
-            asyncio.create_task(self.detokenizers.run()),
-        ]
+        self._tasks = [asyncio.create_task(pool.run()) for pool in self.pools]
 
     async def close(self) -> None:
         self.awake.stop()
@@ -150,3 +667,42 @@ class Fleet:
 def _tokenizer_client(channel: grpc.aio.Channel, worker: WorkerDescription) -> TokenizerClient:
     model = worker.model
     return TokenizerClient(channel, model.answer_format if model else AnswerFormat())
+
+
+# Which detokenizer gets a text.
+
+
+LEAVES_S = 1.0
+"""How long one that said that it leaves is not asked again: it may be the only one until the router
+has heard the same from its report."""
+
+
+async def pick_detokenizer(
+    pool: Pool[DetokenizerSession],
+    changed: Broadcast,
+    tokenizer_digest: str,
+    *,
+    passed_over: Collection[str],
+    lost: BatonError | None,
+    wait_timeout_s: float,
+) -> Worker[DetokenizerSession]:
+    """The one with the fewest texts of this router, of those that are not passed over if there are
+    any; waits until there is one. lost: how the last one was. Raises Unavailable."""
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + wait_timeout_s
+    spare_until = loop.time() + (LEAVES_S if leaves(lost) else 0.0)
+    while True:
+        usable = [
+            worker
+            for worker in pool.usable(loop.time())
+            if tokenizer_digest in ("", worker.model.tokenizer_digest)
+            or not worker.model.tokenizer_digest
+        ]
+        fresh = [w for w in usable if w.identity.instance_id not in passed_over]
+        now = loop.time()
+        if fresh or (usable and now >= spare_until):
+            return min(fresh or usable, key=lambda worker: worker.client.num_texts)
+        left = (spare_until if usable else give_up) - now
+        if left <= 0:
+            raise Unavailable("No detokenizer is ready.", retry_after_s=1.0)
+        await changed.wait(left)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -16,10 +17,101 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.router.workers.broadcast import Broadcast
-from baton.router.workers.reconnect_policy import SILENCE_S, ReconnectPolicy
 from baton.rpc.awake import Clock
 from baton.rpc.calls import StepLimit, abandon, cancelled_here
+
+# Wakes everyone who waits for something to change.
+
+
+class Broadcast:
+    """A broadcast. Check the condition, then wait: nothing is missed, for `set` runs on the same
+    loop and there is no await in between. Without anyone who waits, `set` costs nothing: streams
+    are told of every token.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], None] = {}
+
+    def set(self) -> None:
+        """Wakes all current pending attempts."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for pending_attempt in waiting:
+                if not pending_attempt.done():
+                    pending_attempt.set_result(None)
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Returns after the next `set`, or after timeout_s."""
+        if timeout_s is None:
+            await self._next()
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._next()
+        except TimeoutError:
+            pass
+
+    async def _next(self) -> None:
+        pending_attempt = asyncio.get_running_loop().create_future()
+        self._waiting[pending_attempt] = None
+        try:
+            await pending_attempt
+        finally:
+            self._waiting.pop(pending_attempt, None)
+
+
+# When a stream that broke counts as lost, and how long to pause before the next try.
+#
+# A stream is lost when its worker was silent for the window, or when the worker's address refused
+# several tries in a row: then nobody listens there and waiting is no use.
+
+
+SILENCE_S = 2.0
+"""No message at all for this long means dead: workers send a sign of life every 500 ms."""
+
+MAX_REFUSALS = 3
+FIRST_PAUSE_S = 0.03
+LONGEST_PAUSE_S = 1.0
+
+
+class ReconnectPolicy:
+    """The patience with one worker's stream. clock: see `AwakeClock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._failures = 0
+        self._given_up = False
+
+    def alive(self) -> None:
+        """A message came."""
+        self._since = self._clock()
+        self._failures = 0
+        self._given_up = False
+
+    def failed(self) -> None:
+        """The stream broke, or could not be opened."""
+        self._failures += 1
+
+    def give_up(self) -> None:
+        """No use in waiting any longer: the worker hangs, or another one answers in its place."""
+        self._given_up = True
+
+    @property
+    def spent(self) -> bool:
+        """Whether what hung on the stream is lost."""
+        return (
+            self._given_up
+            or self._failures > MAX_REFUSALS
+            or self._clock() - self._since >= SILENCE_S
+        )
+
+    @property
+    def pause_s(self) -> float:
+        """Grows with each failure; jittered, so that routers do not come back all at once."""
+        pause = FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10)
+        return float(min(pause, LONGEST_PAUSE_S) * random.uniform(0.7, 1.3))
+
 
 Up = TypeVar("Up")
 Down = TypeVar("Down")

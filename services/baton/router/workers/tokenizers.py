@@ -6,23 +6,287 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeVar
 
+from baton.core.admission.fair_queue import Entry, FairQueue
 from baton.core.admission.tenants import Tenant
-from baton.core.errors import BatonError, DeadlineExceeded
+from baton.core.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.core.observe.stages import UNTRACED, TraceContext
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import ChatPrompt, Grammar, Prompt, TokenPrompt
 from baton.core.request.request_state import VERDICTS, FailureAction
-from baton.core.routing.retry_budget import RetryBudget
+from baton.core.routing.failures import RetryBudget
+from baton.core.routing.routing import tie_break
 from baton.router.config import RouterConfig
-from baton.router.workers.fleet import Fleet
-from baton.router.workers.tokenizer_client import TOKEN_ID_BYTES, Encoded, TokenizerClient
-from baton.router.workers.tokenizer_turns import LONG_BYTES, Lane, TokenizerTurns, Wanted
+from baton.router.workers.clients import TOKEN_ID_BYTES, Encoded, TokenizerClient
+from baton.router.workers.fleet import Fleet, Placed, Pool, Worker
+from baton.router.workers.shared_stream import Broadcast
 from baton.rpc.logs import named
+
+# TokenizerTurns, where what tokenizers are to do waits for one with room, in fair order.
+#
+# A tokenizer works in the order in which things come, so what decides is what it is sent, and
+# when: a router sends each one only as much as keeps its threads busy, and the rest waits here,
+# by deficit round robin over tenants and bytes (`FairQueue`). There are three lanes, as there are
+# at the tokenizer, so that none waits for another: short inputs, long ones, and those that bring
+# a grammar, which is tried first and may take far longer than its text.
+
+
+LONG_BYTES = 1 << 16
+"""From here on an input is long, as it is for the tokenizer."""
+
+SHORT_BYTES_PER_THREAD = 1 << 15
+"""Of short inputs that a tokenizer is sent at a time, for each of its threads: one batch that it
+works on, and one that comes next."""
+
+SHORT_INPUTS_PER_THREAD = 128
+"""Likewise, of the smallest ones."""
+
+MAX_GRAMMARS = 2
+"""That one tokenizer is sent at a time: as many as it tries at a time, unless it is told another
+number."""
+
+THREADS = 2
+"""Of a tokenizer that does not tell: the fewest it has."""
+
+INPUT_BYTES = 256
+"""What each input costs beside its own bytes."""
+
+GRAMMAR_BYTES = 1 << 16
+"""What a grammar costs beside them."""
+
+QUANTUM_BYTES = 4096.0
+LOOK_AGAIN_S = 0.5
+"""A change among tokenizers is noticed at once; this is for deadlines that pass without any."""
+
+
+class Lane(Enum):
+    """What does not wait for one another."""
+
+    SHORT = "short"
+    LONG = "long"
+    GRAMMAR = "grammar"
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """One input that a tokenizer is wanted for. size: bytes. tokenizer_digest: "" fits all.
+    passed_over: instance ids that are only used when there is no other. give_up: how long a
+    tokenizer may be missing; a reading of the loop's clock.
+    """
+
+    request_id: str
+    tenant: Tenant
+    lane: Lane
+    size: int
+    tokenizer_digest: str
+    passed_over: Collection[str]
+    give_up: float
+    future: asyncio.Future[Turn] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What one tokenizer has of this router's."""
+
+    inputs: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, 0))
+    short_bytes: int = 0
+
+    def has_room(self, lane: Lane, size: int, threads: int) -> bool:
+        inputs = self.inputs[lane]
+        match lane:
+            case Lane.SHORT:
+                fits = self.short_bytes + size <= SHORT_BYTES_PER_THREAD * threads
+                return not inputs or (fits and inputs < SHORT_INPUTS_PER_THREAD * threads)
+            case Lane.LONG:
+                # The tokenizer keeps a thread for short ones.
+                return inputs < max(1, threads - 1)
+            case Lane.GRAMMAR:
+                return inputs < MAX_GRAMMARS
+
+    def add(self, lane: Lane, size: int, one: int) -> None:
+        self.inputs[lane] += one
+        if lane is Lane.SHORT:
+            self.short_bytes += one * size
+
+
+class Turn:
+    """A tokenizer, and room there until it is released, once or more."""
+
+    def __init__(
+        self, turns: TokenizerTurns, worker: Worker[TokenizerClient], lane: Lane, size: int
+    ) -> None:
+        self.worker = worker
+        self._turns = turns
+        self._lane = lane
+        self._size = size
+        self._placed: Placed | None = worker.place(1)
+        turns._sent_one(worker, lane, size, 1)
+
+    def release(self) -> None:
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            placed.release()
+            self._turns._sent_one(self.worker, self._lane, self._size, -1)
+            self._turns._dispatch()
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class TokenizerTurns:
+    """One per router. changed: set when there may be other tokenizers, or other states of them."""
+
+    def __init__(self, pool: Pool[TokenizerClient], changed: Broadcast) -> None:
+        self._pool = pool
+        self._changed = changed
+        # Its bounds are the gate's: whoever waits here holds its bytes there.
+        self._queues: dict[Lane, FairQueue[Wanted]] = {
+            lane: FairQueue(max_tokens=sys.maxsize, max_entries=sys.maxsize, quantum=QUANTUM_BYTES)
+            for lane in Lane
+        }
+        self._sent: dict[str, _Sent] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def num_sent(self) -> int:
+        """Inputs that tokenizers have of this router's."""
+        return sum(sum(sent.inputs.values()) for sent in self._sent.values())
+
+    async def turn(self, wanted: Wanted, deadline: float) -> Turn:
+        """A tokenizer with room; the caller releases it. deadline: on the running loop's clock;
+        within a tenant the earliest goes first. Raises Unavailable when there is no tokenizer for
+        too long, TimeoutError at the deadline."""
+        entry = Entry(
+            wanted,
+            wanted.tenant.sharer,
+            wanted.tenant.weight,
+            0,
+            wanted.size + INPUT_BYTES + GRAMMAR_BYTES * (wanted.lane is Lane.GRAMMAR),
+            asyncio.get_running_loop().time(),
+            deadline,
+        )
+        queue = self._queues[wanted.lane]
+        queue.add(entry)
+        self._dispatch()
+        if not wanted.future.done() and self._looking is None:
+            self._looking = asyncio.create_task(self._keep_looking())
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await wanted.future
+        except BaseException:
+            # Whoever is served or failed has left the queue, whether or not it still wants to know.
+            if not wanted.future.done() or wanted.future.cancelled():
+                queue.remove(entry, served=False)
+                self._dispatch()
+            elif wanted.future.exception() is None:
+                wanted.future.result().release()
+            raise
+
+    async def close(self) -> None:
+        """Whoever waits is ended by its own request."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+
+    async def _keep_looking(self) -> None:
+        try:
+            while self.num_waiting:
+                await self._changed.wait(LOOK_AGAIN_S)
+                self._dispatch()
+        finally:
+            self._looking = None
+
+    def _dispatch(self) -> None:
+        """Gives turns to as many as there is room for, in order."""
+        if not self.num_waiting:
+            return
+        now = asyncio.get_running_loop().time()
+        usable = self._pool.usable(now)
+        for queue in self._queues.values():
+            while self._serve_one(queue, usable):
+                pass
+            self._give_up(queue, usable, now)
+
+    def _serve_one(self, queue: FairQueue[Wanted], usable: list[Worker[TokenizerClient]]) -> bool:
+        """Whether one left the queue that did not have to wait any longer."""
+        full: set[str] = set()
+        for entry in queue.heads():
+            wanted = entry.item
+            if wanted.future.done() or wanted.tokenizer_digest in full:
+                # Who was cancelled takes itself out, and looks who comes next. Nobody passes one
+                # who wants the same.
+                continue
+            worker = self._pick(
+                [worker for worker in usable if _fits(worker, wanted.tokenizer_digest)], wanted
+            )
+            if worker is None:
+                full.add(wanted.tokenizer_digest)
+                continue
+            queue.remove(entry, served=True)
+            wanted.future.set_result(Turn(self, worker, wanted.lane, wanted.size))
+            return True
+        return False
+
+    def _give_up(
+        self, queue: FairQueue[Wanted], usable: list[Worker[TokenizerClient]], now: float
+    ) -> None:
+        """Ends the waiting of those whose tokenizers have been missing for too long."""
+        digests = {entry.item.tokenizer_digest for entry in queue.heads()}
+        absent = {one for one in digests if not any(_fits(worker, one) for worker in usable)}
+        for entry in list(queue) if absent else ():
+            wanted = entry.item
+            late = now >= wanted.give_up and not wanted.future.done()
+            if late and wanted.tokenizer_digest in absent:
+                queue.remove(entry, served=False)
+                error = Unavailable("No tokenizer is ready.", retry_after_s=1.0)
+                wanted.future.set_exception(error)
+
+    def _pick(
+        self, fitting: list[Worker[TokenizerClient]], wanted: Wanted
+    ) -> Worker[TokenizerClient] | None:
+        """The one with the fewest running calls of this router, of those that have room. One that
+        was passed over is taken only when there is no other, busy or not."""
+        fresh = [w for w in fitting if w.identity.instance_id not in wanted.passed_over]
+        return min(
+            (worker for worker in fresh or fitting if self._has_room(worker, wanted)),
+            key=lambda worker: (
+                worker.placed_sequences,
+                tie_break(wanted.request_id, worker.identity),
+            ),
+            default=None,
+        )
+
+    def _has_room(self, worker: Worker[TokenizerClient], wanted: Wanted) -> bool:
+        sent = self._sent.get(worker.identity.instance_id)
+        threads = worker.description.max_sequences or THREADS
+        return sent is None or sent.has_room(wanted.lane, wanted.size, threads)
+
+    def _sent_one(self, worker: Worker[TokenizerClient], lane: Lane, size: int, one: int) -> None:
+        sent = self._sent.setdefault(worker.identity.instance_id, _Sent())
+        sent.add(lane, size, one)
+        if not any(sent.inputs.values()):
+            del self._sent[worker.identity.instance_id]
+
+
+def _fits(worker: Worker[TokenizerClient], tokenizer_digest: str) -> bool:
+    own = worker.model.tokenizer_digest
+    return not own or tokenizer_digest in ("", own)
+
 
 log = logging.getLogger(__name__)
 

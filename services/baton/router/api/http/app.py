@@ -28,7 +28,7 @@ from baton.router.api.http.openapi import openapi_document
 from baton.router.api.http.parse import parse_chat, parse_completion
 from baton.router.api.http.responses import HttpError, Json, described, encode, send_json
 from baton.router.api.http.tokenizing import tokenizing_apps
-from baton.router.observe.tenant_blind import TenantBlind
+from baton.router.observe.metrics import TenantBlind
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.errors import forget_frames
 from baton.rpc.logs import named

@@ -23,7 +23,7 @@ from baton.core.observe.request_record import (
 )
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import Grammar
-from baton.core.routing.candidates import Candidate
+from baton.core.routing.routing import Candidate
 from baton.router.api.http.access import caller
 from baton.router.api.http.answers import FINISH_REASONS, worker_words
 from baton.router.api.http.responses import Json, encode

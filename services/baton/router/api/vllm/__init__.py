@@ -23,7 +23,7 @@ def engine_service(pipeline: Pipeline, fleet: Fleet, config: RouterConfig) -> Se
             "needs the protocol's messages: pip install 'baton[vllm]'", field="vllm_engine"
         ) from None
     from baton.router.api.vllm.engine import About, TokenizerFiles, VllmEngine
-    from baton.router.observe.use import Use
+    from baton.router.observe.gauges import Use
 
     files = TokenizerFiles.of(config.vllm_tokenizer) if config.vllm_tokenizer else None
     about = About(pipeline, Use(pipeline, fleet), files)

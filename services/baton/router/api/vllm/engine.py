@@ -34,7 +34,7 @@ from baton.core.request.model import ModelDescription
 from baton.core.request.request import Accepted, Delta
 from baton.router.api.grpc.access import caller, deadline_s
 from baton.router.api.vllm.messages import MAX_REQUEST_IDS, Answer, Call, call_of
-from baton.router.observe.use import Use
+from baton.router.observe.gauges import Use
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.calls import WriteTimeout
 from baton.rpc.digest import FILES, tokenizer_digest

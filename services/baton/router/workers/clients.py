@@ -1,26 +1,37 @@
-"""Speaks to one tokenizer."""
+"""Unary calls to prefill workers and tokenizers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
 
-from baton.core.errors import Internal
+from baton.core.errors import BatonError, Internal, WorkerLost
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.core.request.model import AnswerFormat
+from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens
+from baton.core.request.model import AnswerFormat, WorkerIdentity
+from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.request.request import ChatPrompt, Grammar, Prompt, TextPrompt, TokenPrompt
-from baton.router.workers.unary_client import UnaryClient
+from baton.rpc.calls import cancelled_here
 from baton.rpc.chat_messages import chat_to_proto
 from baton.rpc.convert import (
+    attempt_to_proto,
+    choice_tokens_from_proto,
     error_from_proto,
     grammar_to_proto,
+    prompt_logprobs_from_proto,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.interceptors import REQUEST_ID_KEY
+from baton.rpc.tracing import metadata_of
+from baton.v1.prefill_pb2 import CancelRequest, RunRequest
+from baton.v1.prefill_pb2_grpc import PrefillStub
 from baton.v1.tokenizer_pb2 import (
     DecodeInput,
     DecodeRequest,
@@ -28,6 +39,134 @@ from baton.v1.tokenizer_pb2 import (
     EncodeRequest,
 )
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+
+# Calls to one worker that has no stream of its own to tell when it is gone.
+#
+# A call ends when its answer comes, when its caller is cancelled, or when the worker is given up by
+# whoever watches it.
+
+
+class UnaryClient:
+    """The pool runs `run` while the worker's instance id lives and cancels it afterwards."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self._running: set[Any] = set()
+
+    async def run(self) -> None:
+        """Returns never; on the way out all running calls end with WorkerLost."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for call in list(self._running):
+                call.cancel()
+
+    async def call(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        *,
+        request_id: str,
+        timeout_s: float | None,
+        trace: TraceContext = UNTRACED,
+    ) -> Any:
+        """The answer, or a BatonError. The worker's log names the request and its trace."""
+        metadata = ((REQUEST_ID_KEY, request_id), *metadata_of(trace))
+        call = method(request, timeout=timeout_s, metadata=metadata)
+        self._running.add(call)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            if cancelled_here():
+                raise
+            raise WorkerLost("A worker of this request was lost.") from None
+        finally:
+            self._running.discard(call)
+            call.cancel()
+
+
+# Speaks to one prefill worker.
+
+
+CANCEL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswer:
+    """Token 0 of every choice, and what prefill says of itself. Times in seconds."""
+
+    tokens: tuple[ChoiceTokens, ...]
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class PrefillClient(UnaryClient):
+    """`baton.v1.Prefill` of one instance id."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, worker: WorkerIdentity, router: WorkerIdentity
+    ) -> None:
+        super().__init__()
+        self._router = router
+        self._stub = PrefillStub(channel)
+        self._worker = worker
+
+    async def prefill(
+        self, attempt: Attempt, *, handover_id: bytes, decode_instance_id: str
+    ) -> PrefillAnswer:
+        """Raises BatonError. Without a handover_id nothing is handed over. Only tokens of this
+        attempt are returned.
+        """
+        answer = await self.call(
+            self._stub.Run,
+            RunRequest(
+                attempt=attempt_to_proto(attempt),
+                handover_id=handover_id,
+                decode_instance_id=decode_instance_id,
+                prefill_instance_id=self._worker.instance_id,
+                router_instance_id=self._router.instance_id,
+            ),
+            request_id=attempt.request_id,
+            timeout_s=attempt.remaining_s,
+            trace=TraceContext(attempt.traceparent),
+        )
+        keys = attempt.keys()
+        tokens = [choice_tokens_from_proto(entry) for entry in answer.choices]
+        return PrefillAnswer(
+            tokens=tuple(entry for entry in tokens if entry.key in keys),
+            cached_tokens=answer.cached_tokens,
+            queue_s=answer.queue_us / 1e6,
+            prefill_s=answer.prefill_us / 1e6,
+            prompt_logprobs=(
+                prompt_logprobs_from_proto(answer.prompt_logprobs)
+                if answer.HasField("prompt_logprobs")
+                else None
+            ),
+        )
+
+    async def cancel(self, key: AttemptKey) -> None:
+        """Frees what the worker holds for an attempt. A worker that cannot be told is gone, and its
+        blocks with it; one that only missed the message frees them by the attempt's deadline.
+        """
+        request = CancelRequest(request_id=key.request_id, attempt=key.attempt)
+        try:
+            await self.call(
+                self._stub.Cancel,
+                request,
+                request_id=key.request_id,
+                timeout_s=CANCEL_TIMEOUT_S,
+            )
+        except BatonError:
+            return
+
+
+# Speaks to one tokenizer.
+
 
 CALL_TIMEOUT_S = 30.0
 """Above what the largest prompt takes."""

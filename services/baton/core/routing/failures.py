@@ -1,24 +1,28 @@
-"""When a worker that loses attempts gets no new ones: a circuit breaker, and those of a whole pool.
-
-Pure: told what became of attempts and what time it is. A worker that died needs no breaker: its
-next instance id is another worker.
-
-    CLOSED ──TRIPPED──► OPEN ──COOLED──► HALF_OPEN ──PLACED──► PROBING ──GAINED──► CLOSED
-                                             ▲                  │  └────LOST────► OPEN, for longer
-                                             └───────LEFT───────┘
-
-A breaker trips when attempts are lost one after the other, or when a worker that is not simply
-unlucky loses many of them (outlier ejection). Losses of one moment are one piece of evidence: a
-stream that breaks takes all its attempts with it. However many breakers are open, at least half of
-a pool is used, and the last worker always.
-"""
+"""What a router learns from failures: breakers, quarantine, retry budgets, steady verdicts."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+# When a worker that loses attempts gets no new ones: a circuit breaker, and those of a whole pool.
+#
+# Pure: told what became of attempts and what time it is. A worker that died needs no breaker: its
+# next instance id is another worker.
+#
+#     CLOSED ──TRIPPED──► OPEN ──COOLED──► HALF_OPEN ──PLACED──► PROBING ──GAINED──► CLOSED
+#                                              ▲                  │  └────LOST────► OPEN, for longer
+#                                              └───────LEFT───────┘
+#
+# A breaker trips when attempts are lost one after the other, or when a worker that is not simply
+# unlucky loses many of them (outlier ejection). Losses of one moment are one piece of evidence: a
+# stream that breaks takes all its attempts with it. However many breakers are open, at least half
+# of a pool is used, and the last worker always.
+
 
 MAX_IN_A_ROW = 3
 WINDOW = 20
@@ -164,3 +168,117 @@ class Breakers:
         ]
         refusing.sort(reverse=True)
         return frozenset(instance_id for _, instance_id in refusing[: len(live) // 2])
+
+
+# Which requests may be what kills workers, and how they are kept apart.
+#
+# A request that had gained no token in an attempt whose worker died (or hung) is a suspect: it may
+# have done it. Suspects run at most one per worker at a time, so that the next death tells who it
+# was. Two deaths with a lone suspect end it. One that gains a token in a later attempt is cleared,
+# whatever it shared a batch with.
+
+
+MAX_LONE_DEATHS = 2
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """Of one request. lone_deaths: of workers on which it was the only suspect."""
+
+    suspect: bool = False
+    lone_deaths: int = 0
+
+    @property
+    def guilty(self) -> bool:
+        return self.lone_deaths >= MAX_LONE_DEATHS
+
+    def died(self, *, alone: bool) -> None:
+        """A worker died with the request on it, before it had gained a token there. alone: as the
+        only suspect."""
+        self.suspect = True
+        self.lone_deaths += alone
+
+    def cleared(self) -> None:
+        """It gained a token."""
+        self.suspect = False
+        self.lone_deaths = 0
+
+
+class Quarantine:
+    """Where the suspects of one router run, by instance id."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    @property
+    def taken(self) -> frozenset[str]:
+        """Workers that have a suspect."""
+        return frozenset(self._taken)
+
+    @contextmanager
+    def entered(self, instance_ids: Collection[str]) -> Iterator[None]:
+        """A suspect is on these workers while the context is open; none was."""
+        assert self._taken.isdisjoint(instance_ids), "two suspects on one worker"
+        self._taken.update(instance_ids)
+        try:
+            yield
+        finally:
+            self._taken.difference_update(instance_ids)
+
+
+# How many retries a router may add to the load of a fleet that fails.
+#
+# A token bucket (as in "Handling Overload", Site Reliability Engineering, 2016, and as Finagle has
+# it): every request that starts pays in a share of a retry, time pays in a little, so that a quiet
+# router can retry too, and every retry takes one out. What a client has begun to read is no retry:
+# it is never asked for here.
+
+
+class RetryBudget:
+    """share: retries per request started. per_s: retries per second besides. most: the largest
+    burst. Times in seconds of the caller's monotonic clock.
+    """
+
+    def __init__(self, *, share: float, per_s: float, most: float) -> None:
+        self._share = share
+        self._per_s = per_s
+        self._most = most
+        self._left = most
+        self._at = math.inf
+
+    def started(self) -> None:
+        """A request begins."""
+        self._left = min(self._most, self._left + self._share)
+
+    def take(self, now: float) -> bool:
+        """Whether one more retry is allowed; if so, it is taken."""
+        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._per_s)
+        self._at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+# A verdict that does not flap: only several observations in a row against it change it.
+
+
+@dataclass(slots=True)
+class SteadyVerdict:
+    """Good at first. patience: so many observations in a row change it, in either direction.
+
+    One observation may be an accident (a pause, a full ring); a verdict that follows every one of
+    them would send work away and call it back all the time.
+    """
+
+    patience: int = 2
+    good: bool = True
+    _against: int = 0
+
+    def observe(self, good: bool) -> bool:
+        """Takes one observation. True when it has changed the verdict."""
+        self._against = 0 if good is self.good else self._against + 1
+        if self._against < self.patience:
+            return False
+        self.good, self._against = good, 0
+        return True

@@ -1,0 +1,282 @@
+"""What a scrape reads of a router: its requests, its workers, and how many workers it would want.
+
+Gauges are read from a callable at every scrape, so that they are never out of date. Running and
+waiting requests are this router's own: whoever adds up routers counts each request once. What
+workers report is of all routers' work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import monotonic
+
+from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSnapshot, WorkerSpeed
+from baton.core.routing.scaling import (
+    Bounds,
+    DecodeSignals,
+    PrefillSignals,
+    ScalingPolicy,
+    ScalingRule,
+)
+from baton.router.config import RouterConfig
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.request.pipeline import Pipeline
+from baton.router.workers.discovery import Replicas
+from baton.router.workers.fleet import Fleet
+from baton.rpc.aliases import CACHE_CONFIG, KV_USAGE, RUNNING, WAITING
+from baton.rpc.metrics import (
+    LEAKS,
+    REGISTRY,
+    REQUESTS_OPEN,
+    WORKERS,
+    GaugeReader,
+    Spec,
+    gauge,
+    totals,
+)
+
+QUEUED = Spec("baton_queued_requests", "Requests that were let in and wait for their turn.")
+QUEUED_TOKENS = Spec("baton_queued_tokens", "What requests that wait are expected to come to.")
+CONCURRENCY_LIMITER = Spec(
+    "baton_flight_window_tokens", "Tokens that may be with workers without a first token."
+)
+LOOP_STALLS = Spec(
+    "baton_loop_stalls_total",
+    "Times that the event loop did not come round for half a second: stopped, or without CPU.",
+)
+LOOP_STALLED = Spec(
+    "baton_loop_stalled_seconds_total", "Time in which the event loop did not come round."
+)
+REPLICAS = Spec("baton_routers", "Live routers, as this one knows: budgets are shared by them.")
+INDEX_UNITS = Spec(
+    "baton_prefix_index_units",
+    "Cached units of 64 tokens known of the workers of a role.",
+    ("role",),
+)
+CACHE_GAPS = Spec(
+    "baton_cache_event_gaps_total", "How often cache events of a worker were missing.", ("role",)
+)
+STANDBYS = Spec(
+    "baton_standbys", "Ready workers that stand by, and whether they get work.", ("role", "state")
+)
+POOL_TARGETS = Spec(
+    "baton_pool_target_workers",
+    "How many workers the rule of core/scaling asks for, by what this router sees.",
+    ("role",),
+)
+
+Readers = dict[Spec, GaugeReader]
+
+
+class Use:
+    """What a router's requests and its decode workers do now. Counters are by name of the model."""
+
+    def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
+        self._pipeline = pipeline
+        self._fleet = fleet
+
+    def waiting(self) -> Counter[str]:
+        """Requests that wait for workers."""
+        return Counter(entry.item.kind[0] for entry in self._pipeline.gate.queue)
+
+    def running(self) -> Counter[str]:
+        """Requests that have workers."""
+        running, queued = self._pipeline.running_by_model(), self.waiting()
+        return Counter({name: max(0, running[name] - queued[name]) for name in running})
+
+    def decodes(self) -> Iterator[tuple[str, WorkerDescription, WorkerLoad]]:
+        """Decode workers that have reported, each with its model's name."""
+        for worker in self._fleet.decodes.workers():
+            if worker.load is not None and worker.description.num_blocks:
+                yield worker.model.name, worker.description, worker.load
+
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that wait at workers to be computed."""
+        pools = (self._fleet.prefills, self._fleet.decodes)
+        loads = [worker.load for pool in pools for worker in pool.workers()]
+        return sum(load.waiting_tokens for load in loads if load is not None)
+
+
+def watch(
+    pipeline: Pipeline,
+    fleet: Fleet,
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    replicas: Replicas,
+) -> list[Callable[[], None]]:
+    """Reads all gauges at every scrape, until the returned functions are called."""
+    gate = pipeline.gate
+    caches = {
+        pool.role: pool.index for pool in (fleet.prefills, fleet.decodes) if pool.index is not None
+    }
+    readers: Readers = {
+        REQUESTS_OPEN: lambda: {(): pipeline.num_requests},
+        LEAKS: lambda: leaks(pipeline.num_requests, pipeline.held),
+        QUEUED: lambda: {(): len(gate.queue)},
+        QUEUED_TOKENS: lambda: {(): gate.queue.tokens},
+        CONCURRENCY_LIMITER: lambda: {(): gate.dispatcher.window.limit},
+        REPLICAS: lambda: {(): replicas.live_replicas()},
+        WORKERS: lambda: {
+            (pool.role, state): number
+            for pool in fleet.pools
+            for state, number in pool.states().items()
+        },
+        STANDBYS: lambda: {
+            (pool.role, state): number
+            for pool in (fleet.prefills, fleet.decodes)
+            for state, number in pool.standbys().items()
+        },
+        INDEX_UNITS: lambda: {(role,): len(index) for role, index in caches.items()},
+    }
+    if config.vllm_aliases:
+        readers |= vllm_readers(pipeline, fleet)
+    if config.target_first_token_ms:
+        readers[POOL_TARGETS] = pool_targets(pipeline, fleet, config, metrics, replicas).read
+    counts: Readers = {
+        CACHE_GAPS: lambda: {(role,): index.gaps for role, index in caches.items()},
+        LOOP_STALLS: lambda: {(): fleet.awake.stalls},
+        LOOP_STALLED: lambda: {(): fleet.awake.stalled_s},
+    }
+    stops = [gauge(spec, read, REGISTRY) for spec, read in readers.items()]
+    return stops + [totals(spec, read, REGISTRY) for spec, read in counts.items()]
+
+
+def leaks(num_requests: int, held: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    """What requests hold, by kind, which is a leak where there are none. For a moment after the
+    last request this may see what is just being freed."""
+    return {(kind,): 0 if num_requests else number for kind, number in held.items()}
+
+
+def vllm_readers(pipeline: Pipeline, fleet: Fleet) -> Readers:
+    """A router's own load and its decode pool's memory under vLLM's names. KV is that of all decode
+    workers: every router uses them all."""
+    use = Use(pipeline, fleet)
+
+    def by_model(counted: Counter[str]) -> dict[tuple[str, ...], float]:
+        models = {model.name for model in pipeline.models()}
+        return {(model,): counted[model] for model in models | counted.keys()}
+
+    def usage() -> dict[tuple[str, ...], float]:
+        blocks, free = Counter[str](), Counter[str]()
+        for model, description, load in use.decodes():
+            blocks[model] += description.num_blocks
+            free[model] += load.free_blocks
+        return {(model,): 1 - free[model] / blocks[model] for model in blocks}
+
+    def cache_config() -> dict[tuple[str, ...], float]:
+        blocks = Counter[tuple[str, int]]()
+        for model, description, _ in use.decodes():
+            blocks[model, description.block_size] += description.num_blocks
+        return {(model, str(size), str(count)): 1 for (model, size), count in blocks.items()}
+
+    return {
+        RUNNING: lambda: by_model(use.running()),
+        WAITING: lambda: by_model(use.waiting()),
+        KV_USAGE: usage,
+        CACHE_CONFIG: cache_config,
+    }
+
+
+MOST = 1000
+"""Stands for more workers than anybody has: whoever scales has bounds of its own."""
+
+PROMPT = 1024
+"""Tokens of the prompt by which a token's share of a worker's time is measured."""
+
+Snapshots = Callable[[], Sequence[WorkerSnapshot]]
+
+
+def pool_targets(
+    pipeline: Pipeline,
+    fleet: Fleet,
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    replicas: Replicas,
+) -> PoolTargets:
+    """The targets by which `baton_pool_target_workers` is measured."""
+    policy = ScalingPolicy(
+        config.target_first_token_ms / 1000,
+        config.target_between_tokens_ms / 1000,
+        lead_s=config.target_startup_s,
+        # Whoever scales by it keeps a pool's past needs itself.
+        hold_s=0.0,
+    )
+    return PoolTargets(
+        policy,
+        fleet.prefills.snapshots,
+        fleet.decodes.snapshots,
+        lambda: (entry.item.input_tokens for entry in pipeline.gate.queue),
+        lambda: metrics.num_prompt_tokens,
+        replicas.live_replicas,
+        monotonic,
+    )
+
+
+class PoolTargets:
+    """How many workers of each pool `ScalingRule` asks for, by what this router sees.
+
+    It starts and stops none: that is up to whoever reads it (an HPA, KEDA). It looks whenever it is
+    read, so it must be read regularly to see growth. Every other router is taken to receive, and to
+    have waiting, as much as this one; what workers hold is in their reports.
+
+    waiting: input tokens of each attempt that waits here. arrived: prompt tokens so far. routers:
+    that are live. now: in seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        policy: ScalingPolicy,
+        prefills: Snapshots,
+        decodes: Snapshots,
+        waiting: Callable[[], Iterable[int]],
+        arrived: Callable[[], float],
+        routers: Callable[[], int],
+        now: Callable[[], float],
+    ) -> None:
+        self._rule = ScalingRule(policy, Bounds(0, MOST), Bounds(1, MOST))
+        self._prefills, self._decodes, self._waiting = prefills, decodes, waiting
+        self._arrived, self._routers, self._now = arrived, routers, now
+        self._arrived_tokens = arrived()
+        self._arrived_s = 0.0
+
+    def read(self) -> dict[tuple[str, ...], float]:
+        """By pool; without those of which nothing is known yet."""
+        now, prefills, decodes = self._now(), self._prefills(), self._decodes()
+        found: dict[tuple[str, ...], float] = {}
+        # With no prefill worker there is still somebody who knows how long prompts take.
+        speed = _speed(prefills) or _speed(decodes)
+        if speed is not None:
+            found["prefill",] = float(self._rule.prefill(now, self._prefill(prefills, speed)))
+        if decodes:
+            found["decode",] = float(self._rule.decode(now, _decode(decodes)))
+        return found
+
+    def _prefill(self, workers: Sequence[WorkerSnapshot], speed: WorkerSpeed) -> PrefillSignals:
+        routers, tokens = self._routers(), self._arrived()
+        came = routers * (tokens - self._arrived_tokens)
+        self._arrived_tokens = tokens
+        self._arrived_s += came * speed.queue_s(PROMPT, 1) / PROMPT
+        waiting = list(self._waiting())
+        queued = routers * sum(waiting) + sum(one.load.waiting_tokens for one in workers)
+        prompts = routers * len(waiting) + sum(one.load.waiting_sequences for one in workers)
+        return PrefillSignals(self._arrived_s, speed.queue_s(queued, prompts))
+
+
+def _speed(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed | None:
+    """Of a worker in the middle."""
+    known = [one.load.speed for one in workers if one.load.speed.prefills]
+    known.sort(key=lambda speed: speed.queue_s(PROMPT, 1))
+    return known[len(known) // 2] if known else None
+
+
+def _decode(workers: Sequence[WorkerSnapshot]) -> DecodeSignals:
+    """What all hold, and a worker in the middle."""
+    known = sorted((one.load.speed for one in workers), key=lambda speed: speed.step_s)
+    return DecodeSignals(
+        sum(one.load.running_sequences + one.load.waiting_sequences for one in workers),
+        sum((one.num_blocks - one.load.free_blocks) * one.block_size for one in workers),
+        known[len(known) // 2],
+        min(one.num_blocks * one.block_size for one in workers),
+        min(one.max_sequences for one in workers),
+    )
