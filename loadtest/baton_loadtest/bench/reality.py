@@ -26,14 +26,14 @@ from baton_loadtest.drive import Workload
 from baton_loadtest.load.arrivals import Arrivals, Kind
 from baton_loadtest.load.lengths import Lengths, fixed, named
 from baton_loadtest.load.workload import Drawn
-from baton_loadtest.planner.calibrate import calibration_of
+from baton_loadtest.planner.measured import calibration_of
 from baton_loadtest.report import Report, Result, at_most, quantile
-from baton_loadtest.simulator import drawn
 from baton_loadtest.simulator.calibration import Calibration
 from baton_loadtest.simulator.settings import Delays, FleetFacts
 from baton_loadtest.simulator.simulation import simulate
 from baton_loadtest.simulator.summary import Summary as Foretold
 from baton_loadtest.simulator.summary import summary
+from baton_loadtest.simulator.traffic import drawn_requests
 
 ALONE = 20
 """Requests, one at a time, that say what is added to a first token."""
@@ -188,7 +188,7 @@ def _facts(case: Case, known: Calibration) -> FleetFacts:
 
 
 def _run(facts: FleetFacts, workload: Workload) -> Foretold:
-    return summary(facts, simulate(facts, drawn.requests(workload)))
+    return summary(facts, simulate(facts, drawn_requests(workload)))
 
 
 def _foretold(facts: FleetFacts, workload: Workload) -> Figures:

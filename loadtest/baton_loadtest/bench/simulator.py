@@ -18,7 +18,7 @@ from baton_loadtest.report import Report, Result, at_most, compared
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.settings import FleetFacts, RouterFacts, WorkerFacts
 from baton_loadtest.simulator.simulation import Outcome, simulate
-from baton_loadtest.simulator.traffic import Scale, requests
+from baton_loadtest.simulator.traffic import Scale, traced_requests
 from baton_loadtest.traces import BLOCK, Recorded
 
 SPEED = WorkerSpeed(
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> Report:
         raise InvalidArgument(f"must divide {BLOCK}", field="block_size")
     trace = traces.read(args.trace).requests
     results = _skipping(trace, min(COMPARED_S, args.seconds or COMPARED_S))
-    traffic = requests(trace, Scale(copies=args.copies, seconds=args.seconds))
+    traffic = traced_requests(trace, Scale(copies=args.copies, seconds=args.seconds))
     say(f"{args.workers} workers, {len(traffic)} requests")
     cpu_s, outcome = _run(_fleet(args.workers, args.block_size), traffic)
     answered = [record for record in outcome.records if record.ended is not None]
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 def _skipping(trace: Sequence[Recorded], seconds: float) -> list[Result]:
     """The same traffic twice."""
-    traffic = requests(trace, Scale(seconds=seconds))
+    traffic = traced_requests(trace, Scale(seconds=seconds))
     facts = _fleet(8, 64)
     say(f"skipping and stepping, {len(traffic)} requests")
     stepping_s, stepped = _run(replace(facts, skip=False), traffic)

@@ -31,12 +31,12 @@ from baton_loadtest.load.lengths import fixed
 from baton_loadtest.load.search import Range, Verdict, highest
 from baton_loadtest.load.summary import Summary
 from baton_loadtest.load.workload import Drawn
-from baton_loadtest.planner.asked import Targets
-from baton_loadtest.planner.calibrate import calibration_of
+from baton_loadtest.planner.fleet import Targets
+from baton_loadtest.planner.measured import calibration_of
 from baton_loadtest.planner.split import SHARE, Advice, Answer, Carried, Splitting, of_100
 from baton_loadtest.report import Report, Result, compared, quantile
-from baton_loadtest.simulator import drawn
 from baton_loadtest.simulator.calibration import Calibration
+from baton_loadtest.simulator.traffic import drawn_requests
 
 WORKERS = 2
 REQUESTS = 120
@@ -166,7 +166,7 @@ def _confirmed(
     # The plan knows engines. A machine whose cores are shared may well add more than a step.
     targets = Targets(asked.first_token_s + added_s, asked.between_tokens_s + added_s)
     workload = case.drawn(1.0).workload(args.seed)
-    splitting = Splitting(known, drawn.requests(workload), asked, RoutingPolicy(), share=OF)
+    splitting = Splitting(known, drawn_requests(workload), asked, RoutingPolicy(), share=OF)
     advice = splitting.advise(WORKERS, args.error / 100)
     say(f"{case.name}: {advice.answer} (foretold {advice.ratio:.2f})")
     split, whole = [

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -13,24 +16,313 @@ from baton.cli.layout import resolve_model
 from baton.core.errors import ContextLengthExceeded, InvalidArgument
 from baton.core.request.model import KvLayout
 from baton.core.routing.load import WorkerSpeed
-from baton.engine.config import EngineConfig, configure_threads
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.engine.config import MIB, EngineConfig, configure_threads
 from baton_loadtest import report
-from baton_loadtest.planner import calibrate, options
-from baton_loadtest.planner.asked import Margins, Traffic
 from baton_loadtest.planner.curves import (
+    GB,
+    KNOWN,
     DecodeCurve,
     DecodeRoofline,
+    Efficiency,
+    Gpu,
     MeasuredDecode,
     MeasuredPrefill,
+    ModelFacts,
     PrefillCurve,
     PrefillRoofline,
+    duration,
+    known,
 )
-from baton_loadtest.planner.decode_pool import KvRoom
-from baton_loadtest.planner.facts import ModelFacts
-from baton_loadtest.planner.figures import figures, show
-from baton_loadtest.planner.fleet import plan_fleet
-from baton_loadtest.planner.gpus import Gpu
-from baton_loadtest.planner.measured import MeasuredSpeed, speed_of
+from baton_loadtest.planner.fleet import (
+    Fleet,
+    KvRoom,
+    Lengths,
+    Margins,
+    Targets,
+    Traffic,
+    plan_fleet,
+)
+from baton_loadtest.planner.measured import MeasuredSpeed, add_calibrate, asked, speed_of
+from baton_loadtest.report import Result, number
+
+# The options of `baton plan fleet`, and the values that they make; reads no model, no worker.
+
+
+GIB = 1024 * MIB
+_ENGINE = EngineConfig("any")
+_LENGTHS = ("MEAN", "P95")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_fleet_parser(kinds: Any) -> None:
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        "fleet", help="how many prefill and decode workers traffic takes, and what a token costs"
+    )
+    add = parser.add_argument
+    add("--model", default="", help="folder or hub id (default: the bundled model)")
+    add(
+        "--dtype", choices=DTYPES, default="auto",
+        help="of weights and KV (auto: the model's own; without a GPU, that of the workers)",
+    )  # fmt: skip
+    gpu = parser.add_argument_group("GPU, one a worker (not needed where both roles are measured)")
+    add = gpu.add_argument
+    add("--gpu", default="", metavar="NAME", help=", ".join(one.name for one in KNOWN))
+    add("--gpu-memory-gib", type=float, metavar="G", help="in place of the data sheet's")
+    add("--gpu-bandwidth", type=float, metavar="GB/S", help="of its memory")
+    add("--gpu-tflops", type=float, metavar="T", help="dense bfloat16")
+    add("--gpu-price", type=float, metavar="P", help="for an hour, in any currency")
+    traffic = parser.add_argument_group("traffic")
+    add = traffic.add_argument
+    add("--rate", type=float, required=True, metavar="R", help="requests a second")
+    add("--input", type=float, nargs=2, required=True, metavar=_LENGTHS, help="prompt tokens")
+    add("--output", type=float, nargs=2, required=True, metavar=_LENGTHS, help="tokens of answers")
+    add(
+        "--shared-prefix", type=float, default=0.0, metavar="S",
+        help="share of a prompt that workers have cached (default %(default)s)",
+    )  # fmt: skip
+    targets = parser.add_argument_group("targets")
+    add = targets.add_argument
+    add(
+        "--first-token-ms", type=float, required=True, metavar="MS",
+        help="for 95 of 100 requests, without the network and the tokenizer",
+    )  # fmt: skip
+    add("--between-tokens-ms", type=float, required=True, metavar="MS", help="a step of decode")
+    worker = parser.add_argument_group("a worker's settings")
+    add = worker.add_argument
+    add(
+        "--memory-share", type=float, default=_ENGINE.memory_share, metavar="S",
+        help="of the device's memory that it may take (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--step-tokens", type=int, default=_ENGINE.max_step_tokens, metavar="N",
+        help="most prompt tokens of a step (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--sequences", type=int, default=SchedulerPolicy().max_sequences, metavar="N",
+        help="that decode runs at once, at most (default %(default)s)",
+    )  # fmt: skip
+    margins = parser.add_argument_group("what is assumed, where nothing is measured")
+    add = margins.add_argument
+    add(
+        "--compute-efficiency", type=float, default=0.5, metavar="S",
+        help="share of the data sheet's FLOP/s that is reached (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--bandwidth-efficiency", type=float, default=0.7, metavar="S",
+        help="share of its bandwidth (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--step-overhead-ms", type=float, default=1.0, metavar="MS",
+        help="of every step besides (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--link", type=float, metavar="GB/S",
+        help="that KV travels by, into or out of a worker (default: what the GPU's host link could "
+        "carry, which a network seldom does)",
+    )  # fmt: skip
+    add(
+        "--busy", type=float, default=0.7, metavar="S",
+        help="share of workers and links to plan with; the rest is for bursts (default "
+        "%(default)s)",
+    )  # fmt: skip
+    measured = parser.add_argument_group("in place of rooflines")
+    add_calibrate(measured)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+
+
+def traffic_of(args: argparse.Namespace) -> Traffic:
+    (mean, p95), (out_mean, out_p95) = args.input, args.output
+    prompts, outputs = Lengths(mean, p95, "input"), Lengths(out_mean, out_p95, "output")
+    return Traffic(args.rate, prompts, outputs, args.shared_prefix)
+
+
+def targets_of(args: argparse.Namespace) -> Targets:
+    return Targets(args.first_token_ms / 1000, args.between_tokens_ms / 1000)
+
+
+def gpu_of(args: argparse.Namespace) -> Gpu | None:
+    """None: nothing was said of one. Raises InvalidArgument for one that is not whole."""
+    told = {
+        "memory": (args.gpu_memory_gib, GIB, "gpu_memory_gib"),
+        "bandwidth": (args.gpu_bandwidth, GB, "gpu_bandwidth"),
+        "flops": (args.gpu_tflops, 1e12, "gpu_tflops"),
+    }
+    for value, _, field in told.values():
+        if value is not None:
+            _positive(value, field)
+    values = {name: value * unit for name, (value, unit, _) in told.items() if value is not None}
+    if args.gpu:
+        return replace(known(args.gpu), **values)
+    if not values:
+        return None
+    for name, (_, _, field) in told.items():
+        if name not in values:
+            raise InvalidArgument("is needed for a GPU without a name", field=field)
+    return Gpu("described", **values)
+
+
+def efficiency_of(args: argparse.Namespace) -> Efficiency:
+    for field in ("compute_efficiency", "bandwidth_efficiency"):
+        if not 0.0 < getattr(args, field) <= 1.0:
+            raise InvalidArgument("must be above 0, at most 1", field=field)
+    if not (isfinite(args.step_overhead_ms) and args.step_overhead_ms >= 0):
+        raise InvalidArgument("must be 0 or more", field="step_overhead_ms")
+    return Efficiency(
+        args.compute_efficiency, args.bandwidth_efficiency, args.step_overhead_ms / 1000
+    )
+
+
+def margins_of(args: argparse.Namespace, link: float) -> Margins:
+    """link: bytes a second that are known of, where the user says none."""
+    if args.link is not None:
+        link = _positive(args.link, "link") * GB
+    return Margins(args.busy, link)
+
+
+def check(args: argparse.Namespace) -> None:
+    """What nothing else looks at. Raises InvalidArgument."""
+    if args.gpu_price is not None:
+        _positive(args.gpu_price, "gpu_price")
+    for field in ("step_tokens", "sequences"):
+        if getattr(args, field) < 1:
+            raise InvalidArgument("must be at least 1", field=field)
+
+
+def _positive(value: float, field: str) -> float:
+    if not (isfinite(value) and value > 0):
+        raise InvalidArgument("must be more than 0", field=field)
+    return value
+
+
+# A fleet's figures, in words and units for a person and for a file; plans nothing.
+
+
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """group: with the name it tells a figure from all others of the plan."""
+
+    group: str
+    name: str
+    value: float
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def result(self) -> Result:
+        return Result(f"{self.group}: {self.name}", self.value, self.unit)
+
+
+Figures = dict[str, list[Figure]]
+
+
+def figures(
+    fleet: Fleet,
+    traffic: Traffic,
+    margins: Margins,
+    curves: tuple[PrefillCurve, DecodeCurve],
+    facts: ModelFacts,
+    price_per_hour: float | None,
+) -> Figures:
+    """By group, in the order in which they are read."""
+    found = [
+        *_model_figures(facts),
+        *_prefill(fleet, traffic, curves[0]),
+        *_decode(fleet, curves[1]),
+        *_both(fleet, traffic, margins, price_per_hour),
+    ]
+    groups: Figures = {}
+    for figure in found:
+        groups.setdefault(figure.group, []).append(figure)
+    return groups
+
+
+def show(console: Console, found: Figures) -> None:
+    width = max(len(figure.name) for group in found.values() for figure in group)
+    for group, of_it in found.items():
+        console.print(f"\n{group}", style="bold")
+        for figure in of_it:
+            value = f"{number(figure.value):>10} {figure.unit:<10}"
+            console.print(f"  {figure.name:<{width}} {value} {figure.note}".rstrip(), markup=False)
+
+
+def _model_figures(facts: ModelFacts) -> list[Figure]:
+    group = "model"
+    active = facts.active + facts.head
+    return [
+        Figure(group, "weights", facts.weights / GB, "GB", facts.dtype),
+        Figure(group, "parameters at work", active / GB, "10^9", "for each token"),
+        Figure(group, "KV of a token", facts.kv_position / _KIB, "KiB"),
+    ]
+
+
+def _prefill(fleet: Fleet, traffic: Traffic, curve: PrefillCurve) -> list[Figure]:
+    group, pool = "prefill", fleet.prefill
+    mean, long = round(traffic.prompts.mean), round(traffic.prompts.p95)
+    bound = ""
+    if isinstance(curve, PrefillRoofline):
+        bound = f", {curve.bound(traffic.cached(mean), mean)}-bound"
+    return [
+        Figure(group, "a prompt", 1000 * pool.mean_s, "ms", f"{curve.source}, mean{bound}"),
+        Figure(group, "a long prompt", 1000 * pool.long_s, "ms", f"{long} tokens, alone"),
+        Figure(group, "of a worker", pool.tokens_per_s, "tokens/s", "computed, always busy"),
+        Figure(group, "workers", pool.workers, "", f"decided by {pool.decided_by}"),
+        Figure(group, "busy", 100 * pool.load / pool.workers, "%", "of the time"),
+        Figure(
+            group, "first token", 1000 * pool.first_token_s, "ms",
+            f"95 of 100 requests; {duration(pool.wait_s)} of it waiting",
+        ),
+    ]  # fmt: skip
+
+
+def _decode(fleet: Fleet, curve: DecodeCurve) -> list[Figure]:
+    group, pool = "decode", fleet.decode
+    bound = ""
+    if isinstance(curve, DecodeRoofline):
+        bound = f", {curve.bound(pool.batch, pool.context)}-bound"
+    return [
+        Figure(group, "sequences that fit", pool.fits, "", f"of {pool.grown:.0f} tokens"),
+        Figure(group, "sequences in time", pool.in_time, "", "for the target between tokens"),
+        Figure(group, "batch", pool.batch, "", f"bounded by {pool.limited_by}"),
+        Figure(group, "a full step", 1000 * pool.full_step_s, "ms", f"{curve.source}{bound}"),
+        Figure(group, "of a worker", pool.tokens_per_s, "tokens/s", "at that batch"),
+        Figure(group, "workers", pool.workers, "", f"decided by {pool.decided_by}"),
+        Figure(group, "running", pool.running, "sequences", "of a worker, on average"),
+        Figure(group, "between tokens", 1000 * pool.step_s, "ms", "on average"),
+    ]
+
+
+def _both(
+    fleet: Fleet, traffic: Traffic, margins: Margins, price_per_hour: float | None
+) -> list[Figure]:
+    group, prefill, decode = "both", fleet.prefill, fleet.decode
+    found = [
+        Figure(
+            group, "decode for each prefill", fleet.decode_per_prefill, "workers",
+            "when all are equally busy",
+        ),
+        Figure(group, "KV of a request", prefill.moved_bytes / 1e6, "MB", "mean, without cached"),
+        Figure(group, "KV out of prefill", prefill.sent_rate / GB, "GB/s", "a worker, on average"),
+        Figure(
+            group, "while it computes", prefill.moving_rate / GB, "GB/s", "for a link to keep up",
+        ),
+        Figure(group, "KV into decode", decode.received_rate / GB, "GB/s", "a worker, on average"),
+    ]  # fmt: skip
+    if fleet.handover_s is not None:
+        link = f"a long prompt's, after its first token, at {margins.link / GB:.3g} GB/s"
+        found.append(Figure(group, "rest of a hand-over", 1000 * fleet.handover_s, "ms", link))
+    if price_per_hour is not None:
+        every, output = fleet.cost_per_million(traffic, price_per_hour)
+        hour = f"{fleet.workers} GPUs for {fleet.workers * price_per_hour:.2f} an hour"
+        found += [
+            Figure(group, "a million tokens", every, "", f"prompts' and answers'; {hour}"),
+            Figure(group, "a million of answers", output, "", "with all charged to them"),
+        ]
+    return found
+
 
 _MORE_THAN_ANY = 1 << 50
 """Bytes: stands for the memory of workers that say themselves how much KV they hold."""
@@ -51,10 +343,10 @@ class Basis:
 
 def run(args: argparse.Namespace) -> int:
     """Raises InvalidArgument also for a target that cannot be met."""
-    options.check(args)
-    traffic, targets = options.traffic_of(args), options.targets_of(args)
+    check(args)
+    traffic, targets = traffic_of(args), targets_of(args)
     basis = _basis(args)
-    margins = options.margins_of(args, basis.link)
+    margins = margins_of(args, basis.link)
     longest = round(traffic.prompts.p95 + traffic.outputs.p95)
     if longest > basis.facts.max_model_len:
         raise ContextLengthExceeded(
@@ -76,8 +368,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _basis(args: argparse.Namespace) -> Basis:
-    gpu, efficiency = options.gpu_of(args), options.efficiency_of(args)
-    told = calibrate.asked(args)
+    gpu, efficiency = gpu_of(args), efficiency_of(args)
+    told = asked(args)
     prefill_speed, decode_speed = speed_of(told, "prefill"), speed_of(told, "decode")
     if gpu is None and (prefill_speed is None or decode_speed is None):
         raise InvalidArgument(
@@ -121,7 +413,7 @@ def _model(
             dtype = one.description.layout.dtype
     config = EngineConfig(
         model=args.model or str(resolve_model("")[0]),
-        dtype=dtype if dtype in options.DTYPES else "auto",
+        dtype=dtype if dtype in DTYPES else "auto",
         device="cuda",
         kv_memory_bytes=0,
         memory_share=args.memory_share,

@@ -14,7 +14,7 @@ from baton.core.request.model import KvLayout
 from baton.engine.config import EngineConfig
 from baton.engine.footprint import Outlook, foresee
 from baton.engine.memory import MemoryPlan
-from baton_loadtest.planner.facts import ModelFacts
+from baton_loadtest.planner.curves import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli.layout import resolve_model
 from baton.core.errors import InvalidArgument
-from baton.engine.config import MIB, EngineConfig, configure_threads
+from baton.engine.config import EngineConfig, configure_threads
 from baton.engine.memory import size
-from baton_loadtest.planner import options, split_options
+from baton_loadtest.planner.command import GIB, add_fleet_parser
+from baton_loadtest.planner.split import add_split_parser
 
 if TYPE_CHECKING:
     from baton.engine.footprint import Outlook
 
-GIB = 1024 * MIB
+
 _DEFAULTS = EngineConfig("any", kv_memory_bytes=0)
 
 
@@ -61,12 +62,12 @@ def add_parser(subparsers: Any) -> None:
         help="positions of a block (default %(default)s)",
     )  # fmt: skip
     memory.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    options.add_parser(kinds)
-    split_options.add_parser(kinds)
+    add_fleet_parser(kinds)
+    add_split_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
-    modules = {"fleet": "command", "split": "split_command"}
+    modules = {"fleet": "command", "split": "split"}
     if args.plan in modules:
         return int(import_module(f"baton_loadtest.planner.{modules[args.plan]}").run(args))
     return _memory(args)

@@ -33,7 +33,7 @@ class Calibration:
     max_model_len: int
 
 
-def read(path: Path) -> Calibration:
+def read_speeds(path: Path) -> Calibration:
     """Raises InvalidArgument, naming file and field."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))

@@ -74,15 +74,14 @@ def run(args: argparse.Namespace) -> int:
     from baton.core.routing.routing import RoutingPolicy
     from baton_loadtest import report, traces
     from baton_loadtest.report import Result
-    from baton_loadtest.simulator import calibration
-    from baton_loadtest.simulator.figures import figures
+    from baton_loadtest.simulator.calibration import read_speeds
     from baton_loadtest.simulator.settings import FleetFacts, RouterFacts
     from baton_loadtest.simulator.simulation import Simulation
-    from baton_loadtest.simulator.summary import Target, goodput, summary
-    from baton_loadtest.simulator.traffic import Scale, requests
+    from baton_loadtest.simulator.summary import Target, figures, goodput, summary
+    from baton_loadtest.simulator.traffic import Scale, traced_requests
 
     scale = Scale(args.rate, args.lengths, args.copies, args.seconds)
-    known = calibration.read(args.speed)
+    known = read_speeds(args.speed)
     facts = FleetFacts(
         known.prefill,
         known.decode,
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             RoutingPolicy(args.local_prefill_tokens), args.routers, max_queue_s=args.max_queue_s
         ),
     )
-    traffic = requests(traces.read(args.trace).requests, scale)
+    traffic = traced_requests(traces.read(args.trace).requests, scale)
     began = time.process_time()
     shown = _progress(len(traffic)) if sys.stderr.isatty() else lambda now, done: None
     outcome = Simulation(facts).run(traffic, progress=shown)
@@ -126,7 +125,7 @@ def _progress(total: int) -> Any:
 
 def _line(record: Record) -> dict[str, Any]:
     """Times in seconds from the start; gaps: [middle of the class in seconds, how many]."""
-    from baton_loadtest.simulator.gaps import middle
+    from baton_loadtest.simulator.requests import middle
 
     return {
         "number": record.number,

@@ -15,7 +15,7 @@ from baton.core.request.model import KvLayout, ModelDescription
 from baton.core.routing.load import WorkerSpeed
 from baton.core.routing.routing import RoutingPolicy
 from baton.core.scheduler.policy import PREFILL, QueueLimit, SchedulerPolicy
-from baton_loadtest.simulator.intake import VOCABULARY
+from baton_loadtest.simulator.prompts import VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton_loadtest import report
-from baton_loadtest.simulator.gaps import merged, quantile
-from baton_loadtest.simulator.requests import Record
+from baton_loadtest.report import Result
+from baton_loadtest.simulator.requests import Record, gap_quantile, merged
 from baton_loadtest.simulator.settings import FleetFacts
 from baton_loadtest.simulator.simulation import Outcome
-from baton_loadtest.simulator.use import Use
+from baton_loadtest.simulator.workers import Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def summary(facts: FleetFacts, outcome: Outcome) -> Summary:
         refused=dict(Counter(record.refused for record in records if record.refused)),
         window_s=window_s,
         first_token_s={q: report.quantile(waits, q) for q in QUANTILES},
-        token_s={q: quantile(gaps, q) for q in QUANTILES},
+        token_s={q: gap_quantile(gaps, q) for q in QUANTILES},
         input_tokens=inputs,
         output_tokens=sum(record.tokens for record in answered),
         cached_share=_share(sum(record.cached_tokens for record in answered), inputs),
@@ -102,3 +102,46 @@ def _blocks(uses: Sequence[Use], num_blocks: int) -> tuple[float, float]:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+# Puts a simulated run into figures; simulates nothing.
+
+
+def figures(found: Summary) -> list[Result]:
+    window_s = found.window_s or 1.0
+    results = [
+        Result("requests", found.requests, ""),
+        Result("answered", found.answered, ""),
+        *(Result(f"refused: {why}", count, "") for why, count in sorted(found.refused.items())),
+        Result("simulated time", found.window_s, "s"),
+        *(Result(f"first token, {_of(q)}", s, "s") for q, s in found.first_token_s.items()),
+        *(Result(f"between tokens, {_of(q)}", 1e3 * s, "ms") for q, s in found.token_s.items()),
+        Result("prompt tokens", found.input_tokens / window_s, "/s"),
+        Result("output tokens", found.output_tokens / window_s, "/s"),
+        Result("prompt tokens from a prefix cache", 100 * found.cached_share, "%"),
+        Result("requests prefilled apart", 100 * found.apart_share, "%"),
+        Result("prompt tokens whose KV was handed over", found.moved_tokens, ""),
+        Result("attempts", found.attempts, ""),
+        Result("preemptions", found.preemptions, ""),
+        Result("sequences of a decode step, mean", found.mean_batch, ""),
+        Result("decode busy, mean", 100 * _mean(found.decode_busy), "%"),
+        Result("decode busy, most", 100 * max(found.decode_busy, default=0.0), "%"),
+        Result("decode blocks in use, mean", 100 * found.decode_blocks[0], "%"),
+        Result("decode blocks in use, most", 100 * found.decode_blocks[1], "%"),
+    ]
+    if found.prefill_busy:
+        results += [
+            Result("prefill busy, mean", 100 * _mean(found.prefill_busy), "%"),
+            Result("prefill busy, most", 100 * max(found.prefill_busy), "%"),
+            Result("prefill blocks in use, mean", 100 * found.prefill_blocks[0], "%"),
+            Result("prefill blocks in use, most", 100 * found.prefill_blocks[1], "%"),
+        ]
+    return results
+
+
+def _of(quantile: float) -> str:
+    return f"p{100 * quantile:g}"
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values) if values else 0.0

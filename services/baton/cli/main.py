@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
@@ -44,20 +44,22 @@ def commands() -> dict[str, str]:
     return COMMANDS | (MEASURING if find_spec("baton_loadtest") else {})
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Of all commands."""
+def build_parser(wanted: Collection[str]) -> argparse.ArgumentParser:
+    """Of these commands: a command that is not wanted need not be imported."""
     parser = argparse.ArgumentParser(
         prog="baton", description="A disaggregated LLM server: every stage in its own pool."
     )
     parser.add_argument("--version", action="version", version=metadata.version("baton"))
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in commands().values():
-        import_module(module).add_parser(subparsers)
+    for name in wanted:
+        import_module(commands()[name]).add_parser(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    known = commands()
+    args = build_parser(argv[:1] if argv and argv[0] in known else known).parse_args(argv)
     try:
         return int(import_module(commands()[args.command]).run(args))
     except BatonError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton_loadtest.bench.split import CASES, Confirmed
-from baton_loadtest.planner.asked import Targets
+from baton_loadtest.planner.fleet import Targets
 from baton_loadtest.planner.split import Advice, Answer, Carried, Setup
 from baton_loadtest.simulator.summary import Summary
 

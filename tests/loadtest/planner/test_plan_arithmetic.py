@@ -12,21 +12,31 @@ from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
 from baton.core.routing.load import WorkerSpeed
-from baton_loadtest.planner.asked import Margins, Targets, Traffic
 from baton_loadtest.planner.curves import (
+    GB,
+    KNOWN,
     DecodeRoofline,
     Efficiency,
     MeasuredDecode,
     MeasuredPrefill,
+    ModelFacts,
     PrefillRoofline,
+    known,
 )
-from baton_loadtest.planner.decode_pool import KvRoom
-from baton_loadtest.planner.facts import ModelFacts
-from baton_loadtest.planner.fleet import Fleet, plan_fleet
-from baton_loadtest.planner.gpus import GB, KNOWN, known
-from baton_loadtest.planner.lengths import MOST_SPREAD, Lengths
-from baton_loadtest.planner.prefill_pool import handover_s
-from baton_loadtest.planner.waiting import P95, queueing, wait_s
+from baton_loadtest.planner.fleet import (
+    MOST_SPREAD,
+    P95,
+    Fleet,
+    KvRoom,
+    Lengths,
+    Margins,
+    Targets,
+    Traffic,
+    handover_s,
+    plan_fleet,
+    queueing,
+    wait_s,
+)
 
 DENSE = ModelFacts(
     name="dense", dtype="bfloat16", weights=16_000, element=2, body=7000, head=500, experts=0,

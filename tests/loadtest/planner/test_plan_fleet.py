@@ -24,7 +24,7 @@ from baton.core.routing.load import (
 from baton.engine.config import EngineConfig
 from baton.rpc.server import ProcessServer
 from baton.rpc.worker import worker_service
-from baton_loadtest.planner.lengths import Lengths
+from baton_loadtest.planner.fleet import Lengths
 from baton_loadtest.planner.model import read
 from tests.loadtest.planner.model_configs import LLAMA_8B
 

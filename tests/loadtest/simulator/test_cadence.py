@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_loadtest.simulator import gaps
-from baton_loadtest.simulator.cadence import Cadence
+from baton_loadtest.simulator.requests import Cadence, gap_quantile, merged, of_steps
 
 CADENCES = st.builds(
     Cadence,
@@ -34,13 +33,13 @@ def test_ends_are_sums_of_lengths(cadence: Cadence, steps: int) -> None:
 
 @given(CADENCES, st.integers(0, 20), st.integers(0, 2000))
 def test_classes_of_many_steps(cadence: Cadence, first: int, count: int) -> None:
-    found = gaps.merged([{which: n} for which, n in gaps.of_steps(cadence, first, first + count)])
+    found = merged([{which: n} for which, n in of_steps(cadence, first, first + count)])
     assert sum(found.values()) == count
     for share in (0.0, 0.5, 0.99):
         if count:
             exact = cadence.length(first + int(share * count))
-            assert gaps.quantile(found, share) == pytest.approx(exact, rel=0.011)
+            assert gap_quantile(found, share) == pytest.approx(exact, rel=0.011)
 
 
 def test_no_quantile_of_nothing() -> None:
-    assert gaps.quantile({}, 0.5) == 0.0
+    assert gap_quantile({}, 0.5) == 0.0

@@ -11,8 +11,8 @@ import pytest
 from baton.cli.main import main
 from baton.core.errors import InvalidArgument
 from baton.core.routing.load import WorkerSpeed
-from baton_loadtest.simulator import calibration
-from baton_loadtest.simulator.traffic import Scale, requests
+from baton_loadtest.simulator.calibration import read_speeds
+from baton_loadtest.simulator.traffic import Scale, traced_requests
 from baton_loadtest.traces import Recorded
 
 DECODE = {
@@ -85,12 +85,12 @@ def test_a_broken_line_is_named(
 
 def test_scaling() -> None:
     trace = [Recorded(10.0 + n, 1024, 100, (n, 50 + n)) for n in range(10)]
-    plain = requests(trace[::-1], Scale())
+    plain = traced_requests(trace[::-1], Scale())
     assert [r.arrival for r in plain] == list(range(10)) and plain[3].names == (3, 53)
-    fast = requests(trace, Scale(rate=2.0, lengths=0.125, seconds=3.0))
+    fast = traced_requests(trace, Scale(rate=2.0, lengths=0.125, seconds=3.0))
     assert [r.arrival for r in fast] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert {(r.input_tokens, r.output_tokens, r.stretch) for r in fast} == {(128, 12, 64)}
-    many = requests(trace, Scale(copies=4))
+    many = traced_requests(trace, Scale(copies=4))
     assert len(many) == 40 and len({name for r in many for name in r.names}) == 80
     assert [r.arrival for r in many] == sorted(r.arrival for r in many)
     assert max(r.arrival for r in many) < 10.0
@@ -104,7 +104,7 @@ def test_scaling() -> None:
 
 
 def test_calibration(speed: Path) -> None:
-    found = calibration.read(speed)
+    found = read_speeds(speed)
     assert found.decode.speed == WorkerSpeed(**DECODE["speed"])  # type: ignore[arg-type]
     assert (found.kv_bytes, found.max_model_len, found.decode.step_tokens) == (1000, 32768, 512)
 

@@ -17,10 +17,8 @@ from baton.core.request.request import SamplingParams, StopParams
 from baton.core.scheduler.plan import StepPlan
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
-from baton_loadtest.simulator.intake import TOKEN, attempt_of
-from baton_loadtest.simulator.prefill_worker import made_up
-from baton_loadtest.simulator.prompts import NamedChain, Prompt, Text
-from baton_loadtest.simulator.skipping import SkippingScheduler
+from baton_loadtest.simulator.prompts import TOKEN, NamedChain, Prompt, Text, attempt_of
+from baton_loadtest.simulator.workers import SkippingScheduler, made_up
 
 STRETCH = 64
 MODEL = ModelDescription("model", "model", 4096, 100_000, (), "tokenizer")

@@ -13,13 +13,10 @@ from baton.core.kvcache.cache_events import Change
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.request.model import ModelDescription
 from baton.core.scheduler.policy import SchedulerPolicy
-from baton_loadtest.simulator.gaps import merged, quantile
-from baton_loadtest.simulator.intake import TOKEN, attempt_of
-from baton_loadtest.simulator.prefill_worker import made_up
-from baton_loadtest.simulator.prompts import Prompt
-from baton_loadtest.simulator.requests import Request
+from baton_loadtest.simulator.prompts import TOKEN, Prompt, attempt_of
+from baton_loadtest.simulator.requests import Request, gap_quantile, merged
 from baton_loadtest.simulator.simulation import Outcome, Simulation
-from baton_loadtest.simulator.skipping import SkippingScheduler
+from baton_loadtest.simulator.workers import SkippingScheduler, made_up
 from tests.loadtest.simulator.fleets import fleet, traffic
 
 MODEL = ModelDescription("model", "model", 4096, 1, (), "tokenizer")
@@ -87,7 +84,9 @@ def _same(stepped: Outcome, skipped: Outcome) -> None:
     gaps = [merged(r.gaps for r in outcome.records) for outcome in (stepped, skipped)]
     for share in (0.1, 0.5, 0.9):
         # One class off, where a time lies on a bound.
-        assert quantile(gaps[0], share) == pytest.approx(quantile(gaps[1], share), rel=0.021)
+        assert gap_quantile(gaps[0], share) == pytest.approx(
+            gap_quantile(gaps[1], share), rel=0.021
+        )
     for one_use, other_use in zip(stepped.decodes, skipped.decodes, strict=True):
         assert one_use.busy_s == pytest.approx(other_use.busy_s, rel=CLOSE)
         assert (one_use.steps, one_use.rows) == (other_use.steps, other_use.rows)

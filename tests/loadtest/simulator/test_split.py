@@ -14,12 +14,11 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton_loadtest.load import scenario
-from baton_loadtest.planner.calibrate import calibration_of
-from baton_loadtest.planner.measured import MeasuredSpeed
+from baton_loadtest.planner.measured import MeasuredSpeed, calibration_of
 from baton_loadtest.planner.split import chunk
-from baton_loadtest.simulator import drawn
 from baton_loadtest.simulator.prompts import Prompt
 from baton_loadtest.simulator.settings import WorkerFacts
+from baton_loadtest.simulator.traffic import drawn_requests
 
 SPEED = WorkerSpeed(
     step_s=0.01,
@@ -195,7 +194,7 @@ def test_a_scenario_has_the_prefixes_that_its_requests_share(tmp_path: Path) -> 
         "[prompts]\nshared_tokens = 130\nshared_groups = 2\n"
     )
     workload = scenario.read(file, scenario.Changes()).workload(3)
-    found = drawn.requests(workload)
+    found = drawn_requests(workload)
     assert len(found) == workload.requests > 50
     assert {(one.input_tokens, one.output_tokens) for one in found} == {(280, 7)}
     assert [one.arrival for one in found] == [one.due_s for one in workload.sessions]
@@ -205,7 +204,7 @@ def test_a_scenario_has_the_prefixes_that_its_requests_share(tmp_path: Path) -> 
     assert len({prompt.hashes for prompt in prompts}) == len(prompts)
     file.write_text(file.read_text() + "turns = 3\n")
     with pytest.raises(InvalidArgument) as caught:
-        drawn.requests(scenario.read(file, scenario.Changes()).workload(3))
+        drawn_requests(scenario.read(file, scenario.Changes()).workload(3))
     assert caught.value.field == "prompts.turns"
 
 

@@ -1,0 +1,592 @@
+"""Run, what workers tell of one attempt; a port, which knows nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol, cast
+
+from baton.core.errors import BatonError
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
+from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from baton.core.request.model import ModelDescription
+from baton.core.routing.load import WorkerLoad, WorkerSpeed, WorkerState
+from baton.core.scheduler.events import (
+    AttemptFailed,
+    Computed,
+    Event,
+    FirstTokens,
+    KvComplete,
+    NewTokens,
+    Planned,
+)
+from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
+from baton.core.scheduler.scheduler import Scheduler
+from baton.core.scheduler.sequence import Sequence
+from baton.core.scheduler.sequence_table import rank
+from baton.core.scheduler.step_cost import reads
+from baton_loadtest.simulator.prompts import TOKEN, CountingScheduler, CountingSequence
+from baton_loadtest.simulator.queue import IDLE, STEP_ENDS, EventQueue
+from baton_loadtest.simulator.requests import Cadence, Record, of_steps
+from baton_loadtest.simulator.settings import Delays, WorkerFacts
+
+# Run, what workers tell of one attempt; a port, which knows nothing.
+
+
+class Run(Protocol):
+    """Each is called at the time at which it happens on the worker."""
+
+    @property
+    def record(self) -> Record: ...
+
+    def planned(self) -> None:
+        """Prefill: the first chunk is in the step that begins now."""
+
+    def computed(self, end: int, cached: int) -> None:
+        """Prefill: KV of all positions before `end` is there, of `cached` from the prefix cache."""
+
+    def first_token(self, queue_s: float, compute_s: float) -> None:
+        """Prefill: token 0 is sampled."""
+
+    def started(self, cached: int) -> None:
+        """Decode: all KV is there."""
+
+    def ended(self) -> None:
+        """Decode: the newest token was the last one."""
+
+    def failed(self, error: BatonError) -> None:
+        """The scheduler gave it up."""
+
+
+# Use, how busy one worker was.
+
+
+@dataclass(slots=True)
+class Use:
+    """busy_s: in which a step ran. rows: sequences, once a decode step each. prefilled: positions.
+    peak_blocks: most in use at the end of a step. block_s: blocks in use times seconds of steps."""
+
+    busy_s: float = 0.0
+    steps: int = 0
+    rows: int = 0
+    prefilled: int = 0
+    peak_blocks: int = 0
+    block_s: float = 0.0
+
+    def ran(
+        self, seconds: float, steps: int, rows: int, prefilled: int, before: int, after: int
+    ) -> None:
+        """Steps ran for so long together. before, after: blocks in use."""
+        self.busy_s += seconds
+        self.steps += steps
+        self.rows += rows
+        self.prefilled += prefilled
+        self.peak_blocks = max(self.peak_blocks, after)
+        self.block_s += seconds * (before + after) / 2
+
+
+# Reporter, when and what a worker tells the router of itself; decides nothing.
+#
+# A worker looks at even distances whether there is news, and says so; busy ones say something at
+# least every heartbeat. That what runs grows by a token a step is no news.
+
+
+Tell = Callable[[WorkerLoad, list[CacheBatch]], None]
+
+
+class Reporter:
+    """changes: what the worker's pool tells of its prefix cache. load: called when it is told.
+    phase: a share of the distance between two looks: workers do not all look at once."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        delays: Delays,
+        changes: deque[Change],
+        load: Callable[[], tuple[WorkerLoad, bool]],
+        phase: float,
+        tell: Tell,
+    ) -> None:
+        self._queue = queue
+        self._delays = delays
+        self._load = load
+        self._tell = tell
+        self._reader = CacheReader(CacheLog(changes))
+        self._phase_s = phase * delays.report_s
+        self._next: float | None = None
+        self._look()
+
+    def news(self) -> None:
+        """Something joined, left or was computed."""
+        distance, now = self._delays.report_s, self._queue.now
+        tick = ceil((now - self._phase_s) / distance) * distance + self._phase_s
+        if self._next is None or tick < self._next:
+            self._next = tick
+            self._queue.at(tick, self._due, tick, order=IDLE)
+
+    def _due(self, tick: float) -> None:
+        if tick == self._next:
+            self._look()
+
+    def _look(self) -> None:
+        load, busy = self._load()
+        self._next = None
+        told = self._queue.now + self._delays.hop_s
+        self._queue.at(told, self._tell, load, self._reader.read(), order=IDLE)
+        if busy:
+            self._next = beat = self._queue.now + self._delays.heartbeat_s
+            self._queue.at(beat, self._due, beat, order=IDLE)
+
+
+# SimWorker, what simulated workers of both roles are made of; plans no step.
+
+
+class SimWorker(ABC):
+    """A pool, attempts that run, and what the router is told of both. A subclass has the scheduler,
+    and reports once it has, by `_report`. number: in its role's pool.
+    """
+
+    scheduler: Scheduler
+
+    def __init__(
+        self, number: int, facts: WorkerFacts, delays: Delays, queue: EventQueue, tell: Tell
+    ) -> None:
+        self.number = number
+        self.facts = facts
+        self.use = Use()
+        self._changes: deque[Change] = deque()
+        self.pool = BlockPool(facts.num_blocks, facts.block_size, self._changes.append)
+        self._queue = queue
+        self._delays = delays
+        self._tell = tell
+        self._runs: dict[AttemptKey, Run] = {}
+        self._state = WorkerState.SERVING
+
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether a step runs."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no attempt needs it any more."""
+        return not self._runs
+
+    def leave(self) -> None:
+        """It finishes what it has, and tells routers that it takes nothing new."""
+        self._state = WorkerState.DRAINING
+        self._reporter.news()
+
+    def load(self) -> tuple[WorkerLoad, bool]:
+        """What it would tell now, and whether it has work."""
+        load = self.scheduler.load
+        told = WorkerLoad(
+            self._state,
+            load.waiting_sequences,
+            load.waiting_tokens,
+            load.running_sequences,
+            self._free_blocks(load.free_blocks),
+            speed=self.facts.told,
+        )
+        return told, self.scheduler.has_work
+
+    def _free_blocks(self, told: int) -> int:
+        """Those of the pool now; told: as the scheduler knows them."""
+        return told
+
+    def _report(self) -> None:
+        phase = (self.number * 0.618034) % 1.0
+        self._reporter = Reporter(
+            self._queue, self._delays, self._changes, self.load, phase, self._tell
+        )
+
+    @property
+    def _used(self) -> int:
+        return self.pool.num_blocks - self.pool.num_free
+
+
+# PrefillWorker, core's prefill scheduler with steps that take as long as its speed says.
+
+
+class PrefillWorker(SimWorker):
+    """receivers: decode workers that share its pool."""
+
+    def __init__(
+        self,
+        number: int,
+        facts: WorkerFacts,
+        model: ModelDescription,
+        delays: Delays,
+        queue: EventQueue,
+        receivers: int,
+        tell: Tell,
+    ) -> None:
+        super().__init__(number, facts, delays, queue, tell)
+        self.scheduler: CountingScheduler = CountingScheduler(
+            self.pool, facts.prefill_policy(), model
+        )
+        self.scheduler.live_receivers = receivers
+        self._running = False
+        self._wake: float | None = None
+        self._report()
+
+    def add(self, attempt: Attempt, run: Run, *, keep: bool, receiver: str) -> None:
+        """Raises what the scheduler does."""
+        self.scheduler.add(attempt, self._queue.now, keep=keep, receiver=receiver)
+        self._runs[attempt.key] = run
+        self._reporter.news()
+        self._go_on()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._running
+
+    def grant(self, key: AttemptKey) -> None:
+        self.scheduler.grant(key)
+        self._go_on()
+
+    def release(self, key: AttemptKey) -> None:
+        """Its KV was collected, or nobody wants it any more."""
+        self.scheduler.cancel(key)
+        self._runs.pop(key, None)
+        self._reporter.news()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._running:
+            return
+        now = self._queue.now
+        before = self._used
+        plan = self.scheduler.plan(now)
+        self._deliver(self.scheduler.take_events())
+        if plan is None:
+            wake = self.scheduler.next_wake(now)
+            if wake is not None and wake != self._wake:
+                self._wake = wake
+                self._queue.at(wake, self._wakes)
+            return
+        self._running = True
+        seconds = step_s(self.facts.speed, plan)
+        self._queue.at(now + seconds, self._finish, plan, seconds, before, order=STEP_ENDS)
+
+    def _wakes(self) -> None:
+        self._wake = None
+        self._go_on()
+
+    def _finish(self, plan: StepPlan, seconds: float, before: int) -> None:
+        self._running = False
+        now = self._queue.now
+        self.use.ran(seconds, 1, 0, plan.num_tokens, before, self._used)
+        self._deliver(self.scheduler.apply(made_up(plan), now))
+        self._reporter.news()
+        self._go_on()
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Planned(key):
+                    self._runs[key].planned()
+                case Computed(key, end, cached) if key in self._runs:
+                    self._runs[key].computed(end, cached)
+                case FirstTokens(key) if key in self._runs:
+                    self._runs[key].first_token(event.queue_s, event.prefill_s)
+                case AttemptFailed(key, _, error) if key in self._runs:
+                    self._runs.pop(key).failed(error)
+                case _:
+                    pass
+
+
+def step_s(speed: WorkerSpeed, plan: StepPlan) -> float:
+    """Seconds of a step that only prefills."""
+    return speed.prefill_step_s + prefill_s(speed, plan, 0)
+
+
+def prefill_s(speed: WorkerSpeed, plan: StepPlan, first: int) -> float:
+    """What a step's chunks from the first one on take, but for the step itself."""
+    positions = num_reads = 0
+    for chunk in plan.chunks[first:]:
+        positions += len(chunk.token_ids)
+        num_reads += reads(chunk.first_position, chunk.end_position)
+    return positions * speed.prefill_position_s + num_reads * speed.prefill_read_s
+
+
+def made_up(plan: StepPlan) -> StepResult:
+    """A token for every sample."""
+    tokens = [
+        SampledToken(row.sequence_id, row.choice, TOKEN)
+        for chunk in plan.chunks
+        for row in chunk.samples
+    ]
+    return StepResult(plan.step, tuple(tokens))
+
+
+# SkippingScheduler, core's decode scheduler that can take many quiet steps as one.
+#
+# A step is quiet when all that it does is to make one more token for every sequence that runs: none
+# joins, ends, waits or is prefilled, and there is a block for each that needs one. What changes in
+# such steps is counted here, in the order in which single steps would have changed it, so that the
+# block pool is afterwards as it would have been.
+
+
+_GROW, _PUBLISH = 0, 1
+
+
+class SkippingScheduler(CountingScheduler):
+    """Has no swap memory; a step is applied before the next one is planned."""
+
+    @property
+    def rows(self) -> list[CountingSequence]:
+        """Who runs, in order of joining."""
+        return cast(list[CountingSequence], list(self.sequences.running.values()))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sequences.running)
+
+    def quiet_steps(self) -> int:
+        """How many steps from now on are quiet, if nothing is called meanwhile."""
+        sequences = self.sequences
+        if sequences.waiting or sequences.prefilling or self._launched or not sequences.running:
+            return 0
+        rows = sequences.running.values()
+        most = min(one.ceiling - one.num_computed_tokens for one in rows) - 1
+        if most < 1:
+            return 0
+        free = self._pool.num_free
+        if self.blocks_grown(rows, most) <= free:
+            return most
+        enough, too_many = 0, most
+        while too_many - enough > 1:
+            middle = (enough + too_many) // 2
+            if self.blocks_grown(rows, middle) <= free:
+                enough = middle
+            else:
+                too_many = middle
+        return enough
+
+    def blocks_grown(self, rows: Collection[Sequence], steps: int) -> int:
+        """Blocks that these need for so many quiet steps, beyond those that they have."""
+        size = self._pool.block_size
+        grown = 0
+        for one in rows:
+            short = one.num_computed_tokens + steps - one.room
+            if short > 0:
+                grown += -(-short // size)
+        return grown
+
+    def skip(self, rows: Many[CountingSequence], steps: int, *, begun: bool) -> None:
+        """Quiet steps of these rows are done. begun: one more is on its way, with its blocks."""
+        pool, size = self._pool, self._pool.block_size
+        due: list[tuple[int, int, tuple[int, int], CountingSequence]] = []
+        planned = steps + begun
+        for one in rows:
+            reach = one.num_computed_tokens
+            for step in range(one.room - reach, planned, size):
+                due.append((step, _GROW, rank(one), one))
+            for step in range(-(reach + 1) % size, steps, size):
+                due.append((step, _PUBLISH, rank(one), one))
+        if due:
+            due.sort(key=_when)
+        for step, what, _, one in due:
+            if what == _PUBLISH:
+                one.publish(pool, one.num_computed_tokens + step + 1)
+            elif one.table is None or not pool.grow(one.table):
+                raise AssertionError("a step was not quiet")
+            else:
+                one.settle(size)
+        for one in rows:
+            one.advance(steps)
+
+
+def _when(
+    due: tuple[int, int, tuple[int, int], CountingSequence],
+) -> tuple[int, int, tuple[int, int]]:
+    return due[:3]
+
+
+# DecodeWorker, core's decode scheduler with steps that take as long as its speed says.
+#
+# Quiet steps (see `SkippingScheduler`) are taken as one for as long as nothing comes from outside.
+# What comes meanwhile is met by a worker that has done the steps which ended by then, with the next
+# one on its way: as it would have been, had every step been taken by itself.
+
+
+@dataclass(slots=True, eq=False)
+class _Quiet:
+    """Quiet steps under way. rows: whose; the first step's blocks are taken if it is begun."""
+
+    cadence: Cadence
+    steps: int
+    rows: list[CountingSequence]
+    begun: bool
+
+
+class DecodeWorker(SimWorker):
+    """skip: whether quiet steps are taken at once."""
+
+    def __init__(
+        self,
+        number: int,
+        facts: WorkerFacts,
+        model: ModelDescription,
+        delays: Delays,
+        queue: EventQueue,
+        tell: Tell,
+        *,
+        skip: bool,
+    ) -> None:
+        super().__init__(number, facts, delays, queue, tell)
+        self.scheduler: SkippingScheduler = SkippingScheduler(
+            self.pool, facts.decode_policy(), model
+        )
+        self._hop_s = delays.hop_s
+        self._skip = skip
+        self._plan: StepPlan | None = None
+        self._quiet: _Quiet | None = None
+        self._report()
+
+    def add(self, attempt: Attempt, run: Run) -> None:
+        """Its prompt is computed here. Raises what the scheduler does."""
+        self._catch_up()
+        try:
+            self.scheduler.add(attempt, self._queue.now)
+            self._runs[attempt.key] = run
+        finally:
+            self._changed()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._plan is not None or self._quiet is not None
+
+    def reserve(self, attempt: Attempt, run: Run) -> int | None:
+        """Blocks for KV that will come, see the scheduler."""
+        self._catch_up()
+        try:
+            needed = self.scheduler.reserve(attempt, self._queue.now)
+            if needed is not None:
+                self._runs[attempt.key] = run
+        finally:
+            self._changed()
+        return needed
+
+    def admit(self, attempt: Attempt) -> None:
+        """The KV of a reserved attempt is complete, its first token was sampled by prefill."""
+        self._catch_up()
+        key = SequenceKey(attempt.request_id, 0, attempt.attempt)
+        tokens = (ChoiceTokens(key, attempt.position, (TOKEN,)),)
+        self.scheduler.admit(attempt.key, tokens, self._queue.now)
+        for event in self.scheduler.take_events():
+            if isinstance(event, KvComplete):
+                self._runs[event.key].started(event.cached_tokens)
+        self._changed()
+
+    def _free_blocks(self, told: int) -> int:
+        """Without those that quiet steps which ended by now have taken."""
+        quiet = self._quiet
+        if quiet is not None:
+            steps = quiet.cadence.done(self._queue.now)
+            if steps < quiet.steps:
+                return told - self.scheduler.blocks_grown(quiet.rows, steps + 1)
+        return told
+
+    def _catch_up(self) -> None:
+        """Something comes from outside: takes the quiet steps that are done by now."""
+        quiet = self._quiet
+        if quiet is not None:
+            steps = quiet.cadence.done(self._queue.now)
+            if steps < quiet.steps:
+                self._take(quiet, steps, begun=True)
+
+    def _changed(self) -> None:
+        """After it: a step that has begun goes on; those after it, too, if nothing changed."""
+        self._reporter.news()
+        quiet = self._quiet
+        if quiet is None:
+            if self._plan is None:
+                self._go_on()
+            return
+        more = self.scheduler.quiet_steps()
+        if self.scheduler.num_rows != len(quiet.rows):
+            more = 1
+        self._run_quietly(_Quiet(quiet.cadence, max(1, more), quiet.rows, True))
+
+    def _go_on(self) -> None:
+        """Nothing runs: begins what comes next."""
+        now, speed = self._queue.now, self.facts.speed
+        steps = self.scheduler.quiet_steps() if self._skip else 0
+        if steps:
+            rows = self.scheduler.rows
+            context = sum(one.num_computed_tokens for one in rows)
+            first_s = speed.decode_s(len(rows), context)
+            cadence = Cadence(now, first_s, len(rows) * speed.context_s)
+            self._run_quietly(_Quiet(cadence, steps, rows, False))
+            return
+        before = self._used
+        plan = self.scheduler.plan(now)
+        self._deliver(self.scheduler.take_events())
+        if plan is None:
+            return
+        self._plan = plan
+        work = plan.work
+        seconds = speed.decode_s(work.rows, work.context)
+        if work.prefill:
+            seconds += speed.prefill_step_s + prefill_s(speed, plan, work.rows)
+        self._queue.at(now + seconds, self._finish, plan, seconds, before, order=STEP_ENDS)
+
+    def _finish(self, plan: StepPlan, seconds: float, before: int) -> None:
+        self._plan = None
+        work = plan.work
+        self.use.ran(seconds, 1, work.rows, work.prefill, before, self._used)
+        self._deliver(self.scheduler.apply(made_up(plan), self._queue.now))
+        if work.prefill:
+            self._reporter.news()
+        self._go_on()
+
+    def _run_quietly(self, quiet: _Quiet) -> None:
+        self._quiet = quiet
+        self._queue.at(quiet.cadence.end(quiet.steps), self._quiet_ends, quiet, order=STEP_ENDS)
+
+    def _quiet_ends(self, quiet: _Quiet) -> None:
+        if quiet is self._quiet:
+            self._take(quiet, quiet.steps, begun=False)
+            self._quiet = None
+            self._go_on()
+
+    def _take(self, quiet: _Quiet, steps: int, *, begun: bool) -> None:
+        """So many of the quiet steps are done. What is left of them is in its place afterwards."""
+        cadence, rows, before = quiet.cadence, quiet.rows, self._used
+        self.scheduler.skip(rows, steps, begun=begun)
+        self._quiet = _Quiet(cadence.after(steps), quiet.steps - steps, rows, begun)
+        if not steps:
+            return
+        first, last = cadence.end(1), cadence.end(steps)
+        self.use.ran(last - cadence.began, steps, steps * len(rows), 0, before, self._used)
+        between = of_steps(cadence, 1, steps)
+        for one in rows:
+            run = self._runs[one.attempt.key]
+            run.record.many(first + self._hop_s, last + self._hop_s, steps, between)
+
+    def _deliver(self, events: list[Event]) -> None:
+        now = self._queue.now + self._hop_s
+        for event in events:
+            match event:
+                case NewTokens(tokens):
+                    for told in tokens:
+                        key = AttemptKey(told.key.request_id, told.key.attempt)
+                        run = self._runs[key]
+                        run.record.token(now)
+                        if told.finish_reason is not None:
+                            del self._runs[key]
+                            run.ended()
+                            self._reporter.news()
+                case KvComplete(key):
+                    self._runs[key].started(event.cached_tokens)
+                case AttemptFailed(key, _, error):
+                    self._runs.pop(key).failed(error)
+                case _:
+                    pass
