@@ -16,7 +16,7 @@ from baton_loadtest.report import Report
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure, and compare within one run")
+    parser = subparsers.add_parser("bench")
     options.add(parser.add_subparsers(dest="bench", metavar="BENCH", required=True))
 
 

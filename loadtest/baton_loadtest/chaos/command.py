@@ -16,7 +16,7 @@ from baton_loadtest.chaos.streams import options as streams_options
 
 
 def add_parser(subparsers: Any) -> None:
-    chaos = subparsers.add_parser("chaos", help="break things on purpose, and count")
+    chaos = subparsers.add_parser("chaos")
     what = chaos.add_subparsers(dest="chaos", metavar="WHAT", required=True)
     kv = what.add_parser("kv", help="the hand-over of KV")
     options.add_hang(what)

@@ -22,7 +22,6 @@ STOPPED = 130
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "loadtest",
-        help="send requests when they are due, and say what became of them",
         description="Sends the requests of a scenario or a trace when they are due, whatever "
         "became of those before, and prints percentiles and goodput. See docs/loadtest.md.",
     )

@@ -25,7 +25,7 @@ _DEFAULTS = EngineConfig("any", kv_memory_bytes=0)
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("plan", help="say what a model would take")
+    parser = subparsers.add_parser("plan")
     kinds = parser.add_subparsers(dest="plan", metavar="WHAT", required=True)
     memory = kinds.add_parser(
         "memory", help="where a worker's memory goes, from the model's config.json alone"

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
-        help="what a fleet would do with recorded traffic",
         description="Runs recorded traffic through a simulated fleet: Baton's own schedulers and "
         "routing policy, with steps that take as long as a file of measured speeds says.",
     )

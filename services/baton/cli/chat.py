@@ -13,7 +13,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("chat", help="ask a running Baton something")
+    parser = subparsers.add_parser("chat")
     parser.add_argument("prompt", nargs="?", help="without one: a conversation, or standard input")
     parser.add_argument(
         "--grpc",

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="check this machine and say what to do")
+    parser = subparsers.add_parser("doctor")
     parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
     parser.add_argument(
         "--grpc", metavar="HOST:PORT", help="a running Baton (default: where `baton up` runs)"

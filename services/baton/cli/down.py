@@ -18,7 +18,7 @@ LOOK_S = 0.05
 
 
 def add_parser(subparsers: Any) -> None:
-    subparsers.add_parser("down", help="stop what `baton up` started")
+    subparsers.add_parser("down")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ WAIT_S = 3600.0
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("fetch", help="put a model into a cache folder, once a node")
+    parser = subparsers.add_parser("fetch")
     parser.add_argument("model", help="hub id (HF_TOKEN: for private ones) or folder")
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the cache")
     parser.add_argument("--revision", default="", help="of the hub: branch, tag or commit")

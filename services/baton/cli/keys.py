@@ -41,7 +41,7 @@ _TYPES = {"weight": float, "cache_group": str}
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("keys", help="make, list and remove API keys")
+    parser = subparsers.add_parser("keys")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     new = actions.add_parser("new", help="make a key and print it, once")
     new.add_argument("--tenant", required=True, metavar="NAME", help="who pays for its requests")

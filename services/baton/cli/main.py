@@ -15,53 +15,65 @@ from importlib.util import find_spec
 from baton.core.errors import BatonError
 
 COMMANDS = {
-    "up": "baton.cli.up",
-    "down": "baton.cli.down",
-    "top": "baton.cli.top.command",
-    "chat": "baton.cli.chat",
-    "doctor": "baton.cli.doctor",
-    "keys": "baton.cli.keys",
-    "explain": "baton.cli.explaining.command",
-    "replay": "baton.cli.explaining.replay_command",
-    "fetch": "baton.cli.fetch",
-    "batch": "baton.cli.batch.command",
+    "up": ("baton.cli.up", "run all five stages on this machine"),
+    "down": ("baton.cli.down", "stop what `baton up` started"),
+    "top": ("baton.cli.top.command", "watch what a running Baton does"),
+    "chat": ("baton.cli.chat", "ask a running Baton something"),
+    "doctor": ("baton.cli.doctor", "check this machine and say what to do"),
+    "keys": ("baton.cli.keys", "make, list and remove API keys"),
+    "explain": (
+        "baton.cli.explaining.command",
+        "where one request's time went, on which workers, and why there",
+    ),
+    "replay": (
+        "baton.cli.explaining.replay_command",
+        "make a request's tokens again, here or elsewhere",
+    ),
+    "fetch": ("baton.cli.fetch", "put a model into a cache folder, once a node"),
+    "batch": ("baton.cli.batch.command", "answer a file of requests while there is idle capacity"),
 }
-"""Each with the module that has it."""
+"""Each with the module that has it, and what it is for."""
 
 # Whatever measures, breaks, simulates or plans is a package of its own, which nothing here imports.
 MEASURING = {
-    "plan": "baton_loadtest.planner.plan",
-    "simulate": "baton_loadtest.simulator.command",
-    "loadtest": "baton_loadtest.load.command",
-    "bench": "baton_loadtest.bench.command",
-    "chaos": "baton_loadtest.chaos.command",
+    "plan": ("baton_loadtest.planner.plan", "say what a model would take"),
+    "simulate": ("baton_loadtest.simulator.command", "what a fleet would do with recorded traffic"),
+    "loadtest": (
+        "baton_loadtest.load.command",
+        "send requests when they are due, and say what became of them",
+    ),
+    "bench": ("baton_loadtest.bench.command", "measure, and compare within one run"),
+    "chaos": ("baton_loadtest.chaos.command", "break things on purpose, and count"),
 }
 """The commands of that package, there where it is installed."""
 
 
-def commands() -> dict[str, str]:
-    """Those that this installation has, each with the module that has it."""
+def commands() -> dict[str, tuple[str, str]]:
+    """Those that this installation has."""
     return COMMANDS | (MEASURING if find_spec("baton_loadtest") else {})
 
 
 def build_parser(wanted: Collection[str]) -> argparse.ArgumentParser:
-    """Of these commands: a command that is not wanted need not be imported."""
+    """Knows the arguments of these commands, and the names of all: what is not wanted need not be
+    imported."""
     parser = argparse.ArgumentParser(
         prog="baton", description="A disaggregated LLM server: every stage in its own pool."
     )
     parser.add_argument("--version", action="version", version=metadata.version("baton"))
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in wanted:
-        import_module(commands()[name]).add_parser(subparsers)
+    for name, (module, purpose) in commands().items():
+        if name in wanted:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=purpose)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    known = commands()
-    args = build_parser(argv[:1] if argv and argv[0] in known else known).parse_args(argv)
+    args = build_parser(argv[:1]).parse_args(argv)
     try:
-        return int(import_module(commands()[args.command]).run(args))
+        return int(import_module(commands()[args.command][0]).run(args))
     except BatonError as error:
         where = f" ({error.field})" if error.field else ""
         print(f"baton {args.command}: {error.message}{where}", file=sys.stderr)

@@ -50,7 +50,7 @@ _COUNTS = ("prefill", "decode", "tokenizer", "detokenizer", "routers")
 
 def add_parser(subparsers: Any) -> None:
     defaults = UpOptions()
-    parser = subparsers.add_parser("up", help="run all five stages on this machine")
+    parser = subparsers.add_parser("up")
     parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
     for name in _COUNTS:
         parser.add_argument(

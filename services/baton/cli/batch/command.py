@@ -28,7 +28,6 @@ STOPPED = 130
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "batch",
-        help="answer a file of requests while there is idle capacity",
         description="Answers the lines of IN.jsonl (OpenAI's batch format) into OUT.jsonl, behind "
         "everybody else. The same command again goes on where an interrupted one ended.",
     )

@@ -17,7 +17,6 @@ DEFAULT_ADDRESS = "127.0.0.1:8000"
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "explain",
-        help="where one request's time went, on which workers, and why there",
         description="Asks routers what they remember of a request: its stages, its attempts, who "
         "was looked at and why it ran where it did.",
     )

@@ -15,7 +15,6 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
-        help="make a request's tokens again, here or elsewhere",
         description="Sends the token ids of FILE (of 'baton explain ID --replay FILE') with the "
         "same sampling and seed, and compares what comes: 0 when all tokens are the same, else 1.",
     )

@@ -24,7 +24,7 @@ SHORTEST_S, LONGEST_S = 0.1, 60.0
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("top", help="watch what a running Baton does")
+    parser = subparsers.add_parser("top")
     parser.add_argument(
         "--http", metavar="HOST:PORT",
         help="a router's HTTP address (default: where `baton up` runs, with all its processes)",
