@@ -1,4 +1,4 @@
-"""Random sequences over scattered blocks, attended to by TritonAttention and by plain torch."""
+"""Random sequences over scattered blocks, attended to by TritonBackend and by plain torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.attention.interface import LayerArguments
-from baton.engine.attention.triton.backend import TritonAttention
-from baton.engine.attention.triton.steps import StepBuilder
-from baton.engine.kv.cache import BlockCache, block_ids, places_of
+from baton.engine.attention.triton.backend import TritonBackend
+from baton.engine.kv.cache import block_ids, places_of
+from baton.engine.loader import AttentionShape
 from gpucheck.definition import attention
 
 NUM_BLOCKS = 96
@@ -73,12 +73,11 @@ class Paged:
         """shift: moves all block tables, so that two instances lay sequences out otherwise."""
         self.case = case
         self.device = torch.device(device)
-        self.cache = BlockCache(case.layout, NUM_BLOCKS, case.block_size, self.device)
+        shape = AttentionShape(case.layout, case.dtype, case.per_head, softcap=False)
+        where = NUM_BLOCKS, case.block_size, self.device
+        self.backend = TritonBackend(shape, *where, max_model_len=640, max_batch=4, exact=exact)
+        self.cache = self.backend.memory
         self.cache.storage.fill_(torch.nan)
-        self.attention = TritonAttention(
-            self.cache, per_head=case.per_head, max_model_len=640, max_batch=4, exact=exact
-        )
-        self.builder = StepBuilder(case.block_size, self.attention.tile_positions, self.device)
         self.sequences, self.sinks = self._random(shift)
         self.arguments = LayerArguments(LAYER, case.scale, case.window, case.softcap, self.sinks)
         for sequence in self.sequences:
@@ -121,7 +120,7 @@ class Paged:
             own = slice(sequence.done, end)
             chunks.append(Chunk(i, [1] * (end - sequence.done), sequence.done, sequence.extents))
             parts.append([t[:, own] for t in (sequence.query, sequence.key, sequence.value)])
-        context = self.attention.step(self.builder.build(StepPlan(0, tuple(chunks))))
+        context = self.backend.begin(StepPlan(0, tuple(chunks))).context
         query, key, value = (torch.cat(list(part), 1) for part in zip(*parts, strict=True))
         output = context.attend(self.arguments, query, key, value)
         counts = [len(chunk.token_ids) for chunk in chunks]

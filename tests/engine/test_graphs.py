@@ -75,10 +75,10 @@ def recorder(runner: TorchRunner) -> Iterator[Recorder]:
     device = runner._backend.memory.device
     recorder = Recorder(cuda_recorder() if device.type == "cuda" else run_again)
     with torch.inference_mode():
-        buffers = runner._backend.decode_buffers(MOST)
-        assert buffers is not None
+        fill = runner._backend.decode_buffers(MOST)
+        assert fill is not None
         logits = torch.full((MOST, runner.model.vocab_size), torch.nan, device=device)
-        runner._graphs = DecodeGraphs(runner._run, buffers, logits, recorder)
+        runner._graphs = DecodeGraphs(runner._run, fill, logits, recorder)
     yield recorder
     runner._graphs = None
 

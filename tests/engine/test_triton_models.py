@@ -12,10 +12,9 @@ pytest.importorskip("triton")
 
 from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine import selfcheck
-from baton.engine.attention.triton.backend import TritonAttention
-from baton.engine.attention.triton.steps import DecodeBuffers, StepBuilder, StepTensors
+from baton.engine.attention.interface import ForwardPass
+from baton.engine.attention.triton.backend import TritonBackend
 from baton.engine.config import EngineConfig
-from baton.engine.kv.cache import BlockCache
 from baton.engine.loader import load, probe_attention, run_network, wire
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import random_prompts, scattered
@@ -35,27 +34,27 @@ class Model:
         wire(loaded.network)
         shape = probe_attention(loaded)
         self._network = loaded.network
-        self.cache = BlockCache(shape.layout, 2 * BLOCKS, 16, loaded.device)
-        self.cache.storage.fill_(torch.nan)
-        self._attention = TritonAttention(
-            self.cache,
-            per_head=shape.per_head,
-            max_model_len=16 * BLOCKS,
-            max_batch=4,
-            exact=False,
+        where = 2 * BLOCKS, 16, loaded.device
+        longest = 16 * BLOCKS
+        self._backend = TritonBackend(
+            shape, *where, max_model_len=longest, max_batch=4, exact=False
         )
-        self._builder = StepBuilder(16, self._attention.tile_positions, loaded.device)
-        self.buffers = DecodeBuffers(16, self.cache.trash_block, 4, BLOCKS, loaded.device)
+        self.cache = self._backend.memory
+        self.cache.storage.fill_(torch.nan)
+        self._fill = self._backend.decode_buffers(4)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        return self.run(self._builder.build(plan))
+        return self._run(self._backend.begin(plan))
 
     @torch.inference_mode()
-    def run(self, tensors: StepTensors) -> torch.Tensor:
-        context = self._attention.step(tensors)
+    def decode(self, plan: StepPlan, rows: int) -> torch.Tensor:
+        """In buffers that stay, as a graph does."""
+        return self._run(self._fill(plan, rows))
+
+    def _run(self, inputs: ForwardPass) -> torch.Tensor:
         return run_network(
-            self._network, tensors.token_ids, tensors.positions, tensors.sampled, context
+            self._network, inputs.token_ids, inputs.positions, inputs.sampled, inputs.context
         )
 
 
@@ -76,7 +75,7 @@ def check(folder: Path, arch: str, device: str) -> None:
         for i, text in enumerate(texts):
             text.append(token + i)
             chunks.append(Chunk(i, text[-1:], len(text) - 1, tables[i]))
-        logits = model.run(model.buffers.fill(StepPlan(0, tuple(chunks)), 4))
+        logits = model.decode(StepPlan(0, tuple(chunks)), 4)
         assert logits.shape == (4, VOCAB)
         torch.testing.assert_close(logits[:2], torch.stack(expected()), rtol=2e-3, atol=2e-3)
 
@@ -109,5 +108,5 @@ def test_kv_moves_to_other_blocks_of_another_cache(
         sender.cache.pack(here, first, count, memoryview(payload))
         taker.cache.unpack(there, first, count, memoryview(payload))
     steps = [StepPlan(0, (Chunk(0, text[39:], 39, table),)) for table in (here, there)]
-    wanted = sender.run(sender.buffers.fill(steps[0], 1))
-    assert torch.equal(taker.run(taker.buffers.fill(steps[1], 1)), wanted)
+    wanted = sender.decode(steps[0], 1)
+    assert torch.equal(taker.decode(steps[1], 1), wanted)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from baton.core.scheduler.plan import StepPlan
-from baton.engine.attention.interface import DecodeBuffers, ForwardPass
+from baton.engine.attention.interface import Fill, ForwardPass
 from baton.engine.device import upload
 from baton.engine.sampler import LastTokens
 
@@ -58,7 +58,7 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        buffers: DecodeBuffers,
+        fill: Fill,
         logits: torch.Tensor,
         record: Record,
     ):
@@ -66,7 +66,7 @@ class DecodeGraphs:
         first, so that the smaller ones fit into its memory. Raises RuntimeError for a network that
         cannot be recorded, because it looks at values on the way.
         """
-        self._buffers = buffers
+        self._fill = fill
         self._logits = logits
         self._sizes = batch_sizes(len(logits))
         self._replays = {rows: record(self._step(forward, rows)) for rows in reversed(self._sizes)}
@@ -80,8 +80,7 @@ class DecodeGraphs:
         """A plan that fits: logits [chunks with samples, vocab], which hold until the next run."""
         count = len(plan.chunks)
         rows = next(size for size in self._sizes if size >= count)
-        self._buffers.fill(plan, rows)
-        last.fill(plan, self._buffers.forward_pass(rows).token_ids[0])
+        last.fill(plan, self._fill(plan, rows).token_ids[0])
         self._replays[rows]()
         sampled = [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
         if len(sampled) == count:
@@ -89,8 +88,7 @@ class DecodeGraphs:
         return self._logits.index_select(0, upload(sampled, torch.int64, self._logits.device))
 
     def _step(self, forward: Forward, rows: int) -> Callable[[], None]:
-        self._buffers.fill(StepPlan(0, ()), rows)
-        inputs = self._buffers.forward_pass(rows)
+        inputs = self._fill(StepPlan(0, ()), rows)
 
         def run() -> None:
             # One buffer for all sizes: logits are the largest thing that a graph leaves behind.

@@ -260,15 +260,15 @@ class TorchRunner:
 
     def _record(self, max_rows: int) -> None:
         """Records decode steps where the backend can; a network that cannot runs as usual."""
-        buffers = self._backend.decode_buffers(max_rows)
-        if buffers is None:
+        fill = self._backend.decode_buffers(max_rows)
+        if fill is None:
             return
         memory = self._backend.memory
         shape = max_rows, self._model.vocab_size
         dtype = next(self._network.parameters()).dtype
         logits = torch.empty(shape, dtype=dtype, device=memory.device)
         try:
-            self._graphs = DecodeGraphs(self._run, buffers, logits, cuda_recorder())
+            self._graphs = DecodeGraphs(self._run, fill, logits, cuda_recorder())
         except RuntimeError as error:
             log.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])
 

@@ -7,6 +7,8 @@ to `context.attend`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,9 +30,18 @@ class LayerArguments:
 
     layer: int
     scale: float
+    """Of products of queries and keys."""
     window: int | None
+    """Positions a query sees, itself among them; None for all before it."""
     softcap: float | None
     sinks: torch.Tensor | None
+    """[heads], scores that take weight and give no value."""
+
+    @property
+    def score_factor(self) -> float:
+        """From products to scores in units of log 2; under a soft cap, to twice their share of
+        it."""
+        return self.scale * math.log2(math.e) * (2.0 / self.softcap if self.softcap else 1.0)
 
 
 class AttentionContext(Protocol):
@@ -91,33 +102,28 @@ def paged(
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """What the network is run with: int64 token_ids and positions [1, T]; sampled, int64 [S], the
-    rows whose logits are wanted; and what its attention layers are given.
-
-    Token ids that are still to be sampled stand as they are in the plan.
-    """
+    """What the network is run with. T: the step's rows, one per token, chunk by chunk."""
 
     token_ids: torch.Tensor
+    """int64 [1, T]. Token ids that are still to be sampled stand as they are in the plan."""
     positions: torch.Tensor
+    """int64 [1, T]."""
     sampled: torch.Tensor
+    """int64 [S], the rows whose logits are wanted, in order."""
     context: AttentionContext
+    """What attention layers are given."""
 
 
-class DecodeBuffers(Protocol):
-    """Inputs of one-token steps in memory that stays where it is. Row i is the i-th chunk's."""
+Fill = Callable[[StepPlan, int], ForwardPass]
+"""(plan of one token a chunk, rows) -> the inputs of so many rows, each time in the same memory.
 
-    def fill(self, plan: StepPlan, rows: int) -> None:
-        """Puts in a plan of one token a chunk, and padding up to `rows`, without waiting for a GPU.
-
-        The device may still be at the step before: the change has its turn in the current stream.
-        """
-
-    def forward_pass(self, rows: int) -> ForwardPass:
-        """The first `rows` rows, all of them sampled. The same memory in every call."""
+Chunk i is row i, what is behind the plan's chunks is padding, and every row is sampled. The device
+may still be at the step before: the change has its turn in the current stream.
+"""
 
 
 class Backend(Protocol):
-    """A runner has one, and calls it from its one thread."""
+    """KV memory and attention over it. A runner has one, and calls it from its one thread."""
 
     @property
     def memory(self) -> KvMemory: ...
@@ -125,7 +131,7 @@ class Backend(Protocol):
     def begin(self, plan: StepPlan) -> ForwardPass:
         """Prepares memory and inputs for a plan with chunks, without waiting for a GPU."""
 
-    def decode_buffers(self, max_rows: int) -> DecodeBuffers | None:
+    def decode_buffers(self, max_rows: int) -> Fill | None:
         """For steps that are recorded and run again; None where nothing can be recorded."""
 
     def forget(self, extents: Extents) -> None:

@@ -328,7 +328,7 @@ class BlockCache:
         if self._stream is not None:
             from baton.engine.attention.triton import copies
 
-            copies.pack(self.keys, self.values, places, numbers)
+            copies.transfer(self.keys, self.values, places, numbers, packing=True)
             return converted(numbers, self._wire_dtype)
         parts = keys_and_values(self.layout, count, numbers)
         for part, memory in zip(parts, (self.keys, self.values), strict=True):
@@ -345,7 +345,7 @@ class BlockCache:
         if self._stream is not None:
             from baton.engine.attention.triton import copies
 
-            copies.unpack(self.keys, self.values, places, numbers)
+            copies.transfer(self.keys, self.values, places, numbers, packing=False)
             return
         parts = keys_and_values(self.layout, count, numbers)
         for part, memory in zip(parts, (self.keys, self.values), strict=True):

@@ -5,17 +5,18 @@ Chunks of one token go to the decode kernel, all others to the prefill kernel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
-from baton.core.kvcache.block_pool import Extents
+from baton.core.kvcache.block_pool import Extents, blocks_for
 from baton.core.scheduler.plan import StepPlan
-from baton.engine.attention.interface import ForwardPass, LayerArguments
+from baton.engine.attention.interface import Fill, ForwardPass, LayerArguments
 from baton.engine.attention.triton import shapes
 from baton.engine.attention.triton.decode import PartStates, decode_attention
 from baton.engine.attention.triton.prefill import prefill_attention
 from baton.engine.attention.triton.steps import DecodeBuffers, StepBuilder, StepTensors
-from baton.engine.attention.triton.tiles import Chunks, Scores, Sequences
 from baton.engine.kv.cache import DTYPES, BlockCache
 from baton.engine.loader import AttentionShape
 
@@ -23,46 +24,51 @@ from baton.engine.loader import AttentionShape
 _INTERPRETED_SHARED_BYTES = 227 * 1024
 
 
-class TritonAttention:
-    """Runs the attention of steps over one BlockCache.
+class TritonBackend:
+    """A Backend. A row's bits never depend on what else is in the batch.
 
-    A row's bits never depend on what else is in the batch. exact: nor on whether it was computed in
-    a chunk or as a token of decode, for which chunks are computed in decode's small tiles, slower.
-    max_batch: sequences of a decode step for which memory is held; more are possible outside CUDA
-    graphs.
+    exact: nor on whether it was computed in a chunk or as a token of decode, for which chunks are
+    computed in decode's small tiles, slower. max_batch: most sequences of a recorded step, for
+    which memory is held.
     """
 
     def __init__(
         self,
-        cache: BlockCache,
+        shape: AttentionShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
         *,
-        per_head: int,
         max_model_len: int,
         max_batch: int,
         exact: bool,
     ):
-        """per_head: query heads per KV head."""
-        layout = cache.layout
-        sizes = layout.key_size, layout.value_size, cache.storage.element_size()
-        shared = _shared_bytes(cache.device)
-        self._cache = cache
+        layout, per_head = shape.layout, shape.per_head
+        self.memory = BlockCache(layout, num_blocks, block_size, device, dtype=DTYPES[shape.dtype])
+        bytes_each = self.memory.storage.element_size()
+        sizes = per_head, layout.key_size, layout.value_size, bytes_each, _shared_bytes(device)
         self._per_head = per_head
         self._exact = exact
-        self._decode_shape = shapes.decode_shape(per_head, *sizes, shared)
-        self._prefill_shape = shapes.prefill_shape(per_head, *sizes, shared)
-        if exact:
-            self._prefill_shape = self._decode_shape
+        self._longest = blocks_for(max_model_len, block_size)
+        self._decode_shape = shapes.decode_shape(*sizes)
+        self._prefill_shape = self._decode_shape if exact else shapes.prefill_shape(*sizes)
         self._most_parts = shapes.most_parts(layout.num_kv_heads, max_model_len)
         self._held = self._parts(max_batch)
+        tile_positions = self._prefill_shape.positions(per_head)
+        self._builder = StepBuilder(block_size, tile_positions, device)
 
-    @property
-    def tile_positions(self) -> int:
-        """Positions in a tile of the prefill kernel, as StepBuilder wants them."""
-        return self._prefill_shape.positions(self._per_head)
+    def begin(self, plan: StepPlan) -> ForwardPass:
+        return self._forward_pass(self._builder.build(plan))
 
-    def step(self, tensors: StepTensors) -> TritonStep:
-        """The context of one step. For CUDA graphs: record and replay over the same tensors."""
-        return TritonStep(self, tensors, self._memory(tensors.lone))
+    def decode_buffers(self, max_rows: int) -> Fill:
+        memory = self.memory
+        buffers = DecodeBuffers(
+            memory.block_size, memory.trash_block, max_rows, self._longest, memory.device
+        )
+        return lambda plan, rows: self._forward_pass(buffers.fill(plan, rows))
+
+    def forget(self, extents: Extents) -> None:
+        """Nothing to do: what was not written is never read."""
 
     def attend(
         self,
@@ -74,59 +80,40 @@ class TritonAttention:
     ) -> torch.Tensor:
         """Stores the step's KV, then attends. Shapes as in AttentionContext."""
         query, key, value = _rows(query), _rows(key), _rows(value)
-        self._cache.write(arguments.layer, step.places, key, value)
-        keys, values = self._cache.layer(arguments.layer)
-        scores = Scores(
-            scale=arguments.scale,
-            window=arguments.window or 0,
-            softcap=arguments.softcap or 0.0,
-            sinks=arguments.sinks,
-        )
+        tensors = step.tensors
+        self.memory.write(arguments.layer, tensors.places, key, value)
+        keys, values = self.memory.layer(arguments.layer)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+        given = query, keys, values, tensors, arguments
         if step.parts is not None:
-            decode_attention(
-                query, keys, values, step.lone, scores, self._decode_shape, step.parts, output
-            )
-        if len(step.chunks.tiles):
-            prefill_attention(
-                query,
-                keys,
-                values,
-                step.chunks,
-                scores,
-                self._prefill_shape,
-                output,
-                parts=self._most_parts if self._exact else 0,
-            )
+            decode_attention(*given, self._decode_shape, step.parts, output)
+        if len(tensors.tiles):
+            parts = self._most_parts if self._exact else 0
+            prefill_attention(*given, self._prefill_shape, output, parts=parts)
         return output
 
-    def _memory(self, sequences: int) -> PartStates | None:
-        if not sequences:
-            return None
-        return self._held if sequences <= len(self._held.top) else self._parts(sequences)
+    def _forward_pass(self, tensors: StepTensors) -> ForwardPass:
+        parts = None
+        if tensors.lone:
+            held = tensors.lone <= len(self._held.top)
+            parts = self._held if held else self._parts(tensors.lone)
+        context = TritonStep(self, tensors, parts)
+        return ForwardPass(tensors.token_ids, tensors.positions, tensors.sampled, context)
 
     def _parts(self, sequences: int) -> PartStates:
-        layout = self._cache.layout
-        return PartStates(
-            sequences,
-            layout.num_kv_heads,
-            self._most_parts,
-            self._per_head,
-            layout.value_size,
-            self._cache.device,
-        )
+        memory = self.memory
+        heads, size = memory.layout.num_kv_heads, memory.layout.value_size
+        return PartStates(sequences, heads, self._most_parts, self._per_head, size, memory.device)
 
 
+@dataclass(frozen=True, slots=True)
 class TritonStep:
-    """The context object of one step."""
+    """The context of one step. A CUDA graph is recorded and replayed over the same one's memory."""
 
-    def __init__(self, attention: TritonAttention, tensors: StepTensors, parts: PartStates | None):
-        every = Sequences(tensors.first_rows, tensors.ends, tensors.table_starts, tensors.tables)
-        self.places = tensors.places
-        self.parts = parts
-        self.lone = every.first(tensors.lone)
-        self.chunks = Chunks(every, tensors.first_positions, tensors.tiles)
-        self._attention = attention
+    backend: TritonBackend
+    tensors: StepTensors
+    parts: PartStates | None
+    """Memory for the states of the decode kernel, where the step has chunks of one token."""
 
     def attend(
         self,
@@ -135,7 +122,7 @@ class TritonStep:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        return self._attention.attend(arguments, self, query, key, value)
+        return self.backend.attend(arguments, self, query, key, value)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,62 +136,3 @@ def _shared_bytes(device: torch.device) -> int:
         return _INTERPRETED_SHARED_BYTES
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return int(properties["max_shared_mem"])
-
-
-class TritonBackend:
-    """A Backend. exact: see TritonAttention. max_batch: most sequences of a recorded step."""
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
-        *,
-        max_model_len: int,
-        max_batch: int,
-        exact: bool,
-    ):
-        kept_as = DTYPES[shape.dtype]
-        self.memory = BlockCache(shape.layout, num_blocks, block_size, device, dtype=kept_as)
-        self._longest = -(-max_model_len // block_size)
-        self._attention = TritonAttention(
-            self.memory,
-            per_head=shape.per_head,
-            max_model_len=max_model_len,
-            max_batch=max_batch,
-            exact=exact,
-        )
-        self._builder = StepBuilder(block_size, self._attention.tile_positions, device)
-
-    def begin(self, plan: StepPlan) -> ForwardPass:
-        return _forward_pass(self._attention, self._builder.build(plan))
-
-    def decode_buffers(self, max_rows: int) -> TritonBuffers:
-        return TritonBuffers(self.memory, self._attention, max_rows, self._longest)
-
-    def forget(self, extents: Extents) -> None:
-        """Nothing to do: what was not written is never read."""
-
-
-class TritonBuffers:
-    """A backend's DecodeBuffers over the kernels' own."""
-
-    def __init__(
-        self, cache: BlockCache, attention: TritonAttention, max_rows: int, max_blocks: int
-    ):
-        self._attention = attention
-        self._buffers = DecodeBuffers(
-            cache.block_size, cache.trash_block, max_rows, max_blocks, cache.device
-        )
-
-    def fill(self, plan: StepPlan, rows: int) -> None:
-        self._buffers.fill(plan, rows)
-
-    def forward_pass(self, rows: int) -> ForwardPass:
-        return _forward_pass(self._attention, self._buffers.tensors(rows))
-
-
-def _forward_pass(attention: TritonAttention, tensors: StepTensors) -> ForwardPass:
-    context = attention.step(tensors)
-    return ForwardPass(tensors.token_ids, tensors.positions, tensors.sampled, context)

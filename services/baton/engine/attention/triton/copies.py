@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from baton.engine.attention.triton.shapes import padded
+from baton.engine.attention.triton.shapes import memory_constants
 from baton.engine.attention.triton.tiles import jit, jit_of_any
 
 _PLACES = 16
@@ -35,33 +35,12 @@ def write(
         source_values.stride(0),
         source_values.stride(1),
         keys.stride(0),
-        KEY_SIZE=keys.shape[-1],
-        KEY_PADDED=padded(keys.shape[-1]),
-        VALUE_SIZE=values.shape[-1],
-        VALUE_PADDED=padded(values.shape[-1]),
-        BLOCK_SIZE=keys.shape[2],
+        **memory_constants(keys, values),
         PLACES=_PLACES,
     )
 
 
-def pack(
-    keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, wire: torch.Tensor
-) -> None:
-    """Fills wire, flat, with the places' KV of all layers as [layer][k, v][place][head][element].
-
-    keys: [blocks, layers, kv_heads, block_size, D], values: [.., Dv]. places: int32 [N].
-    """
-    _transfer(keys, values, places, wire, packing=True)
-
-
-def unpack(
-    keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, wire: torch.Tensor
-) -> None:
-    """The inverse of pack."""
-    _transfer(keys, values, places, wire, packing=False)
-
-
-def _transfer(
+def transfer(
     keys: torch.Tensor,
     values: torch.Tensor,
     places: torch.Tensor,
@@ -69,6 +48,11 @@ def _transfer(
     *,
     packing: bool,
 ) -> None:
+    """Fills wire, flat, with the places' KV of all layers as [layer][k, v][place][head][element];
+    or, unless packing, fills the places with wire's KV.
+
+    keys: [blocks, layers, kv_heads, block_size, D], values: [.., Dv]. places: int32 [N].
+    """
     count, layers, kv_heads = len(places), keys.shape[1], keys.shape[2]
     _wire[(-(-count // _PLACES), layers, kv_heads)](
         keys,
@@ -78,11 +62,7 @@ def _transfer(
         count,
         keys.stride(0),
         keys.stride(1),
-        KEY_SIZE=keys.shape[-1],
-        KEY_PADDED=padded(keys.shape[-1]),
-        VALUE_SIZE=values.shape[-1],
-        VALUE_PADDED=padded(values.shape[-1]),
-        BLOCK_SIZE=keys.shape[3],
+        **memory_constants(keys, values),
         PLACES=_PLACES,
         PACKING=packing,
     )

@@ -14,26 +14,16 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from baton.engine.attention.triton.shapes import TileShape, padded
-from baton.engine.attention.triton.tiles import (
-    Scores,
-    Sequences,
-    attend,
-    finish,
-    first_seen,
-    fold,
-    jit,
-    part_size,
-)
+from baton.engine.attention.interface import LayerArguments
+from baton.engine.attention.triton.shapes import TileShape, memory_constants, padded
+from baton.engine.attention.triton.steps import StepTensors
+from baton.engine.attention.triton.tiles import attend, finish, first_seen, fold, jit, part_size
 
 _UNROLLED = 4
 
 
 class PartStates:
-    """Memory for the states of all parts of up to `sequences` sequences.
-
-    top, total: float32 [sequences, kv_heads, parts, per_head]; output: the same and value_size.
-    """
+    """Memory for the states of all parts of a number of sequences."""
 
     def __init__(
         self,
@@ -45,93 +35,9 @@ class PartStates:
         device: torch.device,
     ):
         shape = (sequences, kv_heads, parts, per_head)
-        self.parts = parts
         self.top = torch.empty(shape, dtype=torch.float32, device=device)
         self.total = torch.empty(shape, dtype=torch.float32, device=device)
         self.output = torch.empty((*shape, value_size), dtype=torch.float32, device=device)
-
-
-def merge_parts(
-    parts: PartStates, sequences: Sequences, scores: Scores, shape: TileShape, output: torch.Tensor
-) -> None:
-    """Writes the sequences' rows of output, [T, heads, Dv] and contiguous."""
-    _, kv_heads, most, per_head = parts.top.shape
-    _merge[(len(sequences.ends), kv_heads)](
-        parts.top,
-        parts.total,
-        parts.output,
-        sequences.first_rows,
-        sequences.ends,
-        output if scores.sinks is None else scores.sinks,
-        output,
-        PER_HEAD=per_head,
-        ROWS=shape.rows,
-        POSITIONS=shape.positions(per_head),
-        PARTS=most,
-        VALUE_SIZE=output.shape[-1],
-        VALUE_PADDED=padded(output.shape[-1]),
-        WINDOW=scores.window,
-        SINKS=scores.sinks is not None,
-        UNROLLED=_UNROLLED,
-        num_warps=shape.warps,
-    )
-
-
-@jit
-def _merge(
-    tops: tl.tensor,
-    totals: tl.tensor,
-    outputs: tl.tensor,
-    first_rows: tl.tensor,
-    ends: tl.tensor,
-    sinks: tl.tensor,
-    target: tl.tensor,
-    PER_HEAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    PARTS: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    UNROLLED: tl.constexpr,
-) -> None:
-    """Program (s, h): the output of sequence s and KV head h, its parts taken in their order."""
-    sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    end = tl.load(ends + sequence)
-    size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
-    count = (end - 1) // size + 1 - first_seen(end - 1, WINDOW) // size
-    row = tl.arange(0, ROWS)
-    live = row < PER_HEAD
-    element = tl.arange(0, VALUE_PADDED)
-    mask = live[:, None] & (element < VALUE_SIZE)[None, :]
-    base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    output = tl.zeros((ROWS, VALUE_PADDED), tl.float32)
-    for group in range(0, count, UNROLLED):
-        # Unrolled, so that the loads of several parts are under way at once.
-        for i in tl.static_range(UNROLLED):
-            there = group + i < count
-            spots = (base + group + i) * PER_HEAD + row
-            top, total, output = fold(
-                top,
-                total,
-                output,
-                tl.load(tops + spots, mask=live & there, other=float("-inf")),
-                tl.load(totals + spots, mask=live & there, other=0.0),
-                tl.load(
-                    outputs + spots[:, None] * VALUE_SIZE + element[None, :],
-                    mask=mask & there,
-                    other=0.0,
-                ),
-            )
-    heads = kv_head * PER_HEAD + row
-    output = finish(top, total, output, sinks, heads, live, SINKS)
-    first_row = tl.load(first_rows + sequence).to(tl.int64)
-    spots = first_row * tl.num_programs(1) * PER_HEAD + heads
-    tl.store(target + spots[:, None] * VALUE_SIZE + element[None, :], output, mask=mask)
 
 
 # Programs that fill any GPU several times over: a sequence gets as many as fit this.
@@ -142,52 +48,65 @@ def decode_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    sequences: Sequences,
-    scores: Scores,
+    tensors: StepTensors,
+    arguments: LayerArguments,
     shape: TileShape,
     parts: PartStates,
     output: torch.Tensor,
 ) -> None:
-    """Writes the sequences' rows of output, [T, heads, Dv] and contiguous.
+    """Writes the rows of the step's lone chunks to output, [T, heads, Dv] and contiguous.
 
     query [heads, T, D], its last dimension contiguous. keys [blocks, kv_heads, block_size, D] and
     values [.., Dv]: one layer of block-major memory, see `BlockCache`. parts: memory for at least
     as many sequences.
     """
-    count, kv_heads = len(sequences.ends), keys.shape[1]
-    per_head = query.shape[0] // kv_heads
-    programs = max(1, min(parts.parts, _PROGRAMS // (count * kv_heads)))
-    _decode[(count, kv_heads, programs)](
+    _, kv_heads, most_parts, per_head = parts.top.shape
+    programs = max(1, min(most_parts, _PROGRAMS // (tensors.lone * kv_heads)))
+    _decode[(tensors.lone, kv_heads, programs)](
         query,
         keys,
         values,
-        sequences.first_rows,
-        sequences.ends,
-        sequences.table_starts,
-        sequences.tables,
+        tensors.first_rows,
+        tensors.ends,
+        tensors.table_starts,
+        tensors.tables,
         parts.top,
         parts.total,
         parts.output,
-        scores.factor,
+        arguments.score_factor,
         query.stride(0),
         query.stride(1),
         keys.stride(0),
         PER_HEAD=per_head,
         ROWS=shape.rows,
         POSITIONS=shape.positions(per_head),
-        PARTS=parts.parts,
-        KEY_SIZE=keys.shape[-1],
-        KEY_PADDED=padded(keys.shape[-1]),
-        VALUE_SIZE=values.shape[-1],
-        VALUE_PADDED=padded(values.shape[-1]),
-        BLOCK_SIZE=keys.shape[2],
+        PARTS=most_parts,
+        **memory_constants(keys, values),
         KEYS=shape.keys,
-        WINDOW=scores.window,
-        SOFTCAP=scores.softcap,
+        WINDOW=arguments.window or 0,
+        SOFTCAP=arguments.softcap or 0.0,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    merge_parts(parts, sequences, scores, shape, output)
+    _merge[(tensors.lone, kv_heads)](
+        parts.top,
+        parts.total,
+        parts.output,
+        tensors.first_rows,
+        tensors.ends,
+        output if arguments.sinks is None else arguments.sinks,
+        output,
+        PER_HEAD=per_head,
+        ROWS=shape.rows,
+        POSITIONS=shape.positions(per_head),
+        PARTS=most_parts,
+        VALUE_SIZE=output.shape[-1],
+        VALUE_PADDED=padded(output.shape[-1]),
+        WINDOW=arguments.window or 0,
+        SINKS=arguments.sinks is not None,
+        UNROLLED=_UNROLLED,
+        num_warps=shape.warps,
+    )
 
 
 @jit
@@ -277,3 +196,60 @@ def _decode(
             output,
             mask=live[:, None] & (value_element < VALUE_SIZE)[None, :],
         )
+
+
+@jit
+def _merge(
+    tops: tl.tensor,
+    totals: tl.tensor,
+    outputs: tl.tensor,
+    first_rows: tl.tensor,
+    ends: tl.tensor,
+    sinks: tl.tensor,
+    target: tl.tensor,
+    PER_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+) -> None:
+    """Program (s, h): the output of sequence s and KV head h, its parts taken in their order."""
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    end = tl.load(ends + sequence)
+    size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
+    count = (end - 1) // size + 1 - first_seen(end - 1, WINDOW) // size
+    row = tl.arange(0, ROWS)
+    live = row < PER_HEAD
+    element = tl.arange(0, VALUE_PADDED)
+    mask = live[:, None] & (element < VALUE_SIZE)[None, :]
+    base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    output = tl.zeros((ROWS, VALUE_PADDED), tl.float32)
+    for group in range(0, count, UNROLLED):
+        # Unrolled, so that the loads of several parts are under way at once.
+        for i in tl.static_range(UNROLLED):
+            there = group + i < count
+            spots = (base + group + i) * PER_HEAD + row
+            top, total, output = fold(
+                top,
+                total,
+                output,
+                tl.load(tops + spots, mask=live & there, other=float("-inf")),
+                tl.load(totals + spots, mask=live & there, other=0.0),
+                tl.load(
+                    outputs + spots[:, None] * VALUE_SIZE + element[None, :],
+                    mask=mask & there,
+                    other=0.0,
+                ),
+            )
+    heads = kv_head * PER_HEAD + row
+    output = finish(top, total, output, sinks, heads, live, SINKS)
+    first_row = tl.load(first_rows + sequence).to(tl.int64)
+    spots = first_row * tl.num_programs(1) * PER_HEAD + heads
+    tl.store(target + spots[:, None] * VALUE_SIZE + element[None, :], output, mask=mask)

@@ -11,50 +11,43 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from baton.engine.attention.triton.shapes import TileShape, padded
-from baton.engine.attention.triton.tiles import (
-    Chunks,
-    Scores,
-    attend,
-    finish,
-    first_seen,
-    fold,
-    jit,
-    part_size,
-)
+from baton.engine.attention.interface import LayerArguments
+from baton.engine.attention.triton.shapes import TileShape, memory_constants
+from baton.engine.attention.triton.steps import StepTensors
+from baton.engine.attention.triton.tiles import attend, finish, first_seen, fold, jit, part_size
 
 
 def prefill_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    chunks: Chunks,
-    scores: Scores,
+    tensors: StepTensors,
+    arguments: LayerArguments,
     shape: TileShape,
     output: torch.Tensor,
     *,
     parts: int,
 ) -> None:
-    """Writes the chunks' rows of output; tensors as for `decode_attention`.
+    """Writes the rows of the step's other chunks to output; shapes as for `decode_attention`.
 
     parts: 0, or the most parts a sequence is cut into when decode's bits are wanted; shape is then
     decode's.
     """
-    kv_heads, sequences = keys.shape[1], chunks.sequences
+    kv_heads = keys.shape[1]
     per_head = query.shape[0] // kv_heads
-    _prefill[(len(chunks.tiles), kv_heads)](
+    _prefill[(len(tensors.tiles), kv_heads)](
         query,
         keys,
         values,
-        sequences.first_rows,
-        chunks.first_positions,
-        sequences.ends,
-        sequences.table_starts,
-        sequences.tables,
-        chunks.tiles,
-        output if scores.sinks is None else scores.sinks,
+        tensors.first_rows,
+        tensors.first_positions,
+        tensors.ends,
+        tensors.table_starts,
+        tensors.tables,
+        tensors.tiles,
+        output if arguments.sinks is None else arguments.sinks,
         output,
-        scores.factor,
+        arguments.score_factor,
         query.stride(0),
         query.stride(1),
         keys.stride(0),
@@ -62,15 +55,11 @@ def prefill_attention(
         ROWS=shape.rows,
         POSITIONS=shape.positions(per_head),
         PARTS=parts,
-        KEY_SIZE=keys.shape[-1],
-        KEY_PADDED=padded(keys.shape[-1]),
-        VALUE_SIZE=values.shape[-1],
-        VALUE_PADDED=padded(values.shape[-1]),
-        BLOCK_SIZE=keys.shape[2],
+        **memory_constants(keys, values),
         KEYS=shape.keys,
-        WINDOW=scores.window,
-        SOFTCAP=scores.softcap,
-        SINKS=scores.sinks is not None,
+        WINDOW=arguments.window or 0,
+        SOFTCAP=arguments.softcap or 0.0,
+        SINKS=arguments.sinks is not None,
         NESTED=parts > 0,
         num_warps=shape.warps,
         num_stages=shape.stages,

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 PART = 256
 """Positions that are attended to before results are merged: a multiple of every `keys` below."""
 
@@ -26,13 +28,12 @@ _PARTS_IN_ALL = 256
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """rows: queries of a tile, over positions and the query heads of one KV head. keys: positions
-    read at a time. warps, stages: of Triton's compiler.
-    """
-
     rows: int
+    """Queries of a tile, over positions and the query heads of one KV head."""
     keys: int
+    """Positions that are read at a time."""
     warps: int
+    """Of Triton's compiler, as `stages`."""
     stages: int
 
     def positions(self, per_head: int) -> int:
@@ -43,6 +44,17 @@ class TileShape:
 def padded(size: int) -> int:
     """The power of two, at least 16, that a head of this size is padded to in registers."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def memory_constants(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
+    """What kernels are compiled for of block-major memory, [.., block_size, D] and [.., Dv]."""
+    return {
+        "KEY_SIZE": keys.shape[-1],
+        "KEY_PADDED": padded(keys.shape[-1]),
+        "VALUE_SIZE": values.shape[-1],
+        "VALUE_PADDED": padded(values.shape[-1]),
+        "BLOCK_SIZE": keys.shape[-2],
+    }
 
 
 def decode_shape(

@@ -17,33 +17,38 @@ from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.kv.cache import block_ids, places_of
 
 _ALIGNED = 16
+"""Bytes, where each tensor begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """One step. Chunks stand in the batch in the plan's order, one row per token.
 
-    The five tensors by chunk hold the L chunks of one token first (`lone` is L), then the others.
-
-    token_ids, positions: int64 [1, T]; token_ids still holds plan.PENDING where the plan does.
-    sampled: int64 [S], the rows whose logits are wanted, in order.
-    places: int32 [T], where each row's KV goes.
-    first_rows, first_positions, ends, table_starts: int32 [C], by chunk: its first row, its first
-    position, the position after its last, and where its blocks begin in tables.
-    tables: int32 [N], block ids. tiles: int32 [tiles, 2], (chunk, tile of its sequence).
+    The four tensors by chunk hold the chunks of one token first, then the others.
     """
 
     token_ids: torch.Tensor
+    """int64 [1, T]; it still holds plan.PENDING where the plan does."""
     positions: torch.Tensor
+    """int64 [1, T]."""
     sampled: torch.Tensor
+    """int64 [S], the rows whose logits are wanted, in order."""
     places: torch.Tensor
+    """int32 [T], where each row's KV goes."""
     first_rows: torch.Tensor
+    """int32 [C], each chunk's first row."""
     first_positions: torch.Tensor
+    """int32 [C], each chunk's first position."""
     ends: torch.Tensor
+    """int32 [C], the position after each chunk's last."""
     table_starts: torch.Tensor
+    """int32 [C], where each chunk's blocks begin in `tables`."""
     tiles: torch.Tensor
+    """int32 [tiles, 2], (chunk, tile of its sequence) of the chunks of several tokens."""
     tables: torch.Tensor
+    """int32 [N], block ids."""
     lone: int
+    """How many chunks have one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +66,26 @@ class Counts:
     def num_bytes(self) -> int:
         return sum(_padded(count * dtype.itemsize) for _, count, dtype in self._sizes())
 
+    def host_buffer(self, device: torch.device) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+        """Memory on the host for the step's numbers, pinned for a GPU, and flat arrays by name to
+        write them to.
+
+        It may be dropped as soon as its upload is enqueued: torch gives pinned memory out again
+        only when the copies from it are done.
+        """
+        pinned = device.type == "cuda"
+        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return buffer, {name: view.numpy() for name, view in self._views(buffer).items()}
+
     def carve(self, buffer: torch.Tensor) -> StepTensors:
         """Views of a buffer, uint8 of at least num_bytes."""
-        views = self.flat(buffer)
-        return StepTensors(
-            token_ids=views["token_ids"][None],
-            positions=views["positions"][None],
-            sampled=views["sampled"],
-            places=views["places"],
-            first_rows=views["first_rows"],
-            first_positions=views["first_positions"],
-            ends=views["ends"],
-            table_starts=views["table_starts"],
-            tiles=views["tiles"].view(-1, 2),
-            tables=views["tables"],
-            lone=self.lone,
-        )
+        views = self._views(buffer)
+        for name in ("token_ids", "positions"):
+            views[name] = views[name][None]
+        views["tiles"] = views["tiles"].view(-1, 2)
+        return StepTensors(**views, lone=self.lone)
 
-    def arrays(self, buffer: torch.Tensor) -> dict[str, np.ndarray]:
-        """The same of a buffer on the host, by name: flat arrays to write to."""
-        return {name: view.numpy() for name, view in self.flat(buffer).items()}
-
-    def flat(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors by name, each of one dimension."""
         views = {}
         first = 0
@@ -108,16 +111,6 @@ class Counts:
             ("tiles", 2 * self.tiles, short),
             ("tables", self.blocks, short),
         ]
-
-
-def host_buffer(counts: Counts, device: torch.device) -> torch.Tensor:
-    """Memory for one step's numbers, pinned for a GPU.
-
-    It may be dropped as soon as its upload is enqueued: torch gives pinned memory out again only
-    when the copies from it are done.
-    """
-    pinned = device.type == "cuda"
-    return torch.empty(counts.num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _padded(size: int) -> int:
@@ -170,8 +163,8 @@ class StepBuilder:
             blocks=sum(map(len, tables)),
             lone=len(lone),
         )
-        host = host_buffer(counts, self._device)
-        self._fill(counts.arrays(host), plan, order, tables, tiles)
+        host, arrays = counts.host_buffer(self._device)
+        self._fill(arrays, plan, order, tables, tiles)
         return counts.carve(host.to(self._device, non_blocking=True))
 
     def _tiles(self, chunk: Chunk) -> range:
@@ -259,8 +252,7 @@ class DecodeBuffers:
         tables.append(np.array([self._trash_block], dtype=np.int32))
         starts = np.cumsum([0, *map(len, tables)])
         counts = replace(self._counts(rows), blocks=int(starts[-1]))
-        host = host_buffer(counts, self._buffer.device)
-        arrays = counts.arrays(host)
+        host, arrays = counts.host_buffer(self._buffer.device)
         padding = rows - len(chunks)
         size = self._block_size
         positions = [chunk.first_position for chunk in chunks] + [0] * padding
