@@ -15,8 +15,8 @@ from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine.attention.interface import LayerArguments
 from baton.engine.attention.kernels import Kernel, flash_cpu, reference
-from baton.engine.attention.tiled import KeyReader, PagedAttention, build_inputs
-from baton.engine.attention.tiles import exact_tiles, loose_tiles
+from baton.engine.attention.tiled import KeyReader, TiledBackend
+from baton.engine.attention.tiles import cut_tiles
 from baton.engine.kv.cache import KvCache
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Told:
 
 
 def run(
-    attention: PagedAttention,
+    attention: TiledBackend,
     sequences: Sequence[Told],
     counts: Sequence[int],
     layers: Sequence[LayerArguments],
@@ -70,7 +70,7 @@ def run(
             sequence.done += count
     if not chunks:
         return
-    context = attention.step(build_inputs(StepPlan(0, tuple(chunks)), 16, CPU))
+    context = attention.begin(StepPlan(0, tuple(chunks))).context
 
     def batch(name: str) -> torch.Tensor:
         return torch.cat([getattr(s, name)[:, f : f + n] for s, f, n in rows], 1)
@@ -124,7 +124,7 @@ def test_steps_are_softmax_over_the_past(
 ) -> None:
     torch.manual_seed(0)
     rows = lone_rows if exact else HEADS // KV_HEADS
-    attention = PagedAttention(memory(kernel), kernel, exact=exact, lone_rows=rows)
+    attention = TiledBackend(memory(kernel), kernel, exact=exact, lone_rows=rows)
     layers = [
         LayerArguments(0, 0.4, None, 30.0 if kernel is reference else None, None),
         LayerArguments(1, 0.3, window, None, torch.randn(HEADS) if sinks else None),
@@ -141,11 +141,8 @@ def test_keys_are_read_where_they_lie_when_that_pays(window: int | None) -> None
     cache.keys.normal_()
     chunk = Chunk(0, [7], 1600, ((5, 60), (120, 60)))
     positions = [*range(80, 1040), *range(1920, 2880)]
-    for exact, tiles in (
-        (True, exact_tiles(chunk, 0, lone=True)),
-        (False, loose_tiles(chunk, 0)),
-    ):
-        (tile,) = tiles
+    for exact in (True, False):
+        (tile,) = cut_tiles(chunk, 0, exact=exact, lone=True)
         reader = KeyReader(cache, exact=exact)
         reading = reader.read(chunk, [tile], window, 1)
         (own,) = reading.tiles
@@ -168,7 +165,7 @@ def test_views_are_kept_from_step_to_step_and_no_longer() -> None:
     def read(position: int) -> object:
         reader.begin()
         chunk = Chunk(0, [7], position, ((5, 10),))
-        (own,) = reader.read(chunk, list(exact_tiles(chunk, 0, lone=True)), None, 1).tiles
+        (own,) = reader.read(chunk, cut_tiles(chunk, 0, exact=True, lone=True), None, 1).tiles
         return own.runs[0]
 
     first = read(40)

@@ -12,9 +12,8 @@ from baton.engine.attention.tiles import (
     LOOSE,
     MaskBank,
     Tile,
-    exact_tiles,
+    cut_tiles,
     find_routes,
-    loose_tiles,
 )
 
 CPU = torch.device("cpu")
@@ -23,9 +22,7 @@ WHERE = ((0, 40),)
 
 def cut(first: int, count: int, mode: str, first_row: int = 3) -> list[Tile]:
     chunk = Chunk(0, [7] * count, first, WHERE)
-    if mode == "loose":
-        return list(loose_tiles(chunk, first_row))
-    return list(exact_tiles(chunk, first_row, lone=mode == "lone"))
+    return cut_tiles(chunk, first_row, exact=mode != "loose", lone=mode == "lone")
 
 
 modes = st.sampled_from(["loose", "lone", "whole"])

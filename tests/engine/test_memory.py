@@ -61,7 +61,6 @@ def test_inputs_are_the_rows_of_all_chunks(table: Extents, data: st.DataObject) 
     assert inputs.token_ids[0].tolist() == [5, *[7] * count]
     assert inputs.positions[0].tolist() == [15, *range(first, first + count)]
     assert inputs.places[1:].tolist() == [place_of(table, p) for p in range(first, first + count)]
-    assert inputs.chunks == plan.chunks
     end = first + count
     fresh = end % 16 != 0 and end // 16 * 16 >= first
     ahead = [place_of(table, p) for p in range(end, -(-end // 16) * 16)] if fresh else []

@@ -9,10 +9,9 @@ import torch
 
 from baton.core.errors import InvalidArgument
 from baton.engine.attention.interface import Backend
-from baton.engine.attention.kernels import choose_kernel, fewest_rows
-from baton.engine.attention.tiled import PagedAttention, TiledBackend
+from baton.engine.attention.kernels import choose_kernel, fewest_rows, flash_cpu
+from baton.engine.attention.tiled import TiledBackend
 from baton.engine.config import EngineConfig
-from baton.engine.footprint import stores_even
 from baton.engine.kv.cache import DTYPES, KvCache
 from baton.engine.loader import AttentionShape, LoadedModel
 
@@ -38,15 +37,20 @@ def open_backend(
     layout, device = shape.layout, loaded.device
     sizes = layout.key_size, layout.value_size
     kernel = choose_kernel(config.attention, device, *sizes, softcap=shape.softcap)
-    even = stores_even(config, loaded, shape)
     kept_as = DTYPES[shape.dtype]
-    cache = KvCache(layout, num_blocks, config.block_size, device, even=even, dtype=kept_as)
+    cache = KvCache(
+        layout,
+        num_blocks,
+        config.block_size,
+        device,
+        even=kernel is flash_cpu,
+        dtype=kept_as,
+    )
     lone_rows: int | None = shape.per_head
     if config.exact:
         heads, size = layout.num_kv_heads, layout.key_size
         lone_rows = fewest_rows(kernel, heads, shape.per_head, size, kept_as, device)
-    attention = PagedAttention(cache, kernel, exact=bool(config.exact), lone_rows=lone_rows)
-    return TiledBackend(cache, attention)
+    return TiledBackend(cache, kernel, exact=bool(config.exact), lone_rows=lone_rows)
 
 
 def runs_triton(attention: str, device: torch.device) -> bool:

@@ -1,12 +1,12 @@
 """Attention of one tile of queries over one run of keys: the plain kernel and the CPU's own.
 
-A kernel sees neither blocks nor layers. Both have the signature of `Kernel`.
+A kernel sees neither blocks nor layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,24 +20,17 @@ _FLASH_RUN = 512
 _flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class Kernel(Protocol):
-    """query [1, heads, rows, D], key [1, heads, n, D], value [1, heads, n, Dv], mask [1, 1, rows
-    or 1, n] with 0 where a row sees a key and -inf where not, or None when all rows see all keys.
-    Rows are all queries that share a KV head.
+Kernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float | None],
+    tuple[torch.Tensor, torch.Tensor],
+]
+"""(query [1, heads, rows, D], key [1, heads, n, D], value [1, heads, n, Dv], mask, scale, softcap)
+-> output [1, heads, rows, Dv] and the log-sum-exp of the scores, float32 [1, heads, rows].
 
-    Returns output [1, heads, rows, Dv] and the log-sum-exp of the scores, float32 [1, heads, rows];
-    both mean nothing for a row that sees no key at all.
-    """
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+Rows are all queries that share a KV head. mask: [1, 1, rows or 1, n] with 0 where a row sees a key
+and -inf where not, or None when all rows see all keys. The results mean nothing for a row that sees
+no key at all.
+"""
 
 
 def reference(

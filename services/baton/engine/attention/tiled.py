@@ -19,9 +19,8 @@ from baton.engine.attention.tiles import (
     MaskBank,
     Routes,
     Tile,
-    exact_tiles,
+    cut_tiles,
     find_routes,
-    loose_tiles,
 )
 from baton.engine.config import TILE
 from baton.engine.kv.cache import KvCache
@@ -30,22 +29,21 @@ from baton.engine.kv.extents import spans
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """token_ids, positions: int64 [1, T]. places: int64 [T], where each row's KV goes.
-
-    stale: int64, places ahead of the sequences' ends to zero first. sampled: int64 [S], the rows
-    whose logits are wanted, in order. chunks: whose rows these are, in order.
-    """
+    """A plan's chunks as tensors, one chunk behind the other without padding. All are int64."""
 
     token_ids: torch.Tensor
+    """[1, T]; token ids still to be sampled stay as they are in the plan."""
     positions: torch.Tensor
+    """[1, T]."""
     places: torch.Tensor
+    """[T], where each row's KV goes."""
     stale: torch.Tensor
+    """Places ahead of the sequences' ends, to be zeroed first."""
     sampled: torch.Tensor
-    chunks: tuple[Chunk, ...]
+    """[S], the rows whose logits are wanted, in order."""
 
 
 def build_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepInputs:
-    """The plan's chunks as tensors. Token ids still to be sampled stay as they are in the plan."""
     token_ids: list[int] = []
     positions: list[int] = []
     places: list[int] = []
@@ -57,21 +55,15 @@ def build_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepI
         end = chunk.end_position
         positions += range(chunk.first_position, end)
         _extend(places, chunk.extents, chunk.first_position, len(chunk.token_ids), block_size)
-        # Whoever writes a tile's first place clears the rest of it, once.
+        # The chunk that writes a tile's first place clears the rest of the tile, once.
         if end % TILE and end // TILE * TILE >= chunk.first_position:
             _extend(stale, chunk.extents, end, -end % TILE, block_size)
 
     def tensor(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    return StepInputs(
-        token_ids=tensor(token_ids)[None],
-        positions=tensor(positions)[None],
-        places=tensor(places),
-        stale=tensor(stale),
-        sampled=tensor(sampled),
-        chunks=plan.chunks,
-    )
+    rows = tensor(token_ids)[None], tensor(positions)[None]
+    return StepInputs(*rows, tensor(places), tensor(stale), tensor(sampled))
 
 
 def _extend(
@@ -90,21 +82,23 @@ LayerViews = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TileKeys:
-    """Keys of one tile: where they lie, in one or more runs; or without runs, length of them from
-    `first` on among those gathered for the chunk. mask: see `kernels.Kernel`.
-    """
+    """The keys and values that one tile reads."""
 
     runs: tuple[LayerViews, ...]
+    """Where they lie; none when they are gathered for the chunk first."""
     first: int
+    """Where they begin among those gathered, `length` of them."""
     length: int
     mask: torch.Tensor | None
+    """See `kernels.Kernel`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Keys of a chunk's tiles. places: int64 [N], what to gather first, None when nothing."""
+    """The keys and values of a chunk's tiles."""
 
     places: torch.Tensor | None
+    """int64 [N], what to gather first; None when nothing."""
     tiles: tuple[TileKeys, ...]
 
 
@@ -150,7 +144,11 @@ class KeyReader:
             if not self._unmasked(tile, window):
                 mask = self._masks.take(tile, window, per_head)
             found.append(TileKeys(views, start - first, length, mask))
-        return Reading(None if whole or merged else self._places(runs), tuple(found))
+        places = None
+        if not whole and not merged:
+            device = self._cache.device
+            places = torch.cat([torch.arange(at, at + n, device=device) for at, n in runs])
+        return Reading(places, tuple(found))
 
     def gather(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values [1, heads, N, size] of a reading's places, one behind the
@@ -166,16 +164,12 @@ class KeyReader:
         return found[0], found[1]
 
     def _unmasked(self, tile: Tile, window: int | None) -> bool:
-        """Whether every query sees all that the tile reads, and it may be told so.
+        """Whether every query sees all that the tile reads, and no mask says so.
 
         The kernel rounds otherwise without a mask, so exact tiles always have one.
         """
         sees_all = window is None or tile.end - tile.first_key(window) <= window
         return tile.lone and sees_all and not self._exact
-
-    def _places(self, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-        device = self._cache.keys.device
-        return torch.cat([torch.arange(start, start + n, device=device) for start, n in runs])
 
     def _run(self, start: int, length: int) -> LayerViews:
         """A run of places where it lies."""
@@ -188,8 +182,8 @@ class KeyReader:
         return found
 
 
-class PagedAttention:
-    """Runs the attention of steps over one KvCache, tile by tile.
+class TiledBackend:
+    """A Backend: head-major memory, and a kernel that computes tile by tile.
 
     exact: a query's bits depend on its sequence's tokens alone. lone_rows: how many rows a query
     that is alone in its tile is padded to, see `kernels.fewest_rows`; None, in exact mode, computes
@@ -197,36 +191,42 @@ class PagedAttention:
     """
 
     def __init__(self, cache: KvCache, kernel: Kernel, *, exact: bool, lone_rows: int | None):
-        self.cache = cache
+        self.memory = cache
         self.kernel = kernel
+        self.exact = exact
         self.lone_rows = lone_rows
         self.reader = KeyReader(cache, exact=exact)
-        self._exact = exact
 
-    def step(self, inputs: StepInputs) -> StepAttention:
+    def begin(self, plan: StepPlan) -> ForwardPass:
+        inputs = build_inputs(plan, self.memory.block_size, self.memory.device)
         if inputs.stale.numel():
-            self.cache.clear(inputs.stale)
+            self.memory.clear(inputs.stale)
         self.reader.begin()
-        return StepAttention(self, inputs)
+        context = StepAttention(self, plan.chunks, inputs.places)
+        return ForwardPass(inputs.token_ids, inputs.positions, inputs.sampled, context)
 
-    def tiles(self, chunk: Chunk, first_row: int) -> tuple[Tile, ...]:
-        if self._exact:
-            return tuple(exact_tiles(chunk, first_row, lone=self.lone_rows is not None))
-        return tuple(loose_tiles(chunk, first_row))
+    def decode_buffers(self, max_rows: int) -> None:
+        return None
+
+    def forget(self, extents: Extents) -> None:
+        size = self.memory.block_size
+        positions = size * sum(count for _, count in extents)
+        for start, length in spans(extents, 0, positions, size):
+            self.memory.clear(torch.arange(start, start + length, device=self.memory.device))
 
 
 class StepAttention:
-    """The context object of one step. What does not depend on the layer is computed once."""
+    """The context of one step. What does not depend on the layer is computed once."""
 
-    def __init__(self, attention: PagedAttention, inputs: StepInputs):
-        self._attention = attention
-        self._cache = attention.cache
-        self._kernel = attention.kernel
-        self._places = inputs.places
-        self._chunks: list[tuple[Chunk, tuple[Tile, ...]]] = []
+    def __init__(self, backend: TiledBackend, chunks: Sequence[Chunk], places: torch.Tensor):
+        self._backend = backend
+        self._cache = backend.memory
+        self._places = places
+        self._chunks: list[tuple[Chunk, list[Tile]]] = []
         row = 0
-        for chunk in inputs.chunks:
-            self._chunks.append((chunk, attention.tiles(chunk, row)))
+        lone = backend.lone_rows is not None
+        for chunk in chunks:
+            self._chunks.append((chunk, cut_tiles(chunk, row, exact=backend.exact, lone=lone)))
             row += len(chunk.token_ids)
         self._routes: Routes | None = None
         self._readings: dict[int | None, list[Reading]] = {}
@@ -242,17 +242,19 @@ class StepAttention:
         own = len(self._places)
         self._cache.write(arguments.layer, self._places, key[:, :own], value[:, :own])
         heads, count, size = query.shape
-        routes = self._routes or self._find_routes(heads, count)
-        queries = routes.scatter(query.transpose(0, 1).reshape(count * heads, size))
-        readings = self._readings.get(arguments.window)
-        if readings is None:
-            readings = self._read(arguments.window, heads // routes.kv_heads)
-        parts = self._tiles(arguments, queries, readings)
-        output = routes.gather([part for part, _ in parts])
+        per_head = heads // self._cache.layout.num_kv_heads
+        if self._routes is None:
+            tiles = [tile for _, tiles in self._chunks for tile in tiles]
+            kv_heads, lone_rows = heads // per_head, self._backend.lone_rows or per_head
+            device = self._places.device
+            self._routes = find_routes(tiles, heads, kv_heads, lone_rows, device, count - own)
+        queries = self._routes.scatter(query.transpose(0, 1).reshape(count * heads, size))
+        parts = self._tiles(arguments, queries, self._read(arguments.window, per_head))
+        output = self._routes.gather([part for part, _ in parts])
         output = output.view(count, heads, -1)[..., : self._cache.layout.value_size]
         if arguments.sinks is None:
             return output
-        lse = routes.gather([part for _, part in parts]).view(count, heads)
+        lse = self._routes.gather([part for _, part in parts]).view(count, heads)
         # Not torch.sigmoid, whose last bits depend on where in an array a number stands.
         share = 1 / (1 + torch.exp(arguments.sinks.float() - lse))
         return output * share.unsqueeze(-1).to(output.dtype)
@@ -261,20 +263,18 @@ class StepAttention:
         self, arguments: LayerArguments, queries: list[torch.Tensor], readings: list[Reading]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every tile's output [1, kv_heads, n, Dv] and log-sum-exps [1, kv_heads, n]."""
-        kernel, layer = self._kernel, arguments.layer
+        kernel, layer = self._backend.kernel, arguments.layer
         scale, softcap = arguments.scale, arguments.softcap
         parts = []
         rest = iter(queries)
         for reading in readings:
             if reading.places is not None:
-                keys, values = self._attention.reader.gather(layer, reading.places)
-                for tile in reading.tiles:
-                    key = keys.narrow(2, tile.first, tile.length)
-                    value = values.narrow(2, tile.first, tile.length)
-                    parts.append(kernel(next(rest), key, value, tile.mask, scale, softcap))
+                gathered = self._backend.reader.gather(layer, reading.places)
+                for tile, query in zip(reading.tiles, rest, strict=False):
+                    key, value = (part.narrow(2, tile.first, tile.length) for part in gathered)
+                    parts.append(kernel(query, key, value, tile.mask, scale, softcap))
                 continue
-            for tile in reading.tiles:
-                query = next(rest)
+            for tile, query in zip(reading.tiles, rest, strict=False):
                 runs = [
                     kernel(query, keys[layer], values[layer], tile.mask, scale, softcap)
                     for keys, values in tile.runs
@@ -282,44 +282,10 @@ class StepAttention:
                 parts.append(runs[0] if len(runs) == 1 else merge(runs))
         return parts
 
-    def _find_routes(self, heads: int, count: int) -> Routes:
-        kv_heads = self._cache.layout.num_kv_heads
-        lone_rows = self._attention.lone_rows or heads // kv_heads
-        tiles = [tile for _, own in self._chunks for tile in own]
-        device = self._places.device
-        padding = count - len(self._places)
-        self._routes = find_routes(tiles, heads, kv_heads, lone_rows, device, padding)
-        return self._routes
-
     def _read(self, window: int | None, per_head: int) -> list[Reading]:
-        read = self._attention.reader.read
-        found = [read(chunk, tiles, window, per_head) for chunk, tiles in self._chunks]
-        self._readings[window] = found
+        found = self._readings.get(window)
+        if found is None:
+            read = self._backend.reader.read
+            found = [read(chunk, tiles, window, per_head) for chunk, tiles in self._chunks]
+            self._readings[window] = found
         return found
-
-
-class TiledBackend:
-    """Head-major memory and attention tile by tile, with a plain kernel or the CPU's own."""
-
-    def __init__(self, cache: KvCache, attention: PagedAttention):
-        self._cache = cache
-        self._attention = attention
-
-    @property
-    def memory(self) -> KvCache:
-        return self._cache
-
-    def begin(self, plan: StepPlan) -> ForwardPass:
-        inputs = build_inputs(plan, self._cache.block_size, self._cache.device)
-        context = self._attention.step(inputs)
-        return ForwardPass(inputs.token_ids, inputs.positions, inputs.sampled, context)
-
-    def decode_buffers(self, max_rows: int) -> None:
-        return None
-
-    def forget(self, extents: Extents) -> None:
-        size = self._cache.block_size
-        positions = size * sum(count for _, count in extents)
-        for start, length in spans(extents, 0, positions, size):
-            places = torch.arange(start, start + length, device=self._cache.device)
-            self._cache.clear(places)

@@ -8,7 +8,7 @@ other half. Otherwise tiles are as wide as pays, and read no key beyond their la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -23,18 +23,20 @@ LOOSE = 32
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Consecutive rows of one chunk, the first of them the batch's row first_row.
-
-    start, end: the positions that the tile stands for, of which first_position and the count - 1
-    behind it are there. lone: the one query there is computed alone, without padding.
-    """
+    """Consecutive rows of one chunk."""
 
     first_row: int
+    """The first one, counted in the batch."""
     first_position: int
+    """Of the first row."""
     count: int
+    """How many rows are there."""
     start: int
+    """The first of the positions that the tile stands for, there or not."""
     end: int
+    """The position after the last of these."""
     lone: bool
+    """Whether the one query there is computed alone, without padding."""
 
     @property
     def lead(self) -> int:
@@ -57,26 +59,21 @@ class Tile:
         return [*[-1] * self.lead, *own, *[-1] * after]
 
 
-def exact_tiles(chunk: Chunk, first_row: int, *, lone: bool) -> Iterator[Tile]:
-    """Whole tiles of 16; lone: but for single queries, as those of decode are."""
-    for row, position, count in _cut(chunk, first_row, chunk.first_position % TILE, TILE):
-        start = position // TILE * TILE
-        yield Tile(row, position, count, start, start + TILE, lone and count == 1)
-
-
-def loose_tiles(chunk: Chunk, first_row: int) -> Iterator[Tile]:
-    """Tiles of what is there, without padding."""
-    for row, position, count in _cut(chunk, first_row, 0, LOOSE):
-        yield Tile(row, position, count, position, position + count, count == 1)
-
-
-def _cut(chunk: Chunk, first_row: int, offset: int, width: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (row, position, count): at most width rows, the first of them offset fewer."""
-    position, row = chunk.first_position, first_row
+def cut_tiles(chunk: Chunk, first_row: int, *, exact: bool, lone: bool) -> list[Tile]:
+    """exact: whole tiles of 16; lone: but for single queries, as those of decode are. Otherwise
+    tiles of what is there, without padding."""
+    tiles = []
+    row, position = first_row, chunk.first_position
+    width = TILE if exact else LOOSE
+    offset = position % TILE if exact else 0
     while position < chunk.end_position:
         count = min(width - offset, chunk.end_position - position)
-        yield row, position, count
+        alone = count == 1 and (lone or not exact)
+        start = position - offset
+        end = start + TILE if exact else position + count
+        tiles.append(Tile(row, position, count, start, end, alone))
         position, row, offset = position + count, row + count, 0
+    return tiles
 
 
 class MaskBank:
@@ -121,17 +118,19 @@ class MaskBank:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """rows, flat [T * heads, D], go to tiles of [kv_heads, n, D], one behind the other.
+    """The ways of query rows, flat [T * heads, D], into tiles and back; computed once a step.
 
-    n: all query heads that share a KV head, of all positions of the tile, position by position.
-    sources: int64 [N], which row each is; targets: int64 [T * heads], where it is found again; both
-    None when that changes nothing. groups: (tiles, n) of neighbours with the same n.
+    A tile is [kv_heads, n, D], n being all query heads that share a KV head, of all positions of
+    the tile, position by position. Tiles lie one behind the other.
     """
 
     kv_heads: int
     sources: torch.Tensor | None
+    """int64 [N], the row that each row of the tiles is; None when they are the same."""
     targets: torch.Tensor | None
+    """int64 [T * heads], where each row is found in the tiles; None when `sources` is."""
     groups: tuple[tuple[int, int], ...]
+    """(tiles, n) of neighbours with the same n."""
 
     def scatter(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """[T * heads, D] -> per tile [1, kv_heads, n, D]."""
