@@ -72,7 +72,7 @@ def run_again(run: Callable[[], None]) -> Callable[[], None]:
 
 @pytest.fixture(scope="module")
 def recorder(runner: TorchRunner) -> Iterator[Recorder]:
-    device = runner._backend.memory.device
+    device = runner.memory.device
     recorder = Recorder(cuda_recorder() if device.type == "cuda" else run_again)
     with torch.inference_mode():
         fill = runner._backend.decode_buffers(MOST)
@@ -110,7 +110,7 @@ def test_recorded_steps_give_the_tokens_of_others(runner: TorchRunner, recorder:
 
 @pytest.mark.deep
 def test_padding_leaves_every_block_alone(runner: TorchRunner, recorder: Recorder) -> None:
-    memory = runner._backend.memory
+    memory = runner.memory
     texts = random_prompts((20, 21, 22), 1000)
     generate(runner, texts, scattered(3, 2), 1)
     before = torch.empty(memory.num_blocks, memory.block_bytes, dtype=torch.uint8)

@@ -142,7 +142,7 @@ def test_what_is_foreseen_is_what_a_loaded_model_takes(
     assert runner.num_blocks == memory.num_blocks
     assert runner.num_blocks < config.max_batch * -(-memory.model_len // 16), "memory must decide"
     assert runner.model.max_model_len == memory.max_model_len
-    pool: Any = runner._backend.memory
+    pool: Any = runner.memory
     assert pool.keys.nbytes + pool.values.nbytes == memory.kv_bytes
     assert pool.block_bytes == memory.block_bytes
     assert runner.num_swap_blocks == (memory.swap_host_blocks, memory.swap_disk_blocks) == (4, 2)

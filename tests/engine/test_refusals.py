@@ -175,10 +175,10 @@ def test_other_logits_than_the_models_own_are_refused() -> None:
     texts = selfcheck.prompts(10, 100)
     right, wrong = torch.zeros(10), torch.ones(10)
     tables = together(2, 3)
-    selfcheck.check_parity(forward, tables, texts, [right, right])
+    selfcheck.SelfCheck(forward, tables, texts, [right, right]).parity()
     with pytest.raises(UnsupportedModel, match="packed prompts give other logits"):
-        selfcheck.check_parity(forward, tables, texts, [right, wrong])
+        selfcheck.SelfCheck(forward, tables, texts, [right, wrong]).parity()
     with pytest.raises(UnsupportedModel, match="tokens one by one give other logits"):
-        selfcheck.check_decode(forward, tables, texts, [wrong, right])
+        selfcheck.SelfCheck(forward, tables, texts, [wrong, right]).decode()
     with pytest.raises(InvalidArgument, match="no numbers in float32"):
-        selfcheck.check_parity(forward, tables, texts, [right, wrong * torch.nan])
+        selfcheck.SelfCheck(forward, tables, texts, [right, wrong * torch.nan]).parity()

@@ -69,7 +69,7 @@ def check(folder: Path, arch: str, device: str) -> None:
     def expected() -> list[torch.Tensor]:
         return [own(torch.tensor([text], device=device)).logits[0, -1] for text in texts]
 
-    selfcheck.check_parity(model.forward, tables, texts, expected())
+    selfcheck.SelfCheck(model.forward, tables, texts, expected()).parity()
     for token in (7, 8):
         chunks = []
         for i, text in enumerate(texts):

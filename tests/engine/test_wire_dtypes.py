@@ -160,7 +160,7 @@ def test_a_model_answers_after_its_kv_has_travelled(
     if wire == "auto":
         assert after == whole
         return
-    memory = runner._backend.memory
+    memory = runner.memory
     assert isinstance(memory, KvCache)
     kind = torch.finfo(DTYPES[wire])
     for numbers in (memory.keys, memory.values):

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from baton.core.errors import Internal
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.model import KvLayout, ModelDescription
+from baton.core.kvcache.block_pool import Extents, blocks_for
+from baton.core.request.model import ModelDescription
 from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine import selfcheck
 from baton.engine.attention.backends import open_backend
@@ -60,16 +60,27 @@ class TorchRunner:
         backend: Backend,
         swap_memory: SwapMemory,
     ):
+        self.model = model
+        self.memory: KvMemory = backend.memory
+        """The block pool's."""
+        self.layout = self.memory.layout
+        self.num_blocks = self.memory.num_blocks
+        self.block_size = self.memory.block_size
+        self.num_swap_blocks = swap_memory.num_blocks
+        on_gpu = self.memory.device.type == "cuda"
+        self.depth = 2 if on_gpu else 1
+        self.copies_beside_steps = not on_gpu
+        self.not_exact_because = "exact mode is off"
+        """Why a row's logits are not bit-equal whatever else is in the batch, however it is cut,
+        and wherever its KV came from; "" when they are."""
         self._network = network
-        self._model = model
         self._backend = backend
         self._swap = swap_memory
-        self._last = LastTokens(backend.memory.device)
+        self._last = LastTokens(self.memory.device)
         self._graphs: DecodeGraphs | None = None
         self._row_counts: frozenset[int] = frozenset()
         self._agree: Agree = lambda counts: counts
         self._running: deque[tuple[SampledStep, Moved]] = deque()
-        self.not_exact_because = "exact mode is off"
 
     @classmethod
     @torch.inference_mode()
@@ -125,42 +136,7 @@ class TorchRunner:
         return runner
 
     @property
-    def model(self) -> ModelDescription:
-        return self._model
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._backend.memory.layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._backend.memory.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._backend.memory.block_size
-
-    @property
-    def memory(self) -> KvMemory:
-        """The pool's own, for who packs a part of it."""
-        return self._backend.memory
-
-    @property
-    def num_swap_blocks(self) -> tuple[int, int]:
-        return self._swap.num_blocks
-
-    @property
-    def depth(self) -> int:
-        return 2 if self._backend.memory.device.type == "cuda" else 1
-
-    @property
-    def copies_beside_steps(self) -> bool:
-        return self._backend.memory.device.type == "cpu"
-
-    @property
     def exact(self) -> bool:
-        """Whether a row's logits are bit-equal whatever else is in the batch, however it is cut,
-        and wherever its KV came from. `not_exact_because` says why not."""
         return not self.not_exact_because
 
     def submit(self, plan: StepPlan) -> None:
@@ -168,9 +144,9 @@ class TorchRunner:
             plan,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            vocab_size=self._model.vocab_size,
-            max_model_len=self._model.max_model_len,
-            num_swap_blocks=self._swap.num_blocks,
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.model.max_model_len,
+            num_swap_blocks=self.num_swap_blocks,
         )
         moved = self._swap.move(plan)
         with torch.inference_mode():
@@ -185,19 +161,19 @@ class TorchRunner:
 
     @torch.inference_mode()
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
-        self._backend.memory.pack(extents, first_position, count, out)
+        self.memory.pack(extents, first_position, count, out)
 
     @torch.inference_mode()
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
     ) -> None:
-        self._backend.memory.unpack(extents, first_position, count, payload)
+        self.memory.unpack(extents, first_position, count, payload)
 
     def close(self) -> None:
         """Drops weights and KV; the runner is not used after."""
         self._running.clear()
         self._swap.close()
-        for name in ("_graphs", "_network", "_backend"):
+        for name in ("_graphs", "_network", "_backend", "memory"):
             self.__dict__.pop(name, None)
 
     @torch.inference_mode()
@@ -207,10 +183,10 @@ class TorchRunner:
         They hold until the next call.
         """
         for copy in plan.copies:
-            self._backend.memory.copy(copy)
+            self.memory.copy(copy)
         if not plan.chunks:
             # On the device, so that collecting the step waits for its copies.
-            return torch.empty(0, self._model.vocab_size, device=self._backend.memory.device)
+            return torch.empty(0, self.model.vocab_size, device=self.memory.device)
         if self._graphs is not None and self._graphs.fits(plan):
             return self._graphs.run(plan, self._last)
         inputs = self._backend.begin(plan)
@@ -225,12 +201,13 @@ class TorchRunner:
         What cannot be made exact stays as it is: right, but not bit-equal. Weights that are to be
         quantized are checked before, because after it logits are the model's no more.
         """
-        blocks = -(-max(map(len, texts)) // self.block_size)
+        blocks = blocks_for(max(map(len, texts)), self.block_size)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
+        check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
         quantize, max_batch = config.quantize, config.max_batch
-        on_gpu = self._backend.memory.device.type == "cuda"
+        on_gpu = self.memory.device.type == "cuda"
         if quantize != "none":
-            selfcheck.check_parity(self.forward, tables, texts, expected)
+            check.parity()
         try:
             # A GPU's libraries have no packed weights; only exactness needs layers of our own.
             if config.exact or not on_gpu:
@@ -238,8 +215,8 @@ class TorchRunner:
                 counts = swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
                 self._row_counts = frozenset() if on_gpu else self._agree(counts)
             if config.exact:
-                confine(self._network, lambda: selfcheck.whole(self.forward, tables, texts))
-                selfcheck.check_exact(self.forward, tables, texts)
+                confine(self._network, check.packed)
+                check.exact()
                 self.not_exact_because = ""
             elif on_gpu:
                 self.not_exact_because = "a GPU's products depend on how many rows they have"
@@ -249,11 +226,11 @@ class TorchRunner:
             log.warning("exact mode cannot be had: %s", error)
             loosen(self._network, quantize=quantize, max_batch=max_batch)
         if quantize == "none":
-            selfcheck.check_parity(self.forward, tables, texts, expected)
+            check.parity()
         if config.graphs and on_gpu:
             self._record(max_batch)
             if self._graphs is not None:
-                selfcheck.check_decode(self.forward, tables, texts, expected)
+                check.decode()
         # Only what was used: clearing the rest would take its memory before anyone needs it.
         for table in tables:
             self._backend.forget(table)
@@ -263,8 +240,8 @@ class TorchRunner:
         fill = self._backend.decode_buffers(max_rows)
         if fill is None:
             return
-        memory = self._backend.memory
-        shape = max_rows, self._model.vocab_size
+        memory = self.memory
+        shape = max_rows, self.model.vocab_size
         dtype = next(self._network.parameters()).dtype
         logits = torch.empty(shape, dtype=dtype, device=memory.device)
         try:

@@ -1,13 +1,14 @@
 """Runs a model both ways at load and compares: its own eager forward against our paged one.
 
-Knows the forward pass as a function and plans; the one place that proves, for the very model on the
-very machine, that attention is wired right and whether logits are exact.
+It is the one place that proves, for the very model on the very machine, that attention is wired
+right and whether logits are exact.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -36,72 +37,66 @@ def prompts(vocab_size: int, max_model_len: int) -> list[list[int]]:
     ]
 
 
-def whole(forward: Forward, tables: Sequence[Extents], texts: list[list[int]]) -> torch.Tensor:
-    """All prompts in one step: logits [prompts, vocab]."""
-    return forward(StepPlan(0, tuple(_chunk(i, t, tables[i]) for i, t in enumerate(texts))))
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """Compares what `forward` makes of prompts, given in one piece and in several."""
 
+    forward: Forward
+    tables: Sequence[Extents]
+    """The blocks of each prompt."""
+    texts: list[list[int]]
+    expected: list[torch.Tensor]
+    """Of each prompt the last position's logits [vocab], from the model's own attention."""
 
-def check_parity(
-    forward: Forward,
-    tables: Sequence[Extents],
-    texts: list[list[int]],
-    expected: list[torch.Tensor],
-) -> None:
-    """Raises UnsupportedModel when packed or chunked logits differ from eager ones.
+    def parity(self) -> None:
+        """Raises UnsupportedModel when packed or chunked logits differ from eager ones, and
+        InvalidArgument naming `dtype` when these are no numbers already: the model needs a wider
+        range."""
+        if any(bool(row.isnan().any()) for row in self.expected):
+            dtype = str(self.expected[0].dtype).removeprefix("torch.")
+            raise InvalidArgument(f"the model's logits are no numbers in {dtype}", field="dtype")
+        self._compare(self.packed(), "packed prompts")
+        self._compare(self._in_chunks(_CHUNK), "chunked prompts")
 
-    expected: per prompt the last position's logits [vocab], from the model's own attention. Raises
-    InvalidArgument naming `dtype` when those are no numbers already: the model needs a wider range.
-    """
-    if any(bool(row.isnan().any()) for row in expected):
-        dtype = str(expected[0].dtype).removeprefix("torch.")
-        raise InvalidArgument(f"the model's logits are no numbers in {dtype}", field="dtype")
-    _compare(whole(forward, tables, texts), expected, "packed prompts")
-    _compare(_in_chunks(forward, tables, texts, _CHUNK), expected, "chunked prompts")
+    def decode(self) -> None:
+        """Like `parity`, for prompts that are given token by token, as decode computes."""
+        self._compare(self._in_chunks(1), "tokens one by one")
 
+    def exact(self) -> None:
+        """Raises NotExact unless logits are bit-equal packed, alone, in chunks and token by
+        token."""
+        packed = self.packed()
+        chunks = [_chunk(i, text, self.tables[i]) for i, text in enumerate(self.texts)]
+        others = [torch.stack([self.forward(StepPlan(0, (chunk,)))[0] for chunk in chunks])]
+        others += [self._in_chunks(size) for size in (_CHUNK, 1)]
+        if not all(torch.equal(packed, other) for other in others):
+            raise NotExact("logits vary with what else is in the batch")
 
-def check_decode(
-    forward: Forward,
-    tables: Sequence[Extents],
-    texts: list[list[int]],
-    expected: list[torch.Tensor],
-) -> None:
-    """Like check_parity, for prompts that are given token by token, as decode computes."""
-    _compare(_in_chunks(forward, tables, texts, 1), expected, "tokens one by one")
+    def packed(self) -> torch.Tensor:
+        """All prompts in one step: logits [prompts, vocab]."""
+        chunks = (_chunk(i, text, self.tables[i]) for i, text in enumerate(self.texts))
+        return self.forward(StepPlan(0, tuple(chunks)))
 
+    def _in_chunks(self, size: int) -> torch.Tensor:
+        """Logits of each prompt's last position, all prompts advancing by `size` a step."""
+        texts = self.texts
+        last: dict[int, torch.Tensor] = {}
+        for at in range(0, max(map(len, texts)), size):
+            live = [i for i, text in enumerate(texts) if at < len(text)]
+            chunks = tuple(_chunk(i, texts[i][at : at + size], self.tables[i], at) for i in live)
+            for i, row in zip(live, self.forward(StepPlan(0, chunks)), strict=True):
+                last[i] = row.clone()
+        return torch.stack([last[i] for i in range(len(texts))])
 
-def _compare(got: torch.Tensor, expected: list[torch.Tensor], how: str) -> None:
-    for row, wanted in zip(got.float(), expected, strict=True):
-        wanted = wanted.float()
-        limit = _TOLERANCE[expected[0].dtype] * max(1.0, float(wanted.abs().max()))
-        worst = float((row - wanted).abs().max())
-        if not worst <= limit:
-            raise UnsupportedModel(
-                f"{how} give other logits than the model's own attention "
-                f"(by {worst:.2g}): it cannot be served correctly"
-            )
-
-
-def check_exact(forward: Forward, tables: Sequence[Extents], texts: list[list[int]]) -> None:
-    """Raises NotExact unless logits are bit-equal packed, alone, in chunks and token by token."""
-    packed = whole(forward, tables, texts)
-    alone = [forward(StepPlan(0, (_chunk(i, text, tables[i]),)))[0] for i, text in enumerate(texts)]
-    others = [torch.stack(alone)]
-    others += [_in_chunks(forward, tables, texts, size) for size in (_CHUNK, 1)]
-    if not all(torch.equal(packed, other) for other in others):
-        raise NotExact("logits vary with what else is in the batch")
-
-
-def _in_chunks(
-    forward: Forward, tables: Sequence[Extents], texts: list[list[int]], size: int
-) -> torch.Tensor:
-    """Logits of each prompt's last position, all prompts advancing by `size` a step."""
-    last: dict[int, torch.Tensor] = {}
-    for start in range(0, max(map(len, texts)), size):
-        live = [i for i, text in enumerate(texts) if start < len(text)]
-        chunks = tuple(_chunk(i, texts[i][start : start + size], tables[i], start) for i in live)
-        for i, row in zip(live, forward(StepPlan(0, chunks)), strict=True):
-            last[i] = row.clone()
-    return torch.stack([last[i] for i in range(len(texts))])
+    def _compare(self, got: torch.Tensor, how: str) -> None:
+        for row, wanted in zip(got.float(), self.expected, strict=True):
+            limit = _TOLERANCE[wanted.dtype] * max(1.0, float(wanted.float().abs().max()))
+            worst = float((row - wanted.float()).abs().max())
+            if not worst <= limit:
+                raise UnsupportedModel(
+                    f"{how} give other logits than the model's own attention "
+                    f"(by {worst:.2g}): it cannot be served correctly"
+                )
 
 
 def _chunk(sequence: int, tokens: list[int], extents: Extents, first_position: int = 0) -> Chunk:
