@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import baton_loadtest
+from baton.cli.http_client import scrape
 from baton.cli.layout import Layout, UpOptions, plan
 from baton.cli.ports import free_row
-from baton.cli.scrape import scrape
 from baton.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
 from baton.core.errors import BatonError
 from baton.rpc.lifecycle import PARENT_VARIABLE

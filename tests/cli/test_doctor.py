@@ -14,7 +14,7 @@ import pytest
 
 from baton.cli import checks, doctor, state
 from baton.cli.access import Access, access_of, add_arguments
-from baton.cli.findings import Finding, Status, ok, warn
+from baton.cli.checks import Finding, Status, ok, warn
 from tests.cli.test_chat import serving
 from tests.services.router_http.scripted import Scripted
 

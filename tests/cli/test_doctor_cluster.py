@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from baton.cli import doctor
-from baton.cli.cluster import here, verdicts
-from baton.cli.cluster.api import Answer, Json
-from baton.cli.cluster.needs import PRESETS
-from baton.cli.findings import Finding, Status
+from baton.cli import doctor_cluster as cluster
+from baton.cli.checks import Finding, Status
+from baton.cli.doctor_cluster import PRESETS, Answer, Json
 from baton.core.errors import InvalidArgument
 
 CPU, TCP, RDMA = PRESETS["cpu"], PRESETS["gpu-tcp"], PRESETS["gpu-rdma"]
@@ -59,7 +58,7 @@ def status(finding: Finding) -> str:
     ],
 )
 def test_the_servers_version(answer: Answer, wanted: str) -> None:
-    assert status(verdicts.version(answer)) == wanted
+    assert status(cluster.judge_version(answer)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -77,39 +76,39 @@ def test_the_servers_version(answer: Answer, wanted: str) -> None:
     ],
 )
 def test_the_namespace(answer: Answer, preset: str, wanted: str) -> None:
-    assert status(verdicts.namespace("ns", answer, PRESETS[preset])) == wanted
+    assert status(cluster.judge_namespace("ns", answer, PRESETS[preset])) == wanted
 
 
 def test_a_service_account_without_rights_is_told_which() -> None:
-    found = verdicts.access("r", [("get", True), ("list", False), ("watch", False)])
+    found = cluster.judge_access("r", [("get", True), ("list", False), ("watch", False)])
     assert status(found) == "fail" and "list, watch" in found.detail
-    assert status(verdicts.access("r", [("get", None)])) == "warn"
-    assert status(verdicts.access("r", [("get", True)])) == "ok"
+    assert status(cluster.judge_access("r", [("get", None)])) == "warn"
+    assert status(cluster.judge_access("r", [("get", True)])) == "ok"
 
 
 def test_gpus_and_rdma_are_missed_where_they_are_needed() -> None:
     bare, full = nodes(node(cpu="8")), nodes(node(), node("m", gpu="8", rdma="2"))
     none_left = nodes(node(gpu="0", rdma="0"))
-    for judge, needing in ((verdicts.gpus, TCP), (verdicts.rdma, RDMA)):
+    for judge, needing in ((cluster.judge_gpus, TCP), (cluster.judge_rdma, RDMA)):
         assert status(judge(bare, CPU)) == "ok"
         assert status(judge(bare, needing)) == "fail"
         assert status(judge(none_left, needing)) == "fail"
         assert status(judge(full, needing)) == "ok"
         assert status(judge(REFUSED, needing)) == "warn"
         assert status(judge(REFUSED, CPU)) == "ok"
-    assert verdicts.gpus(full, TCP).detail == "8 GPUs on 1 nodes"
-    assert "rdma/shared" in verdicts.rdma(full, RDMA).detail
-    assert status(verdicts.rdma(bare, TCP)) == "ok"
+    assert cluster.judge_gpus(full, TCP).detail == "8 GPUs on 1 nodes"
+    assert "rdma/shared" in cluster.judge_rdma(full, RDMA).detail
+    assert status(cluster.judge_rdma(bare, TCP)) == "ok"
 
 
 def test_an_api_that_an_hpa_needs_is_missed() -> None:
-    assert status(verdicts.metrics_api(Answer(503, {}))) == "warn"
-    assert status(verdicts.metrics_api(Answer(404, {}))) == "warn"
-    assert status(verdicts.metrics_api(Answer(200, {}))) == "ok"
+    assert status(cluster.judge_metrics_api(Answer(503, {}))) == "warn"
+    assert status(cluster.judge_metrics_api(Answer(404, {}))) == "warn"
+    assert status(cluster.judge_metrics_api(Answer(200, {}))) == "ok"
 
 
 def test_extensions_are_named_with_what_needs_them() -> None:
-    found = verdicts.extensions(["apps", "keda.sh"])
+    found = cluster.judge_extensions(["apps", "keda.sh"])
     assert status(found) == "ok"
     there, missing = found.detail.split("; not there")
     assert "KEDA" in there and "Gateway API" in missing and "KEDA" not in missing
@@ -117,42 +116,42 @@ def test_extensions_are_named_with_what_needs_them() -> None:
 
 def test_images_that_only_some_nodes_have() -> None:
     some = nodes(node(images=("a:1", "b:1")), node("m", images=("a:1",)))
-    assert status(verdicts.images(["a:1"], some)) == "ok"
-    found = verdicts.images(["a:1", "b:1"], some)
+    assert status(cluster.judge_images(["a:1"], some)) == "ok"
+    found = cluster.judge_images(["a:1", "b:1"], some)
     assert status(found) == "warn" and "b:1 on 1 of 2 nodes" in found.detail
     assert "a:1" not in found.detail
 
 
 def test_limits_of_a_pod(tmp_path: Path) -> None:
-    assert status(here.memory_lock(RDMA, 64 << 10)) == "warn"
-    assert status(here.memory_lock(RDMA, -1)) == "ok"
-    assert status(here.memory_lock(TCP, 64 << 10)) == "ok"
-    assert status(here.open_files(1024)) == "warn"
-    assert status(here.open_files(1 << 20)) == "ok"
-    assert status(here.shared_memory(str(tmp_path), 1)) == "ok"
-    assert status(here.shared_memory(str(tmp_path), 1 << 60)) == "warn"
-    assert status(here.shared_memory(str(tmp_path / "none"))) == "warn"
+    assert status(cluster.local_memory_lock(RDMA, 64 << 10)) == "warn"
+    assert status(cluster.local_memory_lock(RDMA, -1)) == "ok"
+    assert status(cluster.local_memory_lock(TCP, 64 << 10)) == "ok"
+    assert status(cluster.local_open_files(1024)) == "warn"
+    assert status(cluster.local_open_files(1 << 20)) == "ok"
+    assert status(cluster.local_shared_memory(str(tmp_path), 1)) == "ok"
+    assert status(cluster.local_shared_memory(str(tmp_path), 1 << 60)) == "warn"
+    assert status(cluster.local_shared_memory(str(tmp_path / "none"))) == "warn"
 
 
 def test_devices_of_a_pod(tmp_path: Path) -> None:
-    assert status(here.infiniband(RDMA, str(tmp_path))) == "fail"
-    assert status(here.infiniband(TCP, str(tmp_path))) == "ok"
+    assert status(cluster.local_infiniband(RDMA, str(tmp_path))) == "fail"
+    assert status(cluster.local_infiniband(TCP, str(tmp_path))) == "ok"
     (tmp_path / "uverbs0").touch()
-    assert "uverbs0" in here.infiniband(RDMA, str(tmp_path)).detail
-    assert status(here.gpu_driver(TCP, str(tmp_path))) == "warn"
-    assert status(here.gpu_driver(CPU, str(tmp_path))) == "ok"
+    assert "uverbs0" in cluster.local_infiniband(RDMA, str(tmp_path)).detail
+    assert status(cluster.local_gpu_driver(TCP, str(tmp_path))) == "warn"
+    assert status(cluster.local_gpu_driver(CPU, str(tmp_path))) == "ok"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     (tmp_path / "dev" / "nvidiactl").touch()
     driver = tmp_path / "proc" / "driver" / "nvidia"
     driver.mkdir(parents=True)
     (driver / "version").write_text("NVRM version: NVIDIA UNIX  570.86  Release\n")
-    assert here.gpu_driver(TCP, str(tmp_path)).detail == "1 GPUs in this pod, 570.86"
+    assert cluster.local_gpu_driver(TCP, str(tmp_path)).detail == "1 GPUs in this pod, 570.86"
 
 
 def test_a_name_without_an_address() -> None:
     """There is no cluster's DNS where this runs."""
-    assert status(here.dns(["baton-decode.nowhere.invalid"])) == "fail"
+    assert status(cluster.local_dns(["baton-decode.nowhere.invalid"])) == "fail"
 
 
 def parsed(*argv: str) -> argparse.Namespace:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.cluster.api import Json
-from baton.cli.cluster.pods import pods
-from baton.cli.cluster.workers import Where, ask, workers
-from baton.cli.findings import Status
+from baton.cli.checks import Status
+from baton.cli.doctor_cluster import Json, Where, ask, pods, workers
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.routing.load import WorkerDescription
 from tests.services.router import language

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.findings import Status
+from baton.cli.checks import Status
 from baton.cli.kv import fabric, ucx_log, verdicts
 from baton.cli.kv.fabric import Fabric, NetDevice, RdmaPort
 from baton.cli.kv.ucx_log import Way

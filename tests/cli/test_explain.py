@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from baton.cli.access import Access
-from baton.cli.explaining.asking import everyone
-from baton.cli.explaining.picture import show
+from baton.cli.explain import everyone, show
 from baton.cli.http_client import HttpClient
 from baton.cli.main import main
 from baton.core.errors import Unavailable

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.model_cache import fetched, whole
-from baton.cli.model_source import File, FolderSource, HubSource, source_of
+from baton.cli.models import File, FolderSource, HubSource, fetched, source_of, whole
 from baton.core.errors import InvalidArgument, Overloaded, Unavailable
 from baton.engine.digest import MANIFEST, fetched_digest, model_digest
 from tests.cli.hub import MODEL, Hub

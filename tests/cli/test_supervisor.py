@@ -18,7 +18,7 @@ import pytest
 
 from baton.cli import state
 from baton.cli.layout import Layout, ProcessSpec
-from baton.cli.supervisor import StartFailed, Supervisor
+from baton.cli.supervisor import LogFile, StartFailed, Supervisor
 
 PATIENCE_S = 20.0
 """A bound for liveness, not a measurement."""
@@ -217,8 +217,6 @@ async def test_the_log_has_a_bound_and_older_ones_a_number(
 
 
 def small_log(path: Path) -> object:
-    from baton.cli.log_file import LogFile
-
     return LogFile(path, file_bytes=128 << 10, old_files=2)
 
 

@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
-from baton.cli.top import command
-from baton.cli.top.draw import document, drawn
-from baton.cli.top.view import NAMES, View, view
-from baton.cli.top.watch import Source, Watch
-from baton.cli.top.window import STARTED, Window, quantile
+from baton.cli import top
+from baton.cli.top import (
+    NAMES,
+    STARTED,
+    Source,
+    View,
+    Watch,
+    Window,
+    document,
+    drawn,
+    quantile,
+    view,
+)
 from baton.core.errors import InvalidArgument
 from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.server import serve_http
@@ -221,7 +229,7 @@ def test_bad_input_is_named(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    top.add_parser(parser.add_subparsers())
     with pytest.raises(InvalidArgument) as refused:
-        command.run(parser.parse_args(["top", *words]))
+        top.run(parser.parse_args(["top", *words]))
     assert refused.value.field == field

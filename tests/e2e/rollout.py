@@ -17,9 +17,9 @@ from pathlib import Path
 
 import grpc
 
+from baton.cli.http_client import met, scrape, total
 from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_ports
-from baton.cli.scrape import met, scrape, total
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests import leaks
 from tests.e2e.relay import Answer, eventually

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
+from baton.cli.http_client import scrape
 from baton.cli.layout import resolve_model
-from baton.cli.scrape import scrape
 from tests.deploy.test_alerts import FILE
 from tests.e2e.relay import Relay
 

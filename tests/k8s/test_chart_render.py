@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import gen_values_schema as generator
-from baton.cli.model_source import FolderSource, HubSource
+from baton.cli.models import FolderSource, HubSource
 from baton.rpc import config as configuration
 from baton.rpc.hosts import AllowedHosts
 from tests.k8s.charts import (

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import grpc
 
+from baton.cli.http_client import scrape
 from baton.cli.layout import Layout, UpOptions
 from baton.cli.ports import free_ports
-from baton.cli.scrape import scrape
 from baton.cli.supervisor import Supervisor
 from baton.core.errors import BatonError
 from baton.rpc.transport import open_channel

@@ -23,9 +23,9 @@ from typing import Any
 
 import grpc
 
+from baton.cli.http_client import scrape
 from baton.cli.layout import Layout, UpOptions
 from baton.cli.ports import free_ports
-from baton.cli.scrape import scrape
 from baton.core.errors import BatonError
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 
+from baton.cli.http_client import scrape
 from baton.cli.layout import APART, UpOptions, resolve_model
-from baton.cli.scrape import scrape
 from baton.core.errors import BatonError
 from baton_loadtest.bench.fleet import fleet
 from baton_loadtest.bench.load import Load, Outcome, drive

@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from baton.cli.http_client import scrape
 from baton.cli.layout import APART, Layout, UpOptions, plan
 from baton.cli.ports import free_ports
-from baton.cli.scrape import scrape
 from baton.cli.supervisor import Supervisor
 from baton.core.errors import BatonError
 from baton.rpc.transport import open_channel

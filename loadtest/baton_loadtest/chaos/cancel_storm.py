@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from baton.cli.http_client import total
 from baton.cli.layout import APART, UpOptions
-from baton.cli.process import Child
-from baton.cli.scrape import total
+from baton.cli.supervisor import Child
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.calls import call, read

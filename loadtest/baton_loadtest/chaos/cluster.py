@@ -13,11 +13,10 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from baton.cli.http_client import scrape, total
 from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
-from baton.cli.log_file import LogFile
 from baton.cli.ports import free_ports
-from baton.cli.process import Child
-from baton.cli.scrape import scrape, total
+from baton.cli.supervisor import Child, LogFile
 from baton_loadtest.chaos.peers import Broken
 
 START_S = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from baton.cli.http_client import total
 from baton.cli.layout import APART, UpOptions
-from baton.cli.scrape import total
 from baton_loadtest.bench.load import Load, Outcome, drive
 from baton_loadtest.chaos.cluster import cluster
 from baton_loadtest.report import Result, compared

@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.cli import access, checks, state
-from baton.cli.cluster import command as cluster
-from baton.cli.findings import Finding, document, fail, failed, ok, show
+from baton.cli import access, checks, doctor_cluster, state
+from baton.cli.checks import Finding, document, fail, failed, ok, show
 from baton.cli.kv import command as kv
 from baton.rpc.address import split
 
@@ -32,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     about = parser.add_subparsers(dest="about", metavar="WHAT")
     kv.add_parser(about)
-    cluster.add_parser(about)
+    doctor_cluster.add_parser(about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.about == "kv":
         return kv.run(args)
     if args.about == "cluster":
-        return cluster.run(args)
+        return doctor_cluster.run(args)
     if args.grpc:
         split(args.grpc, "grpc")
     table: dict[str, Callable[[], Finding]] = {

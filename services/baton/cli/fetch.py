@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton.cli.model_cache import fetched
-from baton.cli.model_source import source_of
+from baton.cli.models import fetched, source_of
 from baton.core.errors import Unavailable
 
 WAIT_S = 3600.0

@@ -17,20 +17,20 @@ from baton.core.errors import BatonError
 COMMANDS = {
     "up": ("baton.cli.up", "run all five stages on this machine"),
     "down": ("baton.cli.down", "stop what `baton up` started"),
-    "top": ("baton.cli.top.command", "watch what a running Baton does"),
+    "top": ("baton.cli.top", "watch what a running Baton does"),
     "chat": ("baton.cli.chat", "ask a running Baton something"),
     "doctor": ("baton.cli.doctor", "check this machine and say what to do"),
     "keys": ("baton.cli.keys", "make, list and remove API keys"),
     "explain": (
-        "baton.cli.explaining.command",
+        "baton.cli.explain",
         "where one request's time went, on which workers, and why there",
     ),
     "replay": (
-        "baton.cli.explaining.replay_command",
+        "baton.cli.replay",
         "make a request's tokens again, here or elsewhere",
     ),
     "fetch": ("baton.cli.fetch", "put a model into a cache folder, once a node"),
-    "batch": ("baton.cli.batch.command", "answer a file of requests while there is idle capacity"),
+    "batch": ("baton.cli.batch", "answer a file of requests while there is idle capacity"),
 }
 """Each with the module that has it, and what it is for."""
 

@@ -11,21 +11,341 @@ Whatever state the children are in, `run` returns at most STOP_BOUND_S after `st
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import signal
 import ssl
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from baton.cli import state
+from baton.cli.http_client import met
 from baton.cli.layout import Layout, ProcessSpec
-from baton.cli.log_file import CLOSE_S, LogFile
-from baton.cli.process import Child
-from baton.cli.scrape import met
 from baton.core.errors import BatonError
 from baton.rpc.peer_token import VARIABLE
+
+# The log of `baton up`: one file for all processes, bounded in size, that keeps nobody waiting.
+#
+# Lines are written by a thread of this module's own. A disk that is full, slow or stuck costs lines
+# and nothing else: what could not be written is counted, and the first line that can be written
+# again is preceded by one that says how much is missing.
+
+
+FILE_BYTES = 32 << 20
+"""A file that would become larger is renamed to NAME.1, and that one to NAME.2, and so on."""
+OLD_FILES = 3
+"""The file that would be NAME.4 is deleted."""
+WAITING_BYTES = 4 << 20
+"""Lines that wait to be written take no more memory than this; more of them are lost."""
+WRITE_BYTES = 64 << 10
+"""Lines are written so many bytes at a time, and are lost so many at a time when that fails."""
+CLOSE_S = 2.0
+
+
+class LogFile:
+    """An open log. Close it.
+
+    path: the file that is written now. Files of an earlier run are kept as older ones.
+    """
+
+    def __init__(
+        self, path: Path, *, file_bytes: int = FILE_BYTES, old_files: int = OLD_FILES
+    ) -> None:
+        self.path = path
+        self._file_bytes, self._old_files = file_bytes, old_files
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._lost_bytes = 0
+        self._reason = ""
+        self._closed = False
+        self._changed = threading.Condition()
+        self._descriptor = -1
+        with suppress(OSError):
+            self._rotate()
+        # A daemon: a disk that is stuck must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: bytes) -> None:
+        """Takes a line with its end. Returns at once and raises nothing."""
+        with self._changed:
+            if self._waiting_bytes + len(line) > WAITING_BYTES:
+                self._lost_bytes += len(line)
+                self._reason = self._reason or "the disk is too slow"
+                return
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+            self._changed.notify()
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Returns when all lines are written, or after timeout_s. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not (self._waiting or self._closed):
+                        self._changed.wait()
+                    ends = self._closed
+                    lines = self._next()
+                if lines or ends:
+                    self._append(lines)
+                if ends and not lines:
+                    return
+        finally:
+            self._release()
+
+    def _next(self) -> bytes:
+        """Takes lines that wait, as many as are written in one go."""
+        taken = bytearray()
+        while self._waiting and (not taken or len(taken) + len(self._waiting[0]) <= WRITE_BYTES):
+            taken += self._waiting.popleft()
+        self._waiting_bytes -= len(taken)
+        return bytes(taken)
+
+    def _append(self, lines: bytes) -> None:
+        """Writes the lines, after what has to be said of lost ones; or counts them as lost."""
+        with self._changed:
+            lost, reason = self._lost_bytes, self._reason
+        said = f"baton up: {lost} bytes of log are missing here: {reason}\n" if lost else ""
+        data = said.encode() + lines
+        try:
+            self._write(data)
+        except OSError as error:
+            with self._changed:
+                self._lost_bytes += len(lines)
+                self._reason = error.strerror or "the file cannot be written"
+            return
+        with self._changed:
+            # More may have been lost meanwhile: the next line tells of them.
+            self._lost_bytes -= lost
+            self._reason = self._reason if self._lost_bytes else ""
+
+    def _write(self, data: bytes) -> None:
+        """All of it or nothing. Raises OSError."""
+        if not data:
+            return
+        if self._descriptor >= 0 and not os.fstat(self._descriptor).st_nlink:
+            self._release()  # Somebody deleted the file, to have its room.
+        if self._descriptor < 0:
+            self._open()
+        size = os.fstat(self._descriptor).st_size
+        if size and size + len(data) > self._file_bytes:
+            self._release()
+            self._rotate()
+            self._open()
+            size = 0
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            # The file ends with a whole line, also where there was room for half of one.
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, size)
+            raise
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self.path, flags, 0o600)
+
+    def _release(self) -> None:
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _rotate(self) -> None:
+        """Renames all files, so that there is none at `path`."""
+        if not self.path.exists():
+            return
+        # Earlier versions made it readable for all.
+        os.chmod(self.path, 0o600)
+        for number in range(self._old_files - 1, 0, -1):
+            with suppress(FileNotFoundError):
+                self._old(number).replace(self._old(number + 1))
+        self.path.replace(self._old(1))
+
+    def _old(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{number}")
+
+
+# One child process of the supervisor: starts it, reads what it announces, notices its end.
+#
+# A child announces itself by JSON lines on stdout: `{"loading": done, "total": all}` in bytes while
+# it loads, a line with "role" once it serves. Its stderr goes to the log. Both pipes are read for
+# as long as the child writes, whatever it writes: a child whose pipe is full stands still.
+
+
+LAST_LINES = 20
+LINE_BYTES = 64 << 10
+"""Of a longer line, the rest is left out."""
+PIPES_S = 1.0
+"""What is still in the pipes is read for so long after a child's end. A process that the child
+started may hold them open for ever."""
+
+OnLoading = Callable[[str, int, int], None]
+_STDOUT, _STDERR = 1, 2
+
+
+class Child:
+    """One life of one process. `wait` for its end, or `close` it.
+
+    serving: set when it said so. last_words: of its log.
+    """
+
+    def __init__(self, spec: ProcessSpec, log: LogFile, on_loading: OnLoading) -> None:
+        self.spec = spec
+        self.serving = asyncio.Event()
+        self.last_words: deque[str] = deque(maxlen=LAST_LINES)
+        self._log = log
+        self._on_loading = on_loading
+        self._ended, self._drained = asyncio.Event(), asyncio.Event()
+        self._transport: asyncio.SubprocessTransport
+
+    @classmethod
+    async def start(
+        cls,
+        spec: ProcessSpec,
+        log: LogFile,
+        threads: int,
+        on_loading: OnLoading,
+        variables: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Raises OSError. variables: more of the child's environment, which other users cannot
+        read, as they can its command line.
+        """
+        environment = {
+            **os.environ,
+            "BATON_PARENT_PID": str(os.getpid()),
+            # Must be set before torch is imported: idle threads would else spin on the other
+            # engine's core.
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONUNBUFFERED": "1",
+            # gRPC tells every goodbye of a peer as if it were news.
+            "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
+            **(variables or {}),
+        }
+        child = cls(spec, log, on_loading)
+        pipes = {_STDOUT: _Lines(child._announced), _STDERR: _Lines(child._logged)}
+        transport, _ = await asyncio.get_running_loop().subprocess_exec(
+            lambda: _Protocol(pipes, child._ended, child._drained),
+            *spec.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=environment,
+        )
+        child._transport = transport
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._transport.get_pid()
+
+    async def wait(self) -> int:
+        """The exit code, after what the child wrote was read."""
+        await self._ended.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), PIPES_S)
+        self._transport.close()
+        code = self._transport.get_returncode()
+        assert code is not None
+        return code
+
+    def terminate(self) -> None:
+        """Asks it to end; also a child that is stopped, which would not see the signal."""
+        with contextlib.suppress(ProcessLookupError):
+            self._transport.terminate()
+            self._transport.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._transport.kill()
+
+    def close(self) -> None:
+        """Kills it if it runs, and reads no more of it. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            self._transport.close()
+
+    def _announced(self, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+            if "loading" in said:
+                self._on_loading(self.spec.name, int(said["loading"]), int(said["total"]))
+            elif "role" in said:
+                self.serving.set()
+        except (ValueError, TypeError, KeyError):
+            return
+
+    def _logged(self, line: bytes) -> None:
+        self._log.write(line)
+        self.last_words.append(line.decode(errors="replace").rstrip())
+
+
+class _Protocol(asyncio.SubprocessProtocol):
+    """ended: set when the process has. drained: set when nothing can come from its pipes."""
+
+    def __init__(
+        self, pipes: Mapping[int, _Lines], ended: asyncio.Event, drained: asyncio.Event
+    ) -> None:
+        self._pipes, self._open = pipes, set(pipes)
+        self._ended, self._drained = ended, drained
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._pipes[fd].feed(data)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd in self._open:
+            self._pipes[fd].end()
+            self._open.discard(fd)
+        if not self._open:
+            self._drained.set()
+
+    def process_exited(self) -> None:
+        self._ended.set()
+
+
+class _Lines:
+    """Cuts what comes from a pipe into lines, and gives each to `take`, with its end."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self._held = bytearray()
+        self._left_out = 0
+
+    def feed(self, data: bytes) -> None:
+        *whole, rest = data.split(b"\n")
+        for part in whole:
+            self._add(part)
+            self._give()
+        self._add(rest)
+
+    def end(self) -> None:
+        if self._held:
+            self._give()
+
+    def _add(self, part: bytes) -> None:
+        room = LINE_BYTES - len(self._held)
+        self._held += part[:room]
+        self._left_out += max(0, len(part) - room)
+
+    def _give(self) -> None:
+        more = b" [%d more bytes]" % self._left_out if self._left_out else b""
+        line = bytes(self._held) + more + b"\n"
+        self._held.clear()
+        self._left_out = 0
+        self._take(line)
+
 
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0

@@ -26,19 +26,103 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
 from baton.cli import state, throwaway_ca
 from baton.cli.access import KEY_VARIABLE, Access
-from baton.cli.greeting import greeting
 from baton.cli.layout import BUNDLED, Layout, UpOptions, plan
-from baton.cli.progress import Progress
-from baton.cli.supervisor import (
-    KILL_S,
-    START_TIMEOUT_S,
-    STOP_BOUND_S,
-    StartFailed,
-    Supervisor,
-)
+from baton.cli.supervisor import KILL_S, START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
 from baton.core.errors import InvalidArgument
+
+# What `baton up` says once everything is ready: how to ask it; asks nothing itself.
+
+
+def greeting(description: dict[str, Any], model: str, *, keys: bool) -> str:
+    """description: as `Supervisor.description` gives it. keys: clients have to show one."""
+    name = os.path.basename(sys.argv[0]) if sys.argv[0].endswith("baton") else "baton"
+    command = sys.argv[0] if "/" in sys.argv[0] and name == "baton" else name
+    http, ca = description["http"], description.get("ca", "")
+    trust = f"--cacert {ca} " if ca else ""
+    header = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if keys else ""
+    key = f'os.environ["{KEY_VARIABLE}"]' if keys else '"none"'
+    python = f"  # SSL_CERT_FILE={ca} python ...\n" if ca else ""
+    return f"""
+Baton answers at {http} (OpenAI HTTP) and {description["grpc"]} (gRPC).
+Chat in a browser at {http}/, or ask from here:
+
+  {command} chat "What is the capital of France?"
+
+  curl {trust}{http}/v1/chat/completions{header} -H 'content-type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "What is 3 + 4?"}}]}}'
+
+{python}  from openai import OpenAI
+  client = OpenAI(base_url="{http}/v1", api_key={key})
+  print(client.chat.completions.create(model="{model}", messages=[
+      {{"role": "user", "content": "Who are you?"}}]).choices[0].message.content)
+
+Stop it: {command} down      Logs: {state.log_file()}"""
+
+
+# Shows on stderr what a start of Baton is doing; knows only the supervisor's notices.
+
+
+class Progress:
+    """One line a process on a terminal, plain lines elsewhere."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._console = Console(file=sys.stderr)
+        self._began = time.monotonic()
+        self._serving = 0
+        self._num_processes = num_processes
+        self._ready = False
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Bars(
+            TextColumn("{task.description:>14}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._console.print(f"Starting {num_processes} processes")
+        self._bars.start()
+
+    def show(self, what: str, *details: object) -> None:
+        match what, details:
+            case "loading", (str(name), int(done), int(total)):
+                if name not in self._tasks:
+                    self._tasks[name] = self._bars.add_task(name, total=total)
+                self._bars.update(self._tasks[name], completed=done, total=total)
+            case "serving", (str(name),) if not self._ready:
+                self._serving += 1
+                self._console.print(
+                    f"  {self._elapsed():5.1f} s  {name} serves "
+                    f"({self._serving} of {self._num_processes})"
+                )
+            case "serving", (str(name),):
+                self._console.print(f"{name} serves again")
+            case "restarting", (str(name), code):
+                self._console.print(f"{name} ended ({_ending(code)}); starting it again")
+            case "ready", ():
+                self._ready = True
+                self._bars.stop()
+                self._console.print(f"Ready after {self._elapsed():.1f} s")
+
+    def close(self) -> None:
+        self._bars.stop()
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+
+def _ending(code: object) -> str:
+    if isinstance(code, int) and code < 0:
+        return f"killed by signal {-code}"
+    return f"exit code {code}"
+
 
 DEMO_PROMPT = "Tell me a story about yourself."
 NOTICES = 1024

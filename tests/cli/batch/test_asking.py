@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from baton.cli import batch
 from baton.cli.access import Access
-from baton.cli.batch import asking
-from baton.cli.batch.asking import BatchClient, Limits, Outcome
-from baton.cli.batch.lines import Task
+from baton.cli.batch import BatchClient, Limits, Outcome, Task
 from baton.cli.http_client import HttpClient
 from baton.core.errors import BatonError, Unauthenticated, Unavailable
 from baton.rpc.address import split
@@ -21,8 +20,8 @@ from tests.services.router.conftest import until
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(asking, "KNOCK_S", 0.01)
+    monkeypatch.setattr(batch, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(batch, "KNOCK_S", 0.01)
 
 
 async def asked(where: Access, count: int, **limits: Any) -> tuple[list[Outcome], BatchClient]:

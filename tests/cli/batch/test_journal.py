@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.batch.journal import Journal
+from baton.cli.batch import Journal
 from baton.core.errors import InvalidArgument
 
 OK: dict[str, Any] = {"status_code": 200, "request_id": "r", "body": {"text": "é\n\u2028"}}

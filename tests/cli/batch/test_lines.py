@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.batch import lines
-from baton.cli.batch.lines import BadLine, Task
+from baton.cli import batch
+from baton.cli.batch import BadLine, Task, count_lines, read_lines
 from baton.core.errors import InvalidArgument
 
 GOOD: dict[str, Any] = {
@@ -29,7 +29,7 @@ def written(folder: Path, *said: object) -> Path:
 
 
 def test_a_good_line_is_asked_last_of_all_with_its_own_body(tmp_path: Path) -> None:
-    (task,) = lines.read(written(tmp_path, GOOD))
+    (task,) = read_lines(written(tmp_path, GOOD))
     assert isinstance(task, Task)
     assert (task.number, task.custom_id, task.route) == (1, "a", "/v1/chat/completions")
     assert json.loads(task.body) == {"messages": [], "seed": 2**63, "priority": 2**31 - 1}
@@ -56,31 +56,31 @@ def test_what_is_wrong_with_a_line_is_its_own_error(
     tmp_path: Path, line: object, custom_id: str | None, code: str
 ) -> None:
     other = {**GOOD, "custom_id": "b"}
-    bad, good = lines.read(written(tmp_path, line, other))
+    bad, good = read_lines(written(tmp_path, line, other))
     assert isinstance(bad, BadLine) and isinstance(good, Task)
     assert (bad.number, bad.custom_id, bad.code) == (1, custom_id, code)
     assert good.number == 2
 
 
 def test_a_custom_id_is_answered_once(tmp_path: Path) -> None:
-    first, second = lines.read(written(tmp_path, GOOD, GOOD))
+    first, second = read_lines(written(tmp_path, GOOD, GOOD))
     assert isinstance(first, Task) and isinstance(second, BadLine)
     assert (second.custom_id, second.code) == ("a", "duplicate_custom_id")
 
 
 def test_empty_lines_are_counted_as_lines_but_not_answered(tmp_path: Path) -> None:
     path = written(tmp_path, b"", GOOD, b"  ", {**GOOD, "custom_id": "b"}, b"")
-    assert [line.number for line in lines.read(path)] == [2, 4]
-    assert lines.count(path) == 2
+    assert [line.number for line in read_lines(path)] == [2, 4]
+    assert count_lines(path) == 2
 
 
 def test_a_line_that_is_too_long_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE", 200)
-    monkeypatch.setattr(lines, "READ_BYTES", 50)
+    monkeypatch.setattr(batch, "MAX_LINE", 200)
+    monkeypatch.setattr(batch, "READ_BYTES", 50)
     path = written(tmp_path, b"x" * 199, b"x" * 1000, GOOD)
-    found = list(lines.read(path))
+    found = list(read_lines(path))
     assert [line.number for line in found] == [1, 2, 3]
     assert isinstance(found[1], BadLine) and found[1].code == "line_too_long"
     assert isinstance(found[2], Task)
@@ -89,5 +89,5 @@ def test_a_line_that_is_too_long_is_passed_over(
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(InvalidArgument) as refused:
-            lines.count(path)
+            count_lines(path)
         assert refused.value.field == "IN"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.cli.batch.window import Window
+from baton.cli.batch import Window
 
 
 def test_it_opens_with_answers_up_to_the_most() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.cli import shares
+from baton.cli import layout
 from baton.cli.layout import UpOptions, plan, resolve_model
 from baton.cli.main import main
 from baton.core.errors import InvalidArgument
@@ -105,21 +105,21 @@ def shared_out(**options: Any) -> list[tuple[str, ...]]:
 def test_engines_on_one_machine_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shares, "GPU", tmp_path / "none")
-    monkeypatch.setattr(shares, "host_free_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(layout, "GPU", tmp_path / "none")
+    monkeypatch.setattr(layout, "host_free_bytes", lambda: 1000 * MIB)
     bundled, _ = resolve_model("")
-    weights = 4 * shares.num_weights(bundled)
+    weights = 4 * layout.num_weights(bundled)
     assert weights == 2 * sum(file.stat().st_size for file in bundled.glob("*.safetensors")) - (
         2 * header_bytes(bundled)
     )
     each = (400 * MIB - weights) // MIB
     assert shared_out() == [("--kv-memory-mib", str(each))] * 2
     assert shared_out(kv_memory_mib=7) == [("--kv-memory-mib", "7")] * 2
-    monkeypatch.setattr(shares, "host_free_bytes", lambda: 30 * MIB)
+    monkeypatch.setattr(layout, "host_free_bytes", lambda: 30 * MIB)
     with pytest.raises(InvalidArgument) as caught:
         shared_out(decode=2)
     assert caught.value.field == "model" and "3 engine processes" in caught.value.message
-    monkeypatch.setattr(shares, "GPU", tmp_path)
+    monkeypatch.setattr(layout, "GPU", tmp_path)
     assert shared_out(decode=3) == [("--memory-share", "0.200")] * 4
 
 
@@ -131,4 +131,4 @@ def header_bytes(folder: Path) -> int:
 def test_a_broken_weight_file_is_left_to_the_workers(tmp_path: Path) -> None:
     for name, data in {"a": b"", "b": b"\xff" * 20, "c": b"\x02" + bytes(7) + b"[]"}.items():
         (tmp_path / f"{name}.safetensors").write_bytes(data)
-    assert shares.num_weights(tmp_path) == 0
+    assert layout.num_weights(tmp_path) == 0

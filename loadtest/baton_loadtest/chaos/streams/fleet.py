@@ -17,11 +17,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from baton.cli import state
+from baton.cli.http_client import met, scrape, total
 from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_row
-from baton.cli.process import Child
-from baton.cli.scrape import met, scrape, total
-from baton.cli.supervisor import FIRST_BACKOFF_S, Supervisor
+from baton.cli.supervisor import FIRST_BACKOFF_S, Child, Supervisor
 from baton_loadtest.chaos.cluster import environment
 from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.streams.network import Network

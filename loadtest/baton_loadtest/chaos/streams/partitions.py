@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.cli.scrape import total
+from baton.cli.http_client import total
 from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.streams.answer import Answer
 from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet

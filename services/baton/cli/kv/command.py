@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.cli.access import peer_token
-from baton.cli.findings import Finding, document, fail, failed, show
+from baton.cli.checks import Finding, document, fail, failed, show
 from baton.cli.kv import fabric, ucx_log, verdicts
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import split

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from baton.cli.findings import Finding, fail
+from baton.cli.checks import Finding, fail
 from baton.core.errors import Reason
 from baton.transfer.ucx import disjoint
 

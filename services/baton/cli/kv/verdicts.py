@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.cli.findings import Finding, fail, ok, warn
+from baton.cli.checks import Finding, fail, ok, warn
 from baton.cli.kv.fabric import Fabric
 from baton.cli.kv.failures import A_WORKER, Facts, failure
 from baton.cli.kv.ucx_log import Way

@@ -1,1 +1,0 @@
-"""`baton doctor cluster`: what a Kubernetes cluster, and a Baton in it, lack."""

@@ -1,0 +1,853 @@
+"""`baton doctor cluster`: asks the API, this pod and the workers, and shows findings."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from rich.console import Console
+
+from baton.cli.checks import (
+    MIN_OPEN_FILES,
+    MIN_SHM_BYTES,
+    Finding,
+    document,
+    fail,
+    failed,
+    ok,
+    show,
+    warn,
+)
+from baton.core.errors import BatonError, InvalidArgument, Unavailable
+from baton.core.handover.fit import difference
+from baton.core.routing.load import WorkerDescription
+from baton.rpc.channels import Channels
+from baton.rpc.tls import Certificates
+from baton.rpc.worker import description_from_proto
+from baton.v1 import worker_pb2
+from baton.v1.worker_pb2_grpc import WorkerStub
+
+# What each preset of the chart needs of a cluster.
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """pod_security: the strictest level of a namespace that admits its pods."""
+
+    gpu: bool = False
+    rdma: bool = False
+    pod_security: str = "restricted"
+
+
+PRESETS = {
+    "cpu": Needs(),
+    "gpu-tcp": Needs(gpu=True),
+    # Locking memory (IPC_LOCK) is in no stricter level.
+    "gpu-rdma": Needs(gpu=True, rdma=True, pod_security="privileged"),
+}
+
+LEVELS = ("privileged", "baseline", "restricted")
+"""Of pod security, each stricter than the one before."""
+
+
+# Asks a Kubernetes API for plain JSON, from a pod or from a laptop; judges nothing.
+#
+# The client is an optional part of the installation (`baton[k8s]`), imported where it is used.
+
+
+TIMEOUT_S = (3.0, 10.0)
+"""To connect, and to be answered."""
+
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+Json = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """status: as HTTP has it."""
+
+    status: int
+    body: Json
+
+    @property
+    def items(self) -> list[Json]:
+        return list(self.body.get("items") or ())
+
+
+class Api:
+    """A way to the API. namespace: the pod's own, or the kubeconfig's. in_pod: whether this runs in
+    the cluster, with a service account."""
+
+    def __init__(self, client: Any, namespace: str, *, in_pod: bool) -> None:
+        self._client = client
+        self.namespace = namespace
+        self.in_pod = in_pod
+
+    @classmethod
+    def open(cls, kubeconfig: str = "") -> Api:
+        """From a kubeconfig file; without one from the pod's service account, else from the usual
+        kubeconfig. Raises InvalidArgument, and Unavailable where the client is not installed."""
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise Unavailable("the Kubernetes client is not installed") from None
+        made = client.Configuration()
+        made.retries = False
+        try:
+            namespace, in_pod = cls._configure(config, made, kubeconfig)
+        except (config.ConfigException, OSError, ValueError, TypeError, KeyError):
+            raise InvalidArgument(
+                "must name a kubeconfig file: this is no pod with a service account, and no usable "
+                "kubeconfig was found",
+                field="kubeconfig",
+            ) from None
+        return cls(client.ApiClient(made), namespace, in_pod=in_pod)
+
+    @staticmethod
+    def _configure(config: Any, made: Any, kubeconfig: str) -> tuple[str, bool]:
+        """Fills in how the API is reached. Returns the namespace, and whether this is a pod."""
+        if not kubeconfig:
+            try:
+                config.load_incluster_config(client_configuration=made)
+                return _NAMESPACE.read_text().strip(), True
+            except (config.ConfigException, OSError):
+                pass
+        config.load_kube_config(kubeconfig or None, client_configuration=made)
+        _, context = config.list_kube_config_contexts(kubeconfig or None)
+        return str(context["context"].get("namespace") or "default"), False
+
+    def get(self, path: str, **query: str) -> Answer:
+        """Raises Unavailable when nobody answers; a refusal is an answer."""
+        return self._ask("GET", path, query, None)
+
+    def post(self, path: str, body: Json) -> Answer:
+        """As `get`."""
+        return self._ask("POST", path, {}, body)
+
+    def close(self) -> None:
+        self._client.rest_client.pool_manager.clear()
+
+    def _ask(self, method: str, path: str, query: Mapping[str, str], body: Json | None) -> Answer:
+        import urllib3
+
+        headers = {"Accept": "application/json"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        call = self._client.param_serialize(
+            method,
+            path,
+            query_params=list(query.items()),
+            header_params=headers,
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            answer = self._client.call_api(*call, _request_timeout=TIMEOUT_S)
+            answer.read()
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise Unavailable(f"nobody answers: {type(error).__name__}") from error
+        try:
+            found = json.loads(answer.data)
+        except ValueError:
+            found = {}
+        return Answer(int(answer.status), found if isinstance(found, dict) else {})
+
+
+# What this pod has that a worker's pod would have, and what that means; asks no API.
+
+
+API_NAME = "kubernetes.default.svc"
+
+
+def local_dns(names: Sequence[str]) -> Finding:
+    """names: of Services, in this cluster's DNS."""
+    missing = [name for name in (API_NAME, *names) if not _resolves(name)]
+    if API_NAME in missing:
+        return fail(
+            f"{API_NAME} has no address: DNS does not work in this pod",
+            "see the pods of CoreDNS in kube-system, and NetworkPolicies that forbid port 53",
+        )
+    if missing:
+        return warn(
+            f"no address yet: {', '.join(missing)}",
+            "a headless Service has addresses once a pod of it runs",
+        )
+    return ok(f"{len(names) + 1} names have addresses")
+
+
+def local_memory_lock(needs: Needs, limit: int | None = None) -> Finding:
+    """limit: bytes, -1 for none; None: this process's own."""
+    found = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if found in (-1, resource.RLIM_INFINITY):
+        return ok("no limit on locked memory")
+    detail = f"{found >> 10} KiB may be locked"
+    if needs.rdma:
+        return warn(
+            detail,
+            "RDMA registers the KV ring: give prefill and decode the capability IPC_LOCK (the "
+            "preset gpu-rdma does), or raise the container runtime's LimitMEMLOCK",
+        )
+    return ok(f"{detail}; TCP and shared memory need none")
+
+
+def local_open_files(limit: int | None = None) -> Finding:
+    found = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    if found in (-1, resource.RLIM_INFINITY) or found >= MIN_OPEN_FILES:
+        return ok("no limit" if found in (-1, resource.RLIM_INFINITY) else f"limit {found}")
+    return warn(f"limit {found}", f"raise the container runtime's LimitNOFILE to {MIN_OPEN_FILES}")
+
+
+def local_shared_memory(folder: str = "/dev/shm", least: int = MIN_SHM_BYTES) -> Finding:
+    try:
+        size = shutil.disk_usage(folder).total
+    except OSError:
+        return warn(f"there is no {folder}", "mount an emptyDir with medium Memory there")
+    detail = f"{folder} has {size >> 20} MiB"
+    if size < least:
+        return warn(
+            f"{detail}; UCX moves KV between pods of a node by TCP then, and several ranks of a "
+            "worker have no room to talk",
+            "mount an emptyDir with medium Memory there; the chart does for prefill and decode",
+        )
+    return ok(detail)
+
+
+def local_infiniband(needs: Needs, folder: str = "/dev/infiniband") -> Finding:
+    files = sorted(path.name for path in Path(folder).glob("uverbs*"))
+    if files:
+        return ok(f"{folder} has {', '.join(files)}")
+    if needs.rdma:
+        return fail(
+            f"{folder} has no uverbs device: this pod was given no RDMA",
+            "ask for the device plugin's rdma/* resource in this pod as prefill and decode do",
+        )
+    return ok("no RDMA device in this pod, and none is needed")
+
+
+def local_gpu_driver(needs: Needs, root: str = "/") -> Finding:
+    driver = Path(root, "proc/driver/nvidia/version")
+    devices = sorted(path.name for path in Path(root, "dev").glob("nvidia[0-9]*"))
+    if devices and driver.exists():
+        words = driver.read_text().split("  ")
+        return ok(f"{len(devices)} GPUs in this pod, {words[1].strip() if words[1:] else 'driver'}")
+    if needs.gpu:
+        return warn(
+            "no GPU in this pod",
+            "to try one, run the doctor with a limit of nvidia.com/gpu: 1 and, where the cluster "
+            "needs it, runtimeClassName nvidia",
+        )
+    return ok("none in this pod, and none is needed")
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+# Why pods of an installed Baton are not ready, in words and with what to do; asks nobody.
+
+
+MOST_TOLD = 8
+
+ADVICE = {
+    "Unschedulable": "free or add what the scheduler misses, or change nodeSelector, tolerations "
+    "and resources of that component",
+    "ErrImagePull": "see that the image's name is right and that the nodes can pull it "
+    "(imagePullSecrets)",
+    "ErrImageNeverPull": "load the image into the nodes, or set image.pullPolicy",
+    "InvalidImageName": "correct the image's name in the values",
+    "CreateContainerConfigError": "a Secret or ConfigMap that the values name is missing",
+    "CreateContainerError": "see 'kubectl describe pod'",
+    "OOMKilled": "raise the component's memory limit, or lower its kv_memory_mib",
+    "Unhealthy": "its health says so: see 'kubectl logs'",
+}
+ADVICE["ImagePullBackOff"] = ADVICE["ErrImagePull"]
+
+EXIT_CODES = {
+    1: "it crashed, or did not drain in time",
+    2: "a wrong configuration",
+    3: "a failure that start-up foresees",
+    4: "its KV ring was worn out",
+    137: "killed: a memory limit, or a liveness probe",
+}
+"""Of Baton's processes, and of who is killed."""
+
+
+def pods(found: Sequence[Json], events: Iterable[Json]) -> Finding:
+    """found: the pods of a release."""
+    if not found:
+        return ok("none is installed here")
+    warnings = _newest_warnings(events)
+    waiting = [pod for pod in found if not _ready(pod) and not _leaves(pod)]
+    if not waiting:
+        restarts = {_name(pod): _restarts(pod) for pod in found if _restarts(pod)}
+        if restarts:
+            told = ", ".join(f"{name} {count} times" for name, count in sorted(restarts.items()))
+            return warn(f"all {len(found)} are ready; restarted: {told}", _last_word(found))
+        return ok(f"all {len(found)} are ready")
+    whys = {_name(pod): why(pod, warnings.get(_name(pod))) for pod in waiting}
+    sentences = [
+        f"{pod}: {', '.join(said for _, said in reasons)}" for pod, reasons in whys.items()
+    ]
+    more = f" and {len(whys) - MOST_TOLD} more" if len(whys) > MOST_TOLD else ""
+    kinds = dict.fromkeys(kind for reasons in whys.values() for kind, _ in reasons)
+    advice = [ADVICE[kind] for kind in kinds if kind in ADVICE]
+    return fail(
+        f"{len(waiting)} of {len(found)} are not ready: {'; '.join(sentences[:MOST_TOLD])}{more}",
+        "; ".join(dict.fromkeys(advice)) or "see 'kubectl describe pod' and 'kubectl logs'",
+    )
+
+
+def why(pod: Json, warning: Json | None = None) -> list[tuple[str, str]]:
+    """What keeps a pod from being ready, most telling first: kinds, and sentences."""
+    found: list[tuple[str, str]] = []
+    status = pod.get("status", {})
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            found.append((str(condition.get("reason")), str(condition.get("message", ""))))
+    for container in _containers(status):
+        found += _of_container(container)
+    if warning is not None and (warning.get("reason") == "Unhealthy" or not found):
+        found.append((str(warning.get("reason")), str(warning.get("message", ""))[:300]))
+    return found or [("", f"phase {status.get('phase', 'unknown')}, not ready yet")]
+
+
+def _of_container(container: Json) -> list[tuple[str, str]]:
+    found = []
+    waiting = (container.get("state") or {}).get("waiting") or {}
+    reason = str(waiting.get("reason", ""))
+    if reason and reason not in ("PodInitializing", "ContainerCreating"):
+        message = str(waiting.get("message", ""))[:300]
+        found.append((reason, f"{reason} {message}".rstrip()))
+    for state in (container.get("state"), container.get("lastState")):
+        ended = (state or {}).get("terminated") or {}
+        if ended and ended.get("exitCode", 0) != 0:
+            code, kind = int(ended["exitCode"]), str(ended.get("reason", ""))
+            means = "" if kind == "OOMKilled" else EXIT_CODES.get(code, "")
+            said = f"{container.get('name')} ended with code {code} ({kind or 'no reason'})"
+            found.append((kind, f"{said}: {means}" if means else said))
+    return found
+
+
+def _newest_warnings(events: Iterable[Json]) -> Mapping[str, Json]:
+    """By pod."""
+    found: dict[str, Json] = {}
+    for event in sorted(events, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime"))):
+        about = event.get("involvedObject") or {}
+        if event.get("type") == "Warning" and about.get("kind") == "Pod":
+            found[str(about.get("name"))] = event
+    return found
+
+
+def _containers(status: Json) -> list[Json]:
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def _ready(pod: Json) -> bool:
+    status = pod.get("status", {})
+    if status.get("phase") == "Succeeded":
+        return True
+    conditions = status.get("conditions") or ()
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def _leaves(pod: Json) -> bool:
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def _name(pod: Json) -> str:
+    return str(pod["metadata"]["name"])
+
+
+def _restarts(pod: Json) -> int:
+    return sum(int(c.get("restartCount", 0)) for c in _containers(pod.get("status", {})))
+
+
+def _last_word(found: Iterable[Json]) -> str:
+    """Why the first of those that restarted did."""
+    for pod in found:
+        for container in _containers(pod.get("status", {})):
+            for kind, said in _of_container(container):
+                return f"{_name(pod)}: {said}; {ADVICE.get(kind, 'see kubectl logs --previous')}"
+    return "see 'kubectl logs --previous'"
+
+
+# What answers of a cluster's API mean for Baton, as findings; asks nobody.
+#
+# All take parts of the API's own JSON, so that they can be tried on any cluster's answers.
+
+
+OLDEST_MINOR = 30
+"""As the chart asks for (kubeVersion)."""
+
+GPU = "nvidia.com/gpu"
+EXTENSIONS = {
+    "keda.sh": "KEDA (keda.enabled)",
+    "monitoring.coreos.com": "Prometheus operator (serviceMonitor, podMonitor)",
+    "gateway.networking.k8s.io": "Gateway API (routes)",
+    "cert-manager.io": "cert-manager (TLS)",
+}
+"""API groups of what the chart can use, and what it uses them for."""
+
+ENFORCE = "pod-security.kubernetes.io/enforce"
+
+
+def judge_version(answer: Answer) -> Finding:
+    if answer.status != 200:
+        return fail(
+            f"the API answers {answer.status}", "see whether the kubeconfig or the token is current"
+        )
+    told = str(answer.body.get("gitVersion", "of no version"))
+    minor = re.match(r"\d+", str(answer.body.get("minor", "")))
+    if answer.body.get("major") == "1" and minor and int(minor[0]) < OLDEST_MINOR:
+        return fail(f"Kubernetes {told}", f"upgrade to 1.{OLDEST_MINOR} or newer")
+    return ok(f"Kubernetes {told}")
+
+
+def judge_namespace(name: str, answer: Answer, needs: Needs) -> Finding:
+    if answer.status == 404:
+        return warn(
+            f"there is no namespace {name}",
+            f"helm install --create-namespace, or kubectl create namespace {name}",
+        )
+    if answer.status != 200:
+        return warn(
+            f"{name}: not allowed to see it ({answer.status}), so its pod security is not known",
+            "give the doctor 'get' on namespaces",
+        )
+    labels = answer.body.get("metadata", {}).get("labels") or {}
+    level = labels.get(ENFORCE, "privileged")
+    if level not in LEVELS:
+        return warn(f"{name} enforces pod security {level!r}", f"use one of {', '.join(LEVELS)}")
+    said = f"{name} enforces pod security {level!r}" if ENFORCE in labels else name
+    if LEVELS.index(level) > LEVELS.index(needs.pod_security):
+        return fail(
+            f"{said}: pods that lock memory for RDMA are not admitted",
+            f"kubectl label namespace {name} {ENFORCE}={needs.pod_security} --overwrite, "
+            "and keep other workloads out of it",
+        )
+    return ok(said)
+
+
+def judge_access(account: str, reviews: Sequence[tuple[str, bool | None]]) -> Finding:
+    """reviews: of each verb on EndpointSlices, whether the account has it; None: not known."""
+    missing = [verb for verb, allowed in reviews if allowed is False]
+    if missing:
+        return fail(
+            f"{account} may not {', '.join(missing)} endpointslices: the router finds no worker",
+            "bind it to a Role with get, list and watch on endpointslices (discovery.k8s.io); the "
+            "chart does",
+        )
+    if any(allowed is None for _, allowed in reviews):
+        return warn(
+            f"whether {account} may watch endpointslices is not known",
+            "give the doctor 'create' on localsubjectaccessreviews (authorization.k8s.io)",
+        )
+    return ok(f"{account} may get, list and watch endpointslices")
+
+
+def judge_gpus(nodes: Answer, needs: Needs) -> Finding:
+    if nodes.status != 200:
+        return _unseen("nodes", nodes.status, needed=needs.gpu)
+    found = _counted(nodes.items, lambda name: name == GPU)
+    if found:
+        total = sum(sum(resources.values()) for resources in found.values())
+        return ok(f"{total} GPUs on {len(found)} nodes")
+    if needs.gpu:
+        return fail(
+            f"no node offers {GPU}",
+            "install the NVIDIA device plugin (or GPU operator) on nodes with GPUs; "
+            "'kubectl describe node' shows what a node offers",
+        )
+    return ok("none, and none is needed")
+
+
+def judge_rdma(nodes: Answer, needs: Needs) -> Finding:
+    if nodes.status != 200:
+        return _unseen("nodes", nodes.status, needed=needs.rdma)
+    found = _counted(nodes.items, lambda name: name.startswith("rdma/"))
+    if found:
+        names = sorted({name for resources in found.values() for name in resources})
+        return ok(f"{', '.join(names)} on {len(found)} nodes")
+    if needs.rdma:
+        return fail(
+            "no node offers an rdma/* resource",
+            "install an RDMA device plugin (k8s-rdma-shared-dev-plugin or the network operator), "
+            "or use the preset gpu-tcp",
+        )
+    return ok("none, and none is needed")
+
+
+def judge_metrics_api(answer: Answer) -> Finding:
+    if answer.status == 200:
+        return ok("serves; an HPA on CPU works")
+    if answer.status == 403:
+        return ok("not allowed to ask it; that is no matter to Baton's pods")
+    return warn(
+        f"answers {answer.status}: an HPA on CPU never scales",
+        "install metrics-server, or leave autoscaling off",
+    )
+
+
+def judge_extensions(groups: Collection[str]) -> Finding:
+    there = [words for group, words in EXTENSIONS.items() if group in groups]
+    missing = [words for group, words in EXTENSIONS.items() if group not in groups]
+    said = f"there: {', '.join(there) or 'none'}"
+    if missing:
+        said += f"; not there, so leave off: {', '.join(missing)}"
+    return ok(said)
+
+
+def judge_images(wanted: Sequence[str], nodes: Answer) -> Finding:
+    """Only nodes that have one tell of it; whether another can pull it, only a pod shows."""
+    if nodes.status != 200:
+        return _unseen("nodes", nodes.status, needed=False)
+    missing = []
+    for image in wanted:
+        having = [node for node in nodes.items if image in _image_names(node)]
+        if len(having) < len(nodes.items):
+            missing.append(f"{image} on {len(having)} of {len(nodes.items)} nodes")
+    if missing:
+        return warn(
+            f"not everywhere yet: {'; '.join(missing)}",
+            "they are pulled when a pod needs them: see that the registry is reachable from the "
+            "nodes and that imagePullSecrets are set, or load the images into the nodes",
+        )
+    return ok(f"{', '.join(wanted)} on every node")
+
+
+def _counted(nodes: Iterable[Json], wanted: Callable[[str], bool]) -> dict[str, dict[str, int]]:
+    """Of each node that has any: how many of each resource can be given out."""
+    found = {}
+    for node in nodes:
+        offers = node.get("status", {}).get("allocatable") or {}
+        numbers = {
+            name: int(number)
+            for name, number in offers.items()
+            if wanted(name) and str(number).isdecimal() and int(number)
+        }
+        if numbers:
+            found[str(node["metadata"]["name"])] = numbers
+    return found
+
+
+def _image_names(node: Json) -> set[str]:
+    listed = node.get("status", {}).get("images") or ()
+    return {name for image in listed for name in image.get("names") or ()}
+
+
+def _unseen(what: str, status: int, *, needed: bool) -> Finding:
+    said = f"not allowed to list {what} ({status})"
+    advice = f"give the doctor 'list' on {what}, or ask as somebody who may"
+    return warn(said, advice) if needed else ok(f"{said}; none is needed")
+
+
+# What workers of an installed Baton say they are, and how they differ.
+
+
+ASK_S = 3.0
+
+Told = Mapping[str, WorkerDescription | None]
+"""By pod; None: it did not answer."""
+
+
+class Where(NamedTuple):
+    pod: str
+    role: str
+    address: str
+
+
+async def ask(
+    where: Iterable[Where], certificates: Certificates | None = None, token: str = ""
+) -> Told:
+    """All at once; takes a few seconds at most."""
+    places = list(where)
+    channels = Channels(certificates, token=token)
+    try:
+        found = await asyncio.gather(*(_ask(channels, place) for place in places))
+    finally:
+        await channels.close()
+    return {place.pod: told for place, told in zip(places, found, strict=True)}
+
+
+def workers(told: Told) -> Finding:
+    """Differences are no fault while an upgrade is under way: what does not fit is not paired."""
+    if not told:
+        return ok("none is there to be asked")
+    known = {pod: one for pod, one in told.items() if one is not None}
+    silent = sorted(told.keys() - known.keys())
+    if not known:
+        return warn(
+            f"none of {len(told)} can be asked from here",
+            "run the doctor as a Job in the cluster; with TLS give it --tls-cert, --tls-key and "
+            "--tls-ca",
+        )
+    differences = [*_models(known), *_pairs(known)]
+    if differences:
+        return warn(
+            "; ".join(differences),
+            "they are not paired, and decode prefills by itself: wait for the upgrade to end, or "
+            "give all the same image, model and kv_wire_dtype (docs/upgrading.md)",
+        )
+    if silent:
+        return warn(f"the same, but not asked: {', '.join(silent)}", "see whether they are ready")
+    return ok(f"all {len(known)} have the same model, tokenizer and wire versions")
+
+
+async def _ask(channels: Channels, place: Where) -> WorkerDescription | None:
+    watch: Any = WorkerStub(channels.get(place.address, place.role)).Watch(
+        worker_pb2.WatchRequest()
+    )
+    try:
+        async with asyncio.timeout(ASK_S):
+            first = await watch.read()
+        return description_from_proto(first.description)
+    except (TimeoutError, BatonError, grpc.RpcError, AttributeError):
+        return None
+    finally:
+        watch.cancel()
+
+
+def _models(known: Mapping[str, WorkerDescription]) -> list[str]:
+    """Tokenizers have no model's digest to tell."""
+    found = []
+    for name in ("digest", "tokenizer_digest"):
+        groups: dict[str, list[str]] = defaultdict(list)
+        for pod, one in sorted(known.items()):
+            if one.model is not None and getattr(one.model, name):
+                groups[getattr(one.model, name)].append(pod)
+        if len(groups) > 1:
+            told = [f"{digest[:12]} on {', '.join(pods)}" for digest, pods in groups.items()]
+            found.append(f"{'model' if name == 'digest' else 'tokenizer'} {' against '.join(told)}")
+    return found
+
+
+def _pairs(known: Mapping[str, WorkerDescription]) -> Sequence[str]:
+    """How KV layouts differ besides the model, each difference once."""
+    found: dict[str, str] = {}
+    having = [(pod, one) for pod, one in sorted(known.items()) if one.layout is not None]
+    for (pod, one), (other_pod, other) in combinations(having, 2):
+        said = difference(one.layout, one.transports, other.layout, other.transports)
+        said = "; ".join(p for p in said.split("; ") if p and not p.startswith("model_digest"))
+        if said:
+            found.setdefault(said, f"{pod} and {other_pod}: {said}")
+    return list(found.values())
+
+
+# `baton doctor cluster`: asks the API, this pod and the workers, and shows findings.
+
+
+log = logging.getLogger(__name__)
+
+COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
+VERBS = ("get", "list", "watch")
+REVIEWS = "/apis/authorization.k8s.io/v1/namespaces/{}/localsubjectaccessreviews"
+SELF_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+Named = tuple[str, Callable[[], Finding]]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "cluster", help="say what a Kubernetes cluster, and a Baton in it, lack"
+    )
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), default="cpu",
+        help="what the cluster is to run, as the chart's values files (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--namespace", "-n", default="", help="where Baton is, or will be")
+    parser.add_argument("--release", default="", help="of Helm (default: any Baton there)")
+    parser.add_argument(
+        "--service-account", default="", metavar="NAME",
+        help="the router's (default: as its pods have it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="NAME",
+        help="an image that the nodes will need; may be given more than once",
+    )  # fmt: skip
+    parser.add_argument("--kubeconfig", default="", metavar="FILE", help="(default: as kubectl)")
+    for name in ("tls-cert", "tls-key", "tls-ca"):
+        parser.add_argument(
+            f"--{name}", default=os.environ.get(f"BATON_{name.upper().replace('-', '_')}", ""),
+            metavar="FILE", help="to ask workers that use TLS; the certificate is a doctor's",
+        )  # fmt: skip
+    # The parent command has --json, too; a default here would undo it.
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when a needed thing is missing, else 0. Raises InvalidArgument."""
+    console = Console(highlight=False, soft_wrap=True)
+    found: dict[str, Finding] = {}
+    for name, check in _checks(args):
+        found[name] = _checked(name, check)
+        if not args.json:
+            show(console, name, found[name])
+        if name == "api" and failed(found):
+            # Of the rest nothing can be known.
+            break
+    if args.json:
+        print(json.dumps(document(found), indent=2))
+    return int(failed(found))
+
+
+def _checks(args: argparse.Namespace) -> Iterator[Named]:
+    try:
+        api = Api.open(args.kubeconfig)
+    except Unavailable as error:
+        missing = fail(error.message, "pip install 'baton[k8s]'")
+        yield "api", lambda: missing
+        return
+    try:
+        yield "api", lambda: _reached(api)
+        yield from _of_api(api, args)
+    finally:
+        api.close()
+
+
+def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Named]:
+    needs = PRESETS[args.preset]
+    namespace = args.namespace or api.namespace
+    if not namespace.replace("-", "").isalnum():
+        raise InvalidArgument("must be a namespace's name", field="namespace")
+    core = f"/api/v1/namespaces/{namespace}"
+    seen = api.get(f"{core}/pods", labelSelector=_selector(args.release))
+    nodes = api.get("/api/v1/nodes")
+    yield (
+        "namespace",
+        lambda: judge_namespace(namespace, api.get(core), needs),
+    )
+    yield "router access", lambda: _access(api, namespace, args.service_account, seen.items)
+    yield "gpus", lambda: judge_gpus(nodes, needs)
+    yield "rdma", lambda: judge_rdma(nodes, needs)
+    yield (
+        "metrics api",
+        lambda: judge_metrics_api(api.get("/apis/metrics.k8s.io/v1beta1/nodes")),
+    )
+    yield (
+        "extensions",
+        lambda: judge_extensions([str(g["name"]) for g in api.get("/apis").body["groups"]]),
+    )
+    if args.image:
+        yield "images", lambda: judge_images(args.image, nodes)
+    if api.in_pod:
+        services = api.get(f"{core}/services", labelSelector=_selector(args.release)).items
+        yield from _of_pod(needs, [f"{one['metadata']['name']}.{namespace}" for one in services])
+    yield "pods", lambda: _pods(seen, api.get(f"{core}/events", fieldSelector="type=Warning"))
+    yield "workers", lambda: _workers(args, seen.items)
+
+
+def _of_pod(needs: Needs, services: list[str]) -> Iterator[Named]:
+    yield "dns", lambda: local_dns(services)
+    yield "locked memory", lambda: local_memory_lock(needs)
+    yield "open files", local_open_files
+    yield "shared memory", local_shared_memory
+    yield "rdma devices", lambda: local_infiniband(needs)
+    yield "gpu driver", lambda: local_gpu_driver(needs)
+
+
+def _reached(api: Api) -> Finding:
+    try:
+        return judge_version(api.get("/version"))
+    except Unavailable as error:
+        return fail(error.message, "see whether the kubeconfig names the right cluster")
+
+
+def _access(api: Api, namespace: str, account: str, found: list[Json]) -> Finding:
+    """Of the router's service account, if there is a name; else of whoever asks, in a pod."""
+    routers = [pod for pod in found if _component(pod) == "router"]
+    account = account or next((str(pod["spec"]["serviceAccountName"]) for pod in routers), "")
+    if not account and not api.in_pod:
+        return ok("no router is installed here; --service-account NAME checks one by name")
+    reviews: list[tuple[str, bool | None]] = []
+    for verb in VERBS:
+        wanted = {
+            "namespace": namespace,
+            "group": "discovery.k8s.io",
+            "resource": "endpointslices",
+            "verb": verb,
+        }
+        spec: Json = {"resourceAttributes": wanted}
+        path = SELF_REVIEWS
+        if account:
+            spec["user"] = f"system:serviceaccount:{namespace}:{account}"
+            # What everybody may do, and every service account, it may, too.
+            spec["groups"] = [
+                "system:authenticated",
+                "system:serviceaccounts",
+                f"system:serviceaccounts:{namespace}",
+            ]
+            path = REVIEWS.format(namespace)
+        answer = api.post(path, {"spec": spec})
+        known = answer.status in (200, 201)
+        reviews.append((verb, bool(answer.body["status"].get("allowed")) if known else None))
+    return judge_access(account or "this pod's service account", reviews)
+
+
+def _pods(seen: Answer, events: Answer) -> Finding:
+    if seen.status != 200:
+        return ok(f"not allowed to list pods ({seen.status}); give the doctor 'list' on pods")
+    return pods(seen.items, events.items)
+
+
+def _workers(args: argparse.Namespace, found: list[Json]) -> Finding:
+    from baton.cli.access import peer_token
+    from baton.rpc.address import join
+    from baton.rpc.tls_options import TlsOptions
+
+    tls = TlsOptions(tls_cert=args.tls_cert, tls_key=args.tls_key, tls_ca=args.tls_ca)
+    where = [
+        Where(str(pod["metadata"]["name"]), _component(pod), join(pod["status"]["podIP"], port))
+        for pod in found
+        if _component(pod) in COMPONENTS[1:]
+        and pod["status"].get("podIP")
+        and not pod["metadata"].get("deletionTimestamp")
+        for port in _ports(pod)
+    ]
+    token = peer_token(each.address for each in where)
+    return workers(asyncio.run(ask(where, tls.certificates(), token)))
+
+
+def _ports(pod: Json) -> Iterator[int]:
+    for container in pod["spec"]["containers"]:
+        for port in container.get("ports") or ():
+            if port.get("name") == "grpc":
+                yield int(port["containerPort"])
+
+
+def _component(pod: Json) -> str:
+    return str((pod["metadata"].get("labels") or {}).get("app.kubernetes.io/component", ""))
+
+
+def _selector(release: str) -> str:
+    one = f"app.kubernetes.io/instance={release}" if release else "app.kubernetes.io/name=baton"
+    return f"{one},app.kubernetes.io/component in ({','.join(COMPONENTS)})"
+
+
+def _checked(name: str, check: Callable[[], Finding]) -> Finding:
+    """A check that breaks is a finding of its own, and the others still run."""
+    try:
+        return check()
+    except InvalidArgument:
+        raise
+    except BatonError as error:
+        return fail(error.message, "see whether the API can be reached")
+    except Exception as error:
+        log.debug("check %s broke", name, exc_info=True)
+        return fail(f"the check itself broke: {type(error).__name__}", "please report this")

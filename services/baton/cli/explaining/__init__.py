@@ -1,1 +1,0 @@
-"""`baton explain` and `baton replay`: what became of one request, and its tokens once more."""

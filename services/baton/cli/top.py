@@ -1,0 +1,538 @@
+"""`baton top`: shows live what a running Baton does, from the metrics of its processes.
+
+Scraped on threads, kept as windows of the last seconds, and drawn as tables or as a document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import ssl
+import sys
+import time
+import urllib.error
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from time import monotonic
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from baton.cli import access, state
+from baton.cli.http_client import scrape, total, trust
+from baton.core.errors import InvalidArgument
+from baton.rpc.address import split
+
+# Rates and quantiles of the last seconds of what one process told; scrapes nothing, has no clock.
+#
+# A counter that is lower than before began anew, and so did all of a process that was started anew.
+
+
+Samples = Mapping[str, float]
+"""Values by name and labels, as /metrics has them."""
+
+STARTED = "process_start_time_seconds"
+
+
+class Window:
+    """Readings of one process, the newest at most `length_s` after the oldest but one: it reaches
+    back at least that far once there are enough."""
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._readings: deque[tuple[float, Samples]] = deque()
+
+    def add(self, at: float, samples: Samples) -> None:
+        """at: a reading of a clock that never goes back, in seconds."""
+        self._readings.append((at, samples))
+        while len(self._readings) > 2 and at - self._readings[1][0] >= self._length_s:
+            self._readings.popleft()
+
+    @property
+    def seconds(self) -> float:
+        """Between the first and the last reading."""
+        return self._readings[-1][0] - self._readings[0][0] if self._readings else 0.0
+
+    def value(self, name: str, *labels: str) -> float:
+        """The sum of a gauge's samples with these labels, as last read; 0 of none."""
+        return total(self._readings[-1][1], name, *labels) if self._readings else 0.0
+
+    def increase(self, name: str, *labels: str) -> float:
+        """By how much a counter's samples with these labels grew, all together."""
+        return sum(
+            grown
+            for sample, grown in self._grown(name).items()
+            if all(label in sample for label in labels)
+        )
+
+    def rate(self, name: str, *labels: str) -> float:
+        """As `increase`, a second."""
+        return self.increase(name, *labels) / self.seconds if self.seconds > 0 else 0.0
+
+    def buckets(self, name: str) -> Counter[float]:
+        """By how much each bucket of a histogram grew, by its upper bound."""
+        found = Counter[float]()
+        for sample, grown in self._grown(f"{name}_bucket").items():
+            bound = sample.partition('le="')[2].partition('"')[0]
+            found[float(bound)] += round(grown)
+        return found
+
+    def _grown(self, name: str) -> dict[str, float]:
+        grown: dict[str, float] = {}
+        for (_, before), (_, after) in pairwise(self._readings):
+            anew = before.get(STARTED) != after.get(STARTED)
+            for sample, value in after.items():
+                if sample.partition("{")[0] == name:
+                    # What was not there had never happened.
+                    was = 0.0 if anew else before.get(sample, 0.0)
+                    grown[sample] = grown.get(sample, 0.0) + value - (was if was <= value else 0.0)
+        return grown
+
+
+def quantile(buckets: Sequence[Counter[float]], share: float) -> float | None:
+    """Of the histograms together, as Prometheus has it: within its bucket a value is as likely here
+    as there. None when nothing was counted; beyond the last bound, that bound."""
+    together = Counter[float]()
+    for each in buckets:
+        together.update(each)
+    bounds = sorted(together)
+    if not bounds or together[bounds[-1]] <= 0:
+        return None
+    rank = share * together[bounds[-1]]
+    below, lower = 0.0, 0.0
+    for bound in bounds:
+        count = together[bound]
+        if count >= rank and count > below:
+            if bound == float("inf"):
+                break
+            return lower + (bound - lower) * (rank - below) / (count - below)
+        below = count
+        lower = bound if bound != float("inf") else lower
+    return lower
+
+
+# What `baton top` shows, as plain values; reads nothing and draws nothing.
+
+
+ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
+
+_TOKENS = {
+    "tokenizer": "baton_encoded_tokens_total",
+    "prefill": "baton_prefill_tokens_total",
+    "decode": "baton_decode_tokens_total",
+}
+NAMES = frozenset(
+    {
+        *_TOKENS.values(), STARTED,
+        "baton_requests_total", "baton_requests_open", "baton_queued_requests",
+        "baton_queued_tokens", "baton_time_to_first_token_seconds_bucket",
+        "baton_inter_token_seconds_bucket", "baton_kv_bytes_total", "baton_refusals_total",
+        "baton_migrations_total", "baton_workers", "baton_cached_tokens_total", "baton_blocks",
+        "baton_sequences", "baton_waiting_tokens", "baton_step_seconds_sum",
+        "baton_step_seconds_count",
+    }
+)  # fmt: skip
+"""All that is looked at: the rest need not be kept."""
+
+_STATES = ("serving", "starting", "draining", "kv_only", "silent", "gone")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """One role. None: it has no such thing, or nobody who could tell was asked.
+
+    workers: how many are in each state that any is in, as routers see them. asked: whose metrics
+    were read. queue, running: sequences, of routers requests. waiting_tokens: prompt tokens not yet
+    computed. kv_use: share of the blocks. step_s: mean of the last seconds.
+    """
+
+    role: str
+    workers: dict[str, int]
+    asked: int
+    queue: float | None
+    waiting_tokens: float | None
+    running: float | None
+    kv_use: float | None
+    tokens_per_s: float | None
+    step_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overall:
+    """What clients see. None: nothing was measured in the last seconds, or nobody was asked."""
+
+    requests_per_s: float
+    open_requests: float
+    first_token_p50_s: float | None
+    first_token_p99_s: float | None
+    inter_token_p50_s: float | None
+    inter_token_p99_s: float | None
+    output_tokens_per_s: float | None
+    handover_bytes_per_s: float
+    prefix_hit_rate: float | None
+    refusals_per_s: float
+    migrations_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """seconds: that rates and quantiles are of. away: why nothing is known of a process, by its
+    address."""
+
+    seconds: float
+    overall: Overall
+    pools: tuple[PoolView, ...]
+    away: dict[str, str]
+
+
+def view(windows: Mapping[str, Sequence[Window]], away: Mapping[str, str]) -> View:
+    """windows: of the processes that told something just now, by role."""
+    routers = windows.get("router", ())
+    every = [window for found in windows.values() for window in found]
+    return View(
+        max((window.seconds for window in every), default=0.0),
+        _overall(windows),
+        tuple(_pool(role, windows.get(role, ()), routers) for role in ROLES),
+        dict(away),
+    )
+
+
+def _overall(windows: Mapping[str, Sequence[Window]]) -> Overall:
+    routers = windows.get("router", ())
+    engines = [*windows.get("prefill", ()), *windows.get("decode", ())]
+    first = [w.buckets("baton_time_to_first_token_seconds") for w in routers]
+    between = [w.buckets("baton_inter_token_seconds") for w in routers]
+    found = _increase(engines, "baton_cached_tokens_total")
+    looked_up = found + _increase(engines, "baton_prefill_tokens_total")
+    decodes = windows.get("decode", ())
+    return Overall(
+        requests_per_s=_rate(routers, "baton_requests_total"),
+        open_requests=_value(routers, "baton_requests_open"),
+        first_token_p50_s=quantile(first, 0.5),
+        first_token_p99_s=quantile(first, 0.99),
+        inter_token_p50_s=quantile(between, 0.5),
+        inter_token_p99_s=quantile(between, 0.99),
+        output_tokens_per_s=_rate(decodes, _TOKENS["decode"]) if decodes else None,
+        handover_bytes_per_s=_rate(routers, "baton_kv_bytes_total"),
+        prefix_hit_rate=found / looked_up if looked_up else None,
+        refusals_per_s=_rate(routers, "baton_refusals_total"),
+        migrations_per_s=_rate(routers, "baton_migrations_total"),
+    )
+
+
+def _pool(role: str, asked: Sequence[Window], routers: Sequence[Window]) -> PoolView:
+    if role == "router":
+        states = {"serving": len(asked)} if asked else {}
+    else:
+        # Each router sees all workers, and one that has just begun sees fewer.
+        seen = {
+            state: max(
+                (
+                    int(w.value("baton_workers", f'role="{role}"', f'state="{state}"'))
+                    for w in routers
+                ),
+                default=0,
+            )
+            for state in _STATES
+        }
+        states = {state: number for state, number in seen.items() if number}
+    if not asked:
+        return PoolView(role, states, 0, None, None, None, None, None, None)
+    if role == "router":
+        queue = _value(asked, "baton_queued_requests")
+        running = _value(asked, "baton_requests_open") - queue
+        waiting_tokens: float | None = _value(asked, "baton_queued_tokens")
+    else:
+        queue = _value(asked, "baton_sequences", 'state="waiting"')
+        running = _value(asked, "baton_sequences", 'state="running"')
+        waiting_tokens = (
+            _value(asked, "baton_waiting_tokens") if role in ("prefill", "decode") else None
+        )
+    blocks = _value(asked, "baton_blocks")
+    steps = _increase(asked, "baton_step_seconds_count")
+    return PoolView(
+        role,
+        states,
+        len(asked),
+        queue,
+        waiting_tokens,
+        running,
+        _value(asked, "baton_blocks", 'state="used"') / blocks if blocks else None,
+        _rate(asked, _TOKENS[role]) if role in _TOKENS else None,
+        _increase(asked, "baton_step_seconds_sum") / steps if steps else None,
+    )
+
+
+def _value(windows: Sequence[Window], name: str, *labels: str) -> float:
+    return sum(window.value(name, *labels) for window in windows)
+
+
+def _rate(windows: Sequence[Window], name: str) -> float:
+    return sum(window.rate(name) for window in windows)
+
+
+def _increase(windows: Sequence[Window], name: str) -> float:
+    return sum(window.increase(name) for window in windows)
+
+
+# Reads all processes' metrics again and again.
+
+
+WINDOW_S = 10.0
+"""That rates and quantiles are of."""
+TIMEOUT_S = 2.0
+MAX_PROCESSES = 1024
+_THREADS = 16
+_ROLE = re.compile(r'baton_process_info\{role="(\w+)",')
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one process's metrics are, whom to trust there and what key to show."""
+
+    url: str
+    trust: ssl.SSLContext | None = None
+    key: str = ""
+
+
+class Watch:
+    """sources: whose metrics are to be read, asked before every round. Close it."""
+
+    def __init__(self, sources: Callable[[], Sequence[Source]]) -> None:
+        self._sources = sources
+        self._windows: dict[str, Window] = {}
+        self._pool = ThreadPoolExecutor(_THREADS, "top")
+
+    def look(self) -> View:
+        """Reads them all once, as many at a time as there are threads. Blocks."""
+        sources = list(self._sources())[:MAX_PROCESSES]
+        told: dict[str, list[Window]] = {}
+        away: dict[str, str] = {}
+        for source, (found, fault) in zip(sources, self._pool.map(_read, sources), strict=True):
+            role = "" if found is None else _role(found)
+            if found is None or role not in ROLES:
+                away[source.url] = fault or "is no process of a Baton"
+                continue
+            window = self._windows.setdefault(source.url, Window(WINDOW_S))
+            window.add(monotonic(), _kept(found))
+            told.setdefault(role, []).append(window)
+        gone = self._windows.keys() - {source.url for source in sources}
+        for url in gone:
+            del self._windows[url]
+        return view(told, away)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(source: Source) -> tuple[Mapping[str, float] | None, str]:
+    """What it tells, or why it tells nothing."""
+    try:
+        return scrape(source.url, trust=source.trust, key=source.key, timeout_s=TIMEOUT_S), ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        keyless = error.code in (401, 403)
+        return None, "asks for an operator's API key" if keyless else f"answers {error.code}"
+    except (OSError, ValueError):
+        return None, "does not answer"
+
+
+def _kept(samples: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in samples.items() if name.partition("{")[0] in NAMES}
+
+
+def _role(samples: Mapping[str, float]) -> str:
+    return next((found[1] for sample in samples if (found := _ROLE.match(sample))), "")
+
+
+# Draws a View for a terminal, and writes it as JSON; measures nothing.
+
+
+NOTHING = "-"
+
+
+def document(shown: View) -> dict[str, Any]:
+    """Seconds, shares and counts as they are; None where nothing is known."""
+    return asdict(shown)
+
+
+def drawn(shown: View) -> RenderableType:
+    """Fits the width it gets: a column that has no room is cut."""
+    lines: list[RenderableType] = [_overall_table(shown.overall), _pools(shown)]
+    lines += [Text(f"{url} {why}", style="red") for url, why in sorted(shown.away.items())]
+    lines.append(Text(f"over the last {shown.seconds:.0f} s", style="dim"))
+    return Group(*lines)
+
+
+def _overall_table(told: Overall) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for _ in range(6):
+        table.add_column(no_wrap=True)
+    fields = [
+        ("requests/s", _number(told.requests_per_s)),
+        ("open", _number(told.open_requests)),
+        ("output tokens/s", _number(told.output_tokens_per_s)),
+        ("first token p50", _time(told.first_token_p50_s)),
+        ("p99", _time(told.first_token_p99_s)),
+        ("prefix hits", _share(told.prefix_hit_rate)),
+        ("between tokens p50", _time(told.inter_token_p50_s)),
+        ("p99", _time(told.inter_token_p99_s)),
+        ("hand-over", f"{_bytes(told.handover_bytes_per_s)}/s"),
+        ("refusals/s", _number(told.refusals_per_s)),
+        ("migrations/s", _number(told.migrations_per_s)),
+    ]
+    for start in range(0, len(fields), 3):
+        cells: list[RenderableType] = []
+        for name, value in fields[start : start + 3]:
+            cells += [Text(name, style="dim"), Text(value, style="bold")]
+        table.add_row(*cells)
+    return table
+
+
+def _pools(shown: View) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("pool", no_wrap=True, min_width=11)
+    table.add_column("workers")
+    for name in ("queue", "tokens", "running", "KV", "tokens/s", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for pool in shown.pools:
+        table.add_row(
+            pool.role,
+            _workers(pool),
+            _number(pool.queue),
+            _number(pool.waiting_tokens),
+            _number(pool.running),
+            _share(pool.kv_use),
+            _number(pool.tokens_per_s),
+            _time(pool.step_s),
+        )
+    return table
+
+
+def _workers(pool: PoolView) -> str:
+    told = ", ".join(f"{number} {state}" for state, number in pool.workers.items())
+    return told or (f"{pool.asked} asked" if pool.asked else NOTHING)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0%}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB"
+
+
+# `baton top`: finds the processes, looks at them again and again, and shows what they do.
+
+
+SHORTEST_S, LONGEST_S = 0.1, 60.0
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("top")
+    parser.add_argument(
+        "--http", metavar="HOST:PORT",
+        help="a router's HTTP address (default: where `baton up` runs, with all its processes)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", metavar="HOST:PORT,…", default="",
+        help="where workers, or routers, have --metrics-listen",
+    )  # fmt: skip
+    access.add_arguments(parser)
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S",
+        help="seconds between two looks (default %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--once", action="store_true",
+        help="show what one interval has to tell and end; so without a terminal",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="as --once, and print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when no process answers, else 0."""
+    if not SHORTEST_S <= args.interval <= LONGEST_S:
+        raise InvalidArgument(f"must be {SHORTEST_S:g} to {LONGEST_S:g}", field="interval")
+    with closing(Watch(_sources(args))) as watch:
+        if args.once or args.json or not sys.stdout.isatty():
+            return _once(watch, args)
+        try:
+            _live(watch, args.interval)
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _once(watch: Watch, args: argparse.Namespace) -> int:
+    watch.look()
+    time.sleep(args.interval)
+    found = watch.look()
+    if args.json:
+        print(json.dumps(document(found), indent=2))
+    else:
+        Console(highlight=False).print(drawn(found))
+    return int(not any(pool.asked for pool in found.pools))
+
+
+def _live(watch: Watch, interval_s: float) -> None:
+    """Until Ctrl-C. The terminal's size is asked for whenever it is drawn."""
+    console = Console(highlight=False)
+    with Live(drawn(watch.look()), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(drawn(watch.look()), refresh=True)
+
+
+def _sources(args: argparse.Namespace) -> Callable[[], Sequence[Source]]:
+    """Raises InvalidArgument when there is nothing to look at."""
+    named = [part.strip() for part in args.workers.split(",") if part.strip()]
+    for address in named:
+        split(address, "workers")
+    there = access.access_of(args, "", face="http")
+    trusted = trust(there.ca)
+    if args.http or named:
+        fixed = [Source(f"http://{address}/metrics") for address in named]
+        if args.http:
+            scheme = "http" if there.ca is None else "https"
+            fixed.insert(0, Source(f"{scheme}://{args.http}/metrics", trusted, there.key))
+        return lambda: fixed
+    if state.read() is None:
+        raise InvalidArgument("no Baton runs here: --http names a router, --workers the others")
+
+    def running() -> list[Source]:
+        """Ports stay when a process is started again; the file goes when all have ended."""
+        said = state.read() or {}
+        return [
+            Source(each["metrics"], trusted, said.get("token", ""))
+            if each["role"] == "router"
+            else Source(each["metrics"])
+            for each in said.get("processes", ())
+        ]
+
+    return running

@@ -1,1 +1,0 @@
-"""`baton top`: what a running Baton does now, in a terminal."""
