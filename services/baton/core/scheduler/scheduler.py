@@ -308,27 +308,28 @@ class Scheduler:
         waiting = [g for g in self.sequences.waiting if not outranks(g.priority, now)]
         rows = self._rows(now)
         inputs: list[_InputChunk] = []
-        chunks: list[Chunk] = []
+        input_chunks: list[Chunk] = []
         restored: list[Sequence] = []
         if waiting or self.sequences.prefilling:
-            chunks = self._fill(rows, waiting, inputs, restored, now)
+            input_chunks = self._fill(rows, waiting, inputs, restored, now)
             rows = [s for s in rows if s.table is not None] + restored
         copies: list[BlockCopy] = []
         if self._pool.num_uncopied:
             tables = [sequence.table for sequence in rows if sequence.table is not None]
             copies = [copy for table in tables if (copy := self._pool.claim_copy(table))]
-        row_chunks, context = next_chunks(rows)
-        if not row_chunks and not chunks:
+        chunks, context = next_chunks(rows)
+        chunks += input_chunks
+        if not chunks:
             self._budget.dropped()
             return None
         swapping = self._budget.swapping
         plan = StepPlan(
             self._step + 1,
-            (*row_chunks, *chunks),
+            tuple(chunks),
             tuple(copies),
             tuple(swapping.swap_out),
             tuple(swapping.swap_in),
-            StepWork(len(rows), context, sum(len(chunk.token_ids) for chunk in chunks)),
+            StepWork(len(rows), context, sum(len(chunk.token_ids) for chunk in input_chunks)),
         )
         self._launch(plan.step, rows, inputs, restored)
         return plan
