@@ -25,7 +25,7 @@ OF_NO_REQUEST = {
     "engine/ranks/ray_ranks.py": "the process",
     "engine/ranks/runner.py": "a whole step",
     "engine/runner.py": "the model, while it loads",
-    "engine/swap_stores.py": "blocks of many, below what knows sequences",
+    "engine/kv/swap.py": "blocks of many, below what knows sequences",
     "transfer/sender.py": "two workers that meet",
     "transfer/peers.py": "two workers that meet",
     "transfer/transports.py": "two workers that meet",

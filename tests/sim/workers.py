@@ -19,7 +19,7 @@ from baton.core.request.request import TokenPrompt
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.policy import SchedulerPolicy
-from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
+from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.detokenizer.servicer import DetokenizerServicer
 from baton.detokenizer.vocabulary import Vocabulary
@@ -121,8 +121,10 @@ def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     sender: Any = SimSender(host, kv)
     service = DecodeService(
         engine,
-        Beginner(engine, receiver, GrammarBook(None), handover_timeout_s=HANDOVER_S),
-        OutgoingMigrations(engine, sender, handover_timeout_s=HANDOVER_S),
+        sender,
+        receiver,
+        GrammarBook(None),
+        handover_timeout_s=HANDOVER_S,
         resume_window_s=RESUME_S,
         tracer=host.tracer,
     )
@@ -133,7 +135,7 @@ def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     _watch_engine(host, identity, engine, lambda: service.state)
 
     def held() -> dict[str, int]:
-        logs = sum(len(session.keys) for session in service._sessions.values())
+        logs = sum(len(session.keys) for session in service.sessions.values())
         return {**_held(engine, service), "logs": logs}
 
     return Worker(held, service.drain, loop.idle_check)

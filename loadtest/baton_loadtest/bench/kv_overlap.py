@@ -22,7 +22,7 @@ from baton.core.scheduler.events import Event
 from baton.core.scheduler.events import NewTokens as TokensEvent
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
+from baton.decode.service import DecodeService
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
@@ -186,12 +186,14 @@ class _Decode:
             staging,
             lambda peer: GrpcSenderConnection(channels.get(peer.address)),
         )
-        beginner = Beginner(
-            engine, made._receiver, GrammarBook(None), handover_timeout_s=HANDOVER_S
+        made.service = DecodeService(
+            engine,
+            KvSender(made.identity, loops[0].runner.layout, staging),
+            made._receiver,
+            GrammarBook(None),
+            handover_timeout_s=HANDOVER_S,
+            resume_window_s=2.0,
         )
-        sender = KvSender(made.identity, loops[0].runner.layout, staging)
-        outgoing_migrations = OutgoingMigrations(engine, sender, handover_timeout_s=HANDOVER_S)
-        made.service = DecodeService(engine, beginner, outgoing_migrations, resume_window_s=2.0)
         ends.push_async_callback(made.service.close)
         made._session = made.service.session("bench")
         return made

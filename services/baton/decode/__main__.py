@@ -9,7 +9,7 @@ from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
 from baton.decode.config import DecodeConfig
-from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
+from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.rpc import metrics
 from baton.rpc.config import load
@@ -22,7 +22,7 @@ from baton.transfer.staging import NO_FAULTS, Faults
 from baton.transfer.stats import HandoverStats
 from baton.v1 import decode_pb2_grpc, handover_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
-from baton.worker.process import Parts, run_worker
+from baton.worker.process import WorkerParts, run_worker
 from baton.worker.report import export_handovers
 
 
@@ -50,7 +50,7 @@ def serve(
             num_swap_blocks=runner.num_swap_blocks,
         )
 
-    def service(parts: Parts) -> tuple[DecodeService, list[Service]]:
+    def service(parts: WorkerParts) -> tuple[DecodeService, list[Service]]:
         receiver = KvReceiver(
             parts.identity,
             parts.runner.layout,
@@ -62,15 +62,16 @@ def serve(
         given = HandoverStats()
         export_handovers("sender", given)
         sender = KvSender(parts.identity, parts.runner.layout, parts.staging, stats=given)
-        timeout_s = config.handover_timeout_s
         made = DecodeService(
             parts.engine,
-            Beginner(parts.engine, receiver, parts.grammars, handover_timeout_s=timeout_s),
-            OutgoingMigrations(parts.engine, sender, handover_timeout_s=timeout_s),
+            sender,
+            receiver,
+            parts.grammars,
+            handover_timeout_s=config.handover_timeout_s,
             resume_window_s=config.resume_window_s,
             tracer=parts.tracer,
         )
-        metrics.gauge(metrics.STREAMS, lambda: {("decode",): made.num_sessions})
+        metrics.gauge(metrics.STREAMS, lambda: {("decode",): len(made.sessions)})
         servicer = DecodeServicer(made, parts.engine, parts.identity)
         handover = HandoverServicer(sender)
         return made, [

@@ -14,26 +14,20 @@ from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.decode.service import DecodeService
-from baton.decode.sessions import Failure, Frame, RouterSession, Stream
+from baton.decode.sessions import RouterSession, SessionStream
 from baton.engine.thread import EngineThread
-from baton.rpc.convert import (
-    attempt_from_proto,
-    choice_tokens_to_proto,
-    error_to_proto,
-    identity_from_proto,
-    identity_to_proto,
-    prompt_logprobs_to_proto,
-)
+from baton.rpc.convert import attempt_from_proto, identity_from_proto, identity_to_proto
 from baton.rpc.logs import named
 from baton.transfer.receiver import TransferRequest
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import decode_pb2 as pb
+from baton.v1 import decode_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 HELLO_S = 5.0
 
-Context = grpc.aio.ServicerContext[decode_pb2.SessionRequest, decode_pb2.SessionResponse]
+Context = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse]
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -48,8 +42,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._frames = 0
 
     async def Session(
-        self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Context
-    ) -> AsyncIterator[decode_pb2.SessionResponse]:
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> AsyncIterator[pb.SessionResponse]:
         session, stream, welcome = await self._open(request_iterator)
         reader = asyncio.create_task(self._read(session, stream, request_iterator))
         reader.add_done_callback(lambda _: session.wake())
@@ -57,8 +51,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             yield welcome
             while not reader.done() and session.stream is stream:
                 frame = await session.next_frame(stream, HEARTBEAT_S)
-                if session.stream is stream:
-                    yield self._heartbeat() if frame is None else self._frame(frame)
+                if session.stream is not stream:
+                    break
+                if frame is None:
+                    yield self._heartbeat()
+                else:
+                    self._frames += 1
+                    frame.step = self._frames
+                    yield pb.SessionResponse(frame=frame)
             if reader.done():
                 reader.result()
         finally:
@@ -67,8 +67,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _open(
-        self, requests: AsyncIterator[decode_pb2.SessionRequest]
-    ) -> tuple[RouterSession, Stream, decode_pb2.SessionResponse]:
+        self, requests: AsyncIterator[pb.SessionRequest]
+    ) -> tuple[RouterSession, SessionStream, pb.SessionResponse]:
         try:
             async with asyncio.timeout(HELLO_S):
                 first = await anext(requests, None)
@@ -83,22 +83,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise InvalidArgument("must not be empty", field="hello.router.instance_id")
         session = self._service.session(hello.router.instance_id)
         lost = self._service.resume(session, _positions(hello.resume))
-        welcome = decode_pb2.SessionWelcome(
+        welcome = pb.SessionWelcome(
             decode=identity_to_proto(self._identity),
             lost=[
-                decode_pb2.SequencePosition(
+                pb.SequencePosition(
                     request_id=key.request_id, choice=key.choice, attempt=key.attempt
                 )
                 for key in lost
             ],
         )
-        return session, session.attach(), decode_pb2.SessionResponse(welcome=welcome)
+        return session, session.attach(), pb.SessionResponse(welcome=welcome)
 
     async def _read(
         self,
         session: RouterSession,
-        stream: Stream,
-        requests: AsyncIterator[decode_pb2.SessionRequest],
+        stream: SessionStream,
+        requests: AsyncIterator[pb.SessionRequest],
     ) -> None:
         """Returns when the stream ends. Raises InvalidArgument when it makes no sense as a whole;
         what is wrong with one attempt ends that attempt only.
@@ -123,69 +123,30 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     # A newer router may say more than we understand.
                     log.debug("a message of an unknown kind on a session")
 
-    def _start(self, session: RouterSession, start: decode_pb2.StartSequence) -> None:
+    def _start(self, session: RouterSession, start: pb.StartSequence) -> None:
         try:
             attempt = attempt_from_proto(start.attempt)
-            ticket = _ticket(start, attempt)
+            source = _source(start, attempt)
         except BatonError as error:
             key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
-            session.failed(Failure(key, tuple(start.attempt.choices), error))
+            session.failed(key, start.attempt.choices, error)
         else:
-            self._service.start(session, attempt, ticket, start.max_unconfirmed)
+            self._service.start(session, attempt, source, start.max_unconfirmed)
 
-    def _hand_over(self, session: RouterSession, wish: decode_pb2.HandOverSequence) -> None:
+    def _hand_over(self, session: RouterSession, wish: pb.HandOverSequence) -> None:
         key = SequenceKey(wish.request_id, wish.choice, wish.attempt)
         self._service.hand_over(session, key, wish.handover_id, wish.receiver_instance_id)
 
-    def _heartbeat(self) -> decode_pb2.SessionResponse:
-        return decode_pb2.SessionResponse(
-            heartbeat=decode_pb2.Heartbeat(
+    def _heartbeat(self) -> pb.SessionResponse:
+        return pb.SessionResponse(
+            heartbeat=pb.Heartbeat(
                 step_age_us=round(self._engine.step_age_s * 1e6),
                 step_predicted_us=round(self._engine.step_predicted_s * 1e6),
             )
         )
 
-    def _frame(self, frame: Frame) -> decode_pb2.SessionResponse:
-        self._frames += 1
-        return decode_pb2.SessionResponse(
-            frame=decode_pb2.StepFrame(
-                step=self._frames,
-                tokens=[choice_tokens_to_proto(tokens) for tokens in frame.tokens],
-                failures=[
-                    decode_pb2.SequenceFailure(
-                        request_id=failure.key.request_id,
-                        attempt=failure.key.attempt,
-                        choices=failure.choices,
-                        error=error_to_proto(failure.error),
-                    )
-                    for failure in frame.failures
-                ],
-                started=[
-                    decode_pb2.SequenceStarted(
-                        request_id=started.key.request_id,
-                        attempt=started.key.attempt,
-                        cached_tokens=started.cached_tokens,
-                        received_bytes=started.received_bytes,
-                        wait_us=round(started.wait_s * 1e6),
-                        prompt_logprobs=prompt_logprobs_to_proto(started.prompt_logprobs),
-                    )
-                    for started in frame.started
-                ],
-                handed_over=[
-                    decode_pb2.SequenceHandedOver(
-                        request_id=given.key.request_id,
-                        attempt=given.key.attempt,
-                        choice=given.key.choice,
-                        handover_id=given.handover_id,
-                        position=given.position,
-                    )
-                    for given in frame.migrated_out
-                ],
-            )
-        )
 
-
-def _ticket(start: decode_pb2.StartSequence, attempt: Attempt) -> TransferRequest | None:
+def _source(start: pb.StartSequence, attempt: Attempt) -> TransferRequest | None:
     if not start.HasField("source"):
         return None
     if len(start.source.handover_id) != HANDOVER_ID_BYTES:
@@ -198,5 +159,5 @@ def _ticket(start: decode_pb2.StartSequence, attempt: Attempt) -> TransferReques
     )
 
 
-def _positions(entries: Iterable[decode_pb2.SequencePosition]) -> dict[SequenceKey, int]:
+def _positions(entries: Iterable[pb.SequencePosition]) -> dict[SequenceKey, int]:
     return {SequenceKey(e.request_id, e.choice, e.attempt): e.position for e in entries}

@@ -1,12 +1,12 @@
-"""What each router is owed: tokens of its sequences, grouped into StepFrames.
+"""RouterSession, what is not sent yet of one router's sequences, merged into step frames.
 
 A session belongs to a router's instance id and outlives its stream by the resume window. Tokens of
-a sequence are kept until the router lets go of it (cancel), or for the window after its end went
-out, so that a new stream can go on from any position. Whatever is not sent yet waits here, merged
-per sequence: a slow stream makes larger frames, never a longer queue.
+a sequence are kept until the router lets go of it (cancel), or for the window after its end was
+sent, so that a new stream can go on from any position. What is not sent yet waits here, merged for
+each sequence: a slow stream makes larger frames, never a longer queue.
 
-Only the newest stream of a router takes frames. What an older one took and lost, the newer one asks
-for again when it says how far the router has come.
+Only the newest stream of a router takes frames. What an older one took and lost is sent again: the
+newer one begins with the positions up to which the router has tokens.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError
 from baton.core.request.attempt import AttemptKey, ChoiceTokens, Logprobs, SequenceKey
-from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.request.request import FinishReason
+from baton.rpc.convert import choice_tokens_to_proto, error_to_proto
+from baton.v1 import decode_pb2 as pb
 
 MAX_SCORED = 8
-"""Attempts with prompts' log-probabilities that are told in one message: each may be megabytes. The
+"""Attempts with prompts' log-probabilities in one message: each may have megabytes of them. The
 others' tokens wait as well, because they come after."""
 
 
 @dataclass(slots=True)
 class SequenceLog:
-    """All tokens of one sequence that this worker made, and how many of them went out.
-
-    end_sent_at: when the end of the sequence last went out. migrated_out: set when it made its last
-    token here and another worker is to go on with it; the log then lives as long as the hand-over.
-    """
+    """All tokens of one sequence that this worker made, and how many of them were sent."""
 
     key: SequenceKey
     position: int
+    """Output position of the first one."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     sent: int = 0
     end_sent_at: float | None = None
-    migrated_out: MigratedOut | None = None
+    """When the end of the sequence was sent last."""
+    migrated_out: pb.SequenceHandedOver | None = None
+    """Set when it made its last token here and another worker is to go on with it; the log then
+    lives as long as the hand-over."""
 
     def append(self, tokens: ChoiceTokens) -> None:
         self.token_ids.extend(tokens.token_ids)
@@ -67,69 +68,26 @@ class SequenceLog:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """An attempt whose KV is complete. Times in seconds. prompt_logprobs: of its input, when asked
-    for and computed here."""
-
-    key: AttemptKey
-    cached_tokens: int
-    received_bytes: int
-    wait_s: float
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An attempt, or one choice of it, that failed."""
-
-    key: AttemptKey
-    choices: tuple[int, ...]
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class MigratedOut:
-    """Answer to the wish that a sequence be handed over. position: how many output tokens it has,
-    or None when it stays here."""
-
-    key: SequenceKey
-    handover_id: bytes
-    position: int | None
-
-
-@dataclass(slots=True)
-class Frame:
-    """What goes out in one message."""
-
-    tokens: list[ChoiceTokens] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
-    migrated_out: list[MigratedOut] = field(default_factory=list)
-
-
-class Stream:
-    """One stream of a router, as a name for who may send."""
+class SessionStream:
+    """One stream of a router; its identity decides which stream may send."""
 
 
 class RouterSession:
-    """One router instance id's sequences on this worker.
-
-    broken_at: when its last stream ended, None while there is one. busy_since: when the newest
-    stream took a frame that it is still writing, None while it asks for more. Readings of the
-    monotonic clock.
-    """
+    """One router instance id's sequences on this worker."""
 
     def __init__(self, router_instance_id: str) -> None:
         self.router_instance_id = router_instance_id
-        self.stream: Stream | None = None
+        self.stream: SessionStream | None = None
         self.broken_at: float | None = None
+        """When its last stream ended, None while there is one. A reading of the monotonic clock."""
         self.busy_since: float | None = None
+        """When the newest stream took a frame that it is still writing, None while it waits for
+        more. A reading of the monotonic clock."""
         self._logs: dict[SequenceKey, SequenceLog] = {}
         self._dirty: dict[SequenceKey, None] = {}
-        self._failures: list[Failure] = []
-        self._started: list[Started] = []
-        self._kept: list[MigratedOut] = []
+        self._failures: list[pb.SequenceFailure] = []
+        self._started: list[pb.SequenceStarted] = []
+        self._kept: list[pb.SequenceHandedOver] = []
         self._wake = asyncio.Event()
 
     @property
@@ -141,13 +99,13 @@ class RouterSession:
         """Whether something was not taken by a stream yet."""
         return bool(self._dirty or self._failures or self._started or self._kept)
 
-    def attach(self) -> Stream:
+    def attach(self) -> SessionStream:
         """A new stream, which takes the place of any older one."""
-        self.stream, self.broken_at, self.busy_since = Stream(), None, None
+        self.stream, self.broken_at, self.busy_since = SessionStream(), None, None
         self._wake.set()
         return self.stream
 
-    def detach(self, stream: Stream) -> None:
+    def detach(self, stream: SessionStream) -> None:
         """A stream has ended."""
         if self.stream is stream:
             self.stream, self.broken_at, self.busy_since = None, time.monotonic(), None
@@ -158,7 +116,7 @@ class RouterSession:
         self._wake.set()
 
     def wake(self) -> None:
-        """Whoever waits for a frame looks around."""
+        """Makes a stream that waits for a frame look at its state."""
         self._wake.set()
 
     def open(self, keys: Iterable[SequenceKey], position: int) -> None:
@@ -173,24 +131,42 @@ class RouterSession:
         self._dirty[tokens.key] = None
         self._wake.set()
 
-    def failed(self, failure: Failure) -> None:
-        for choice in failure.choices:
-            self.forget(SequenceKey(failure.key.request_id, choice, failure.key.attempt))
-        self._failures.append(failure)
+    def failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
+        """An attempt, or some choices of it, failed."""
+        choices = tuple(choices)
+        for choice in choices:
+            self.forget(SequenceKey(key.request_id, choice, key.attempt))
+        self._failures.append(
+            pb.SequenceFailure(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                choices=choices,
+                error=error_to_proto(error),
+            )
+        )
         self._wake.set()
 
-    def started(self, started: Started) -> None:
+    def started(self, started: pb.SequenceStarted) -> None:
+        """The KV of an attempt is complete."""
         self._started.append(started)
         self._wake.set()
 
-    def migrated_out(self, given: MigratedOut) -> None:
-        """A sequence's KV is on offer, behind all its tokens; or it stays."""
-        log = self._logs.get(given.key)
-        if given.position is None:
-            self._kept.append(given)
+    def migrated_out(self, key: SequenceKey, handover_id: bytes, position: int | None) -> None:
+        """A sequence's KV is on offer to another worker, behind all its tokens. position: how many
+        output tokens it has, or None when it stays here."""
+        made = pb.SequenceHandedOver(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            choice=key.choice,
+            handover_id=handover_id,
+            position=position,
+        )
+        log = self._logs.get(key)
+        if position is None:
+            self._kept.append(made)
         elif log is not None:
-            log.migrated_out = given
-            self._dirty[given.key] = None
+            log.migrated_out = made
+            self._dirty[key] = None
         self._wake.set()
 
     def forget(self, key: SequenceKey) -> None:
@@ -203,8 +179,8 @@ class RouterSession:
         """Goes on from the router's positions over a new stream.
 
         Returns (lost, dropped): sequences the router wants that are not here, and sequences that
-        are here but the router no longer wants (the caller frees them). One that is given away ends
-        with its hand-over, which does not go through the router.
+        are here but the router no longer wants (the caller frees them). One that migrates ends with
+        its hand-over, which does not go through the router.
         """
         lost = [key for key in positions if key not in self._logs]
         unwanted = self._logs.keys() - positions.keys()
@@ -219,7 +195,7 @@ class RouterSession:
         return lost, dropped
 
     def forget_ended(self, before: float) -> None:
-        """Drops the logs of sequences whose end went out before a time, unless the stream broke."""
+        """Drops the logs of sequences whose end was sent before a time, unless the stream broke."""
         if self.stream is None:
             return
         ended = [
@@ -230,9 +206,9 @@ class RouterSession:
         for key in ended:
             del self._logs[key]
 
-    async def next_frame(self, stream: Stream, timeout_s: float) -> Frame | None:
-        """All that is new, as soon as something is. None when there was nothing for timeout_s,
-        when the stream was replaced, and sometimes sooner.
+    async def next_frame(self, stream: SessionStream, timeout_s: float) -> pb.StepFrame | None:
+        """All that is new, as soon as something is, without a step's number. None when there was
+        nothing for timeout_s, when the stream was replaced, and sometimes sooner.
         """
         if self.stream is stream:
             self.busy_since = None
@@ -241,28 +217,24 @@ class RouterSession:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout_s):
                         await self._wake.wait()
-        # Looked at after the wait: what a replaced stream took now, nobody would get.
+        # Checked after the wait: what a replaced stream took now would reach no router.
         if self.stream is not stream or not self.has_news:
             return None
         self.busy_since = now = time.monotonic()
-        frame = Frame(failures=self._failures, started=self._started, migrated_out=self._kept)
-        self._failures, self._started, self._kept = [], [], []
+        started, self._started = self._started, []
         dirty, self._dirty = self._dirty, {}
-        if _num_scored(frame.started) > MAX_SCORED:
-            frame.started, self._started = frame.started[:MAX_SCORED], frame.started[MAX_SCORED:]
-            later = {started.key for started in self._started}
+        if sum(each.HasField("prompt_logprobs") for each in started) > MAX_SCORED:
+            started, self._started = started[:MAX_SCORED], started[MAX_SCORED:]
+            later = {AttemptKey(each.request_id, each.attempt) for each in self._started}
             self._dirty = {k: None for k in dirty if AttemptKey(k.request_id, k.attempt) in later}
-        for key in dirty:
-            if key in self._dirty:
-                continue
-            log = self._logs[key]
-            tokens = log.take_unsent(now)
-            if tokens is not None:
-                frame.tokens.append(tokens)
-            if log.migrated_out is not None:
-                frame.migrated_out.append(log.migrated_out)
+        logs = [self._logs[key] for key in dirty if key not in self._dirty]
+        unsent = [tokens for log in logs if (tokens := log.take_unsent(now)) is not None]
+        leaving = [log.migrated_out for log in logs if log.migrated_out is not None]
+        frame = pb.StepFrame(
+            tokens=[choice_tokens_to_proto(tokens) for tokens in unsent],
+            failures=self._failures,
+            started=started,
+            handed_over=[*self._kept, *leaving],
+        )
+        self._failures, self._kept = [], []
         return frame
-
-
-def _num_scored(started: Iterable[Started]) -> int:
-    return sum(each.prompt_logprobs is not None for each in started)

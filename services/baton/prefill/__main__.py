@@ -19,7 +19,7 @@ from baton.transfer.sender import KvSender
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import handover_pb2_grpc, prefill_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
-from baton.worker.process import Parts, run_worker
+from baton.worker.process import WorkerParts, run_worker
 
 AGING_TOKENS_PER_S = 1000.0
 
@@ -44,7 +44,7 @@ def serve(
     def scheduler(runner: ModelRunner, pool: BlockPool) -> Scheduler:
         return Scheduler(pool, policy, runner.model)
 
-    def service(parts: Parts) -> tuple[PrefillService, list[Service]]:
+    def service(parts: WorkerParts) -> tuple[PrefillService, list[Service]]:
         sender = KvSender(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)
         made = PrefillService(
             parts.engine,

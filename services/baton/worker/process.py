@@ -15,17 +15,16 @@ import json
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.kvcache.cache_events import CacheLog, Change
 from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.routing.load import TenantUse, WorkerState
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
@@ -53,6 +52,7 @@ from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.fitness import KvSelfTest
 from baton.worker.options import WorkerOptions
 from baton.worker.report import Report, count_step, describe
+from baton.worker.service import AttemptService
 
 # What a worker's options say of the network that KV moves on; the rules are
 # `baton.transfer.ucx`'s.
@@ -147,35 +147,8 @@ def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
 log = logging.getLogger(__name__)
 
 
-class WorkerService(Protocol):
-    """A role's business, as far as the process needs it."""
-
-    @property
-    def state(self) -> WorkerState: ...
-
-    @property
-    def num_attempts(self) -> int: ...
-
-    @property
-    def holdings(self) -> Mapping[str, int]:
-        """What is held for attempts besides blocks and buffers, by kind; 0 when none is here."""
-
-    @property
-    def probing(self) -> bool:
-        """Whether a probe holds something of it."""
-
-    def use_through(self, router_instance_id: str) -> tuple[TenantUse, ...]:
-        """What tenants use here through other routers than this one."""
-
-    def deliver(self, events: Sequence[Event]) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WorkerParts:
     """What a role's service is made of."""
 
     engine: EngineThread
@@ -189,7 +162,7 @@ class Parts:
 
 
 MakeScheduler = Callable[[ModelRunner, BlockPool], Scheduler]
-MakeService = Callable[[Parts], tuple[WorkerService, Sequence[Service]]]
+MakeService = Callable[[WorkerParts], tuple[AttemptService[Any], Sequence[Service]]]
 
 
 async def run_worker(
@@ -210,7 +183,7 @@ async def run_worker(
     ucx = ucx_of(options)
     instance_id = new_instance_id()
     setup(role, options.log_level, options.log_json, instance_id=instance_id)
-    service: WorkerService | None = None
+    service: AttemptService[Any] | None = None
     made: list[EngineLoop] = []
     # Filled by the engine thread, emptied here: nothing else of the pool is shared.
     changes: deque[Change] = deque()
@@ -262,7 +235,7 @@ async def run_worker(
         fitness = KvSelfTest(engine, runner, staging, identity, stats, options.probe_interval_s)
         await fitness.prove()
         service, services = make_service(
-            Parts(engine, runner, identity, staging, stats, channels, grammars, tracer)
+            WorkerParts(engine, runner, identity, staging, stats, channels, grammars, tracer)
         )
         ends.push_async_callback(service.close)
         report = Report(

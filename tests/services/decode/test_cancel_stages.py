@@ -87,7 +87,7 @@ async def test_the_router_cancels_both_legs(reach: Reach) -> None:
         await reach(world, end, one)
         await end.cancel(one)
         await world.cancel_prefill(one)
-        await until(lambda: one.key not in world.decoding._running)
+        await until(lambda: one.key not in world.decoding.attempts)
         await world.settle()
         await run
         assert not [f for f in end.failures if f[0] == one.key]
@@ -102,7 +102,7 @@ async def test_only_decode_is_told(reach: Reach) -> None:
         run = await begin(world, end, one)
         await reach(world, end, one)
         await end.cancel(one)
-        await until(lambda: one.key not in world.decoding._running)
+        await until(lambda: one.key not in world.decoding.attempts)
         await world.settle()
         answer = await run
         assert not isinstance(answer, BaseException)
@@ -138,7 +138,7 @@ async def test_the_router_dies(reach: Reach) -> None:
         await reach(world, end, one)
         run.cancel()
         await end.break_off()
-        await until(lambda: world.decoding.num_sessions == 0)
+        await until(lambda: len(world.decoding.sessions) == 0)
         await world.settle()
 
 
@@ -148,7 +148,7 @@ async def test_a_choice_that_is_cancelled_before_its_input_is_here_never_runs() 
         run = await begin(world, end, one)
         await before_its_first_chunk(world, end, one)
         await end.cancel(one, 1)
-        await until(lambda: world.decoding._running[one.key].choices == {0, 2})
+        await until(lambda: world.decoding.attempts[one.key].choices == {0, 2})
         world.prefill.runner.open()
         key = SequenceKey("r", 1, 0)
         await until(lambda: {k for k in keys_of(one) if k != key} <= set(end.ends))
@@ -168,7 +168,7 @@ async def test_choices_are_cancelled_one_by_one_while_they_run() -> None:
         await running(world, end, one)
         for choice in (2, 0):
             await end.cancel(one, choice)
-        await until(lambda: world.decoding._running[one.key].choices == {1})
+        await until(lambda: world.decoding.attempts[one.key].choices == {1})
         world.decode.runner.open()
         await until(lambda: SequenceKey("r", 1, 0) in end.ends)
         assert end.tokens[SequenceKey("r", 1, 0)] == reference(one)[1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import asyncio
 from functools import partial
+from typing import Any
+from unittest.mock import AsyncMock
 
 from baton.core.errors import Overloaded
 from baton.core.kvcache.block_pool import BlockPool
@@ -14,13 +16,13 @@ from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
-from baton.decode.service import AttemptTrace, Beginner, Running
-from baton.decode.sessions import RouterSession
+from baton.decode.service import DecodeService
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.rpc.tracing import OFF
 from baton.testing.fake_runner import FakeRunner
 from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest, Unpack
+from baton.transfer.sender import KvSender
+from tests.services.worker.pair import PATIENCE_S
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
 SENDER = WorkerIdentity("prefill", "0" * 32, "127.0.0.1:1")
@@ -72,21 +74,25 @@ async def reserved_beside(*others: Attempt, wanted: Attempt, stay: bool) -> int 
     engine = EngineThread(make_loop, deliver)
     await engine.start()
     receiver = ReservingReceiver()
-    beginner = Beginner(engine, receiver, GrammarBook(None), handover_timeout_s=30.0)
-    trace = AttemptTrace(OFF, wanted, collects=True)
-    running = Running(
-        wanted, RouterSession("r"), TransferRequest(b"h", SENDER, 22), 0, {0}, 0.0, trace
+    sender: Any = AsyncMock(spec=KvSender)
+    service = DecodeService(
+        engine, sender, receiver, GrammarBook(None), handover_timeout_s=30.0, resume_window_s=30.0
     )
+    session = service.session("r")
     try:
         for one in others:
             await engine.call(partial(add, one, stay))
         while stay and await engine.call(num_running) < 2:
             pass
-        with suppress(Overloaded):
-            await beginner.begin(running)
+        service.start(session, wanted, TransferRequest(b"h", SENDER, 22), 0)
+        async with asyncio.timeout(PATIENCE_S):
+            frame = None
+            while frame is None:
+                frame = await session.next_frame(session.stream or session.attach(), PATIENCE_S)
+        assert [failure.request_id for failure in frame.failures] == [wanted.request_id]
         return receiver.reserved[0]
     finally:
-        await beginner.close()
+        await service.close()
         await engine.stop()
 
 

@@ -57,7 +57,7 @@ async def test_token_0_that_is_confirmed_before_decode_has_the_kv_is_not_waited_
         await end.start(one, handover_id, max_unconfirmed=1)
         await world.run(one, handover_id)
         await end.confirm(key, 1)
-        await until(lambda: bool(world.decoding._running[one.key].confirmed))
+        await until(lambda: bool(world.decoding.attempts[one.key].confirmed))
         world.decode.runner.open()
         for position in range(1, 12):
             await until(lambda at=position: len(end.tokens[key]) > at)  # type: ignore[misc]

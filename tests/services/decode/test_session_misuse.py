@@ -147,7 +147,7 @@ async def test_a_stream_begins_with_a_hello_that_fits() -> None:
         assert isinstance(error, Unavailable)
         nameless = pb.SessionRequest(hello=pb.SessionHello())
         assert isinstance(from_rpc_error(await first_answer(world, nameless)), InvalidArgument)
-        assert world.decoding.num_sessions == 0
+        assert len(world.decoding.sessions) == 0
         hello = pb.SessionHello(router=identity_to_proto(RouterEnd.of(world).identity))
         twice = [pb.SessionRequest(hello=hello)] * 2
         assert isinstance(from_rpc_error(await first_answer(world, *twice)), InvalidArgument)

@@ -13,7 +13,10 @@ from baton.core.request.attempt import AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.request import FinishReason
 from baton.core.scheduler.events import AttemptFailed
 from baton.decode import service as service_module
-from baton.decode.sessions import Failure, RouterSession
+from baton.decode.sessions import RouterSession
+from baton.rpc.convert import choice_tokens_from_proto
+from baton.v1.types_pb2 import FINISH_REASON_LENGTH
+from baton.worker import service as worker_service
 from tests.services.worker.pair import (
     PATIENCE_S,
     attempt,
@@ -96,7 +99,7 @@ async def test_a_newer_stream_of_the_same_router_wins() -> None:
         assert len(old.tokens[keys_of(one)[0]]) < 40
         await old.break_off()
         # The old stream's end is not taken for the router's.
-        assert world.decoding.num_sessions == 1
+        assert len(world.decoding.sessions) == 1
         await new.break_off()
 
 
@@ -113,7 +116,7 @@ async def test_what_a_replaced_stream_waited_for_goes_to_the_newer_one() -> None
     assert await waiting is None
     frame = await session.next_frame(new, PATIENCE_S)
     assert frame is not None
-    assert [list(tokens.token_ids) for tokens in frame.tokens] == [[5]]
+    assert [choice_tokens_from_proto(tokens).token_ids for tokens in frame.tokens] == [(5,)]
 
 
 async def test_messages_of_a_replaced_stream_are_not_obeyed() -> None:
@@ -140,8 +143,8 @@ async def test_a_router_that_does_not_come_back_holds_nothing() -> None:
         await other.start(others)
         await until(lambda: world.decode.runner.num_begun == 1)
         await end.break_off()
-        await until(lambda: world.decoding.num_sessions == 1)
-        assert mine.key not in world.decoding._running
+        await until(lambda: len(world.decoding.sessions) == 1)
+        assert mine.key not in world.decoding.attempts
         world.decode.runner.open()
         assert await other.ended(others) == reference(others)
         await end.connect({keys_of(mine)[0]: 1})
@@ -169,7 +172,7 @@ async def test_ended_sequences_are_forgotten_after_the_window() -> None:
     async with pair(resume_window_s=0.1) as world, router(world) as end:
         await end.start(one)
         assert await end.ended(one) == reference(one)
-        session = world.decoding._sessions[end.identity.instance_id]
+        session = world.decoding.sessions[end.identity.instance_id]
         await until(lambda: not session.keys)
 
 
@@ -183,7 +186,7 @@ async def test_nothing_is_forgotten_while_the_stream_is_broken() -> None:
     session.forget_ended(float("inf"))
     assert session.resume({key: 0}) == ([], [])
     frame = await session.next_frame(session.attach(), PATIENCE_S)
-    assert frame is not None and frame.tokens[0].finish_reason is FinishReason.LENGTH
+    assert frame is not None and frame.tokens[0].finish_reason == FINISH_REASON_LENGTH
     session.forget_ended(float("inf"))
     assert not session.keys
 
@@ -197,7 +200,7 @@ async def test_a_router_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
         world.decoding.start(session, one, None, 0)
         assert await session.next_frame(stream, PATIENCE_S) is not None
         # It writes this frame, for ever.
-        await until(lambda: world.decoding.num_sessions == 0)
+        await until(lambda: len(world.decoding.sessions) == 0)
         assert session.stream is None and world.decoding.num_attempts == 0
 
 
@@ -205,7 +208,7 @@ async def test_the_number_of_routers_and_attempts_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_SESSIONS", 1)
-    monkeypatch.setattr(service_module, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(worker_service, "MAX_ATTEMPTS", 1)
     first, second = attempt("first", max_tokens=30), attempt("second")
     async with pair() as world, router(world) as end:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -236,7 +239,7 @@ async def test_a_server_that_stops_does_not_wait_for_open_streams() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await end.reading
         await world.decoding.close()
-        assert world.decoding.num_sessions == 0
+        assert len(world.decoding.sessions) == 0
 
 
 async def test_a_failure_of_a_choice_that_is_gone_does_not_fail_the_others() -> None:
@@ -246,7 +249,7 @@ async def test_a_failure_of_a_choice_that_is_gone_does_not_fail_the_others() -> 
         await end.start(one)
         await until(lambda: world.decode.runner.num_begun == 1)
         await end.cancel(one, 1)
-        await until(lambda: world.decoding._running[one.key].choices == {0})
+        await until(lambda: world.decoding.attempts[one.key].choices == {0})
         world.decoding.deliver([AttemptFailed(one.key, (1,), Internal("too late"))])
         world.decoding.deliver(
             [AttemptFailed(AttemptKey("unknown", 0), (0,), Internal("too late"))]
@@ -259,6 +262,6 @@ async def test_a_failure_of_a_choice_that_is_gone_does_not_fail_the_others() -> 
 
 async def test_failures_that_no_stream_took_are_kept_for_the_next_one() -> None:
     session = RouterSession("router")
-    session.failed(Failure(AttemptKey("r", 0), (0,), Cancelled("for a reason")))
+    session.failed(AttemptKey("r", 0), (0,), Cancelled("for a reason"))
     frame = await session.next_frame(session.attach(), PATIENCE_S)
-    assert frame is not None and frame.failures[0].choices == (0,)
+    assert frame is not None and frame.failures[0].choices == [0]

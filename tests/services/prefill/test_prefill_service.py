@@ -10,13 +10,13 @@ import pytest
 
 from baton.core.kvcache.block_pool import Extents
 from baton.core.routing.load import WorkerState
-from baton.prefill import service as service_module
 from baton.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, counter
 from baton.testing.fake_runner import FakeRunner
 from baton.transfer import nixl
 from baton.v1 import prefill_pb2
+from baton.worker import service as worker_service
 from tests.services.worker.pair import (
     PATIENCE_S,
     POISON,
@@ -179,7 +179,7 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         call = world.run(one)
         await until(lambda: world.prefilling.num_attempts == 1)
         assert await code_of(world.run(one)) is grpc.StatusCode.INVALID_ARGUMENT
-        monkeypatch.setattr(service_module, "MAX_ATTEMPTS", 1)
+        monkeypatch.setattr(worker_service, "MAX_ATTEMPTS", 1)
         other = attempt("other", max_tokens=1)
         assert await code_of(world.run(other)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         monkeypatch.undo()

@@ -25,7 +25,7 @@ from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
 from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
-from baton.decode.service import Beginner, DecodeService, OutgoingMigrations
+from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
@@ -294,8 +294,10 @@ async def pair(
         departing = KvSender(identity, decode_runner.layout, staging, limits=limits)
         decoding = DecodeService(
             engine,
-            Beginner(engine, receiver, GrammarBook(None), handover_timeout_s=handover_timeout_s),
-            OutgoingMigrations(engine, departing, handover_timeout_s=handover_timeout_s),
+            departing,
+            receiver,
+            GrammarBook(None),
+            handover_timeout_s=handover_timeout_s,
             resume_window_s=resume_window_s,
             tracer=tracer,
         )
