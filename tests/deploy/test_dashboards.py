@@ -22,7 +22,13 @@ CHART = ROOT / "deploy/helm/baton"
 DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 PROMTOOL = shutil.which("promtool")
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
-MODULES = ("baton.rpc.metrics", "baton.rpc.aliases", "baton.router.observe.metrics")
+MODULES = (
+    "baton.rpc.metrics",
+    "baton.rpc.aliases",
+    "baton.router.observe.metrics",
+    "baton.router.observe.gauges",
+    "baton.router.observe.records",
+)
 
 SAID_NOT_TO_BE = {"vllm:lora_requests_info"}
 
@@ -39,7 +45,10 @@ def exported() -> dict[str, Spec]:
     for module in map(importlib.import_module, MODULES):
         for constant, value in vars(module).items():
             told = r"(?:counter|histogram|gauge|totals|timings)"
-            used = rf"{told}\(\s*(?:\w+\.)?{constant}\b|\({constant},|\b{constant}: lambda"
+            used = (
+                rf"{told}\(\s*(?:\w+\.)?{constant}\b|\({constant},"  # a call
+                rf"|\n +{constant}: |\[{constant}\] ="  # a table of readers
+            )
             if isinstance(value, Spec) and re.search(used, sources):
                 found[value.name] = value
     return found
