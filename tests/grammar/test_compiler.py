@@ -76,7 +76,7 @@ def test_what_cannot_be_followed_is_refused(kind: GrammarKind, text: str, says: 
 @given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=6))
 @example(["a|b", "(", "\\", "\n", '"', "/", "]-[", "a{2}", "\x00", "😀é"])
 def test_a_choice_takes_its_texts_and_no_other(texts: list[str]) -> None:
-    matcher = compile_grammar(TOKENS, translation.choice(texts, "choice").grammar)
+    matcher = compile_grammar(TOKENS, translation.choice(texts, "choice"))
     for text in texts:
         assert takes(matcher, text)
         for other in (text[:-1], text + "x", text.swapcase()):
@@ -100,8 +100,8 @@ def test_keys_come_in_the_order_of_the_schema() -> None:
 
 
 def test_lark_and_gbnf_are_told_apart() -> None:
-    assert translation.either_grammar('root ::= "a"', "f").grammar.kind is GrammarKind.GBNF
-    assert translation.either_grammar('start: "a"', "f").grammar.kind is GrammarKind.LARK
+    assert translation.lark_or_gbnf('root ::= "a"').kind is GrammarKind.GBNF
+    assert translation.lark_or_gbnf('start: "a"').kind is GrammarKind.LARK
 
 
 def test_special_tokens_are_no_text() -> None:

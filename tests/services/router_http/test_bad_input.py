@@ -270,7 +270,7 @@ async def test_null_means_absent_for_every_parameter(
     http: httpx.AsyncClient, frontend: Scripted
 ) -> None:
     for path, body, kind in ((CHAT, chat, ChatBody), (COMPLETIONS, completion, CompletionBody)):
-        names = {*kind.__struct_fields__, *REFUSED} - {"messages", "prompt"}
+        names = {*kind.__struct_encode_fields__, *REFUSED} - {"messages", "prompt"}
         response = await http.post(path, content=body(**dict.fromkeys(names)), headers=JSON)
         assert response.status_code == 200
         assert "x-baton-ignored-params" not in response.headers
@@ -309,7 +309,14 @@ messages = st.lists(
     max_size=3,
 )
 names = st.sampled_from(
-    sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *REFUSED, "user"})
+    sorted(
+        {
+            *ChatBody.__struct_encode_fields__,
+            *CompletionBody.__struct_encode_fields__,
+            *REFUSED,
+            "user",
+        }
+    )
 )
 
 

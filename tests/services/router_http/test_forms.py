@@ -11,6 +11,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.request import Grammar, GrammarKind
 from baton.router.api.grpc.inference import chat_from_proto
 from baton.router.api.http.parse import parse_chat, parse_completion
+from baton.router.api.translation import in_client_words
 from baton.v1 import inference_pb2 as pb
 from baton.v1.tokenizer_pb2 import ChatMessage
 
@@ -102,6 +103,8 @@ def test_no_form_is_no_grammar() -> None:
 def test_what_a_tokenizer_says_is_told_of_the_clients_own_field() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **by_openai({"type": "thing"})}
     call = parse_chat(json.dumps(body).encode())
-    said = call.in_client_words(InvalidArgument("cannot be followed: thing", field="grammar"))
+    said = in_client_words(
+        InvalidArgument("cannot be followed: thing", field="grammar"), call.names
+    )
     assert said.field == "response_format.json_schema.schema"
     assert said.message == "response_format.json_schema.schema cannot be followed: thing"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request.request import Accepted, Delta, FinishReason, TextLogprob, TokenLogprobs
-from baton.router.api.http.answers import Answer, ChatAnswer, CompletionAnswer
+from baton.router.api.http.answers import AnswerWriter, ChatAnswer, CompletionAnswer
 from baton.router.api.http.generation import PlainChunks
 from baton.router.api.http.parse import parse_chat, parse_completion
 from baton.router.api.http.responses import Json, encode
@@ -19,12 +19,12 @@ from baton.router.api.http.responses import Json, encode
 ACCEPTED = [Accepted(f"r{prompt}", 'a "model"', 3, 7, ()) for prompt in range(2)]
 
 
-def _completion() -> Answer:
+def _completion() -> AnswerWriter:
     body = {"model": "m", "prompt": ["a", "b"], "n": 2, "stream": True}
     return CompletionAnswer(parse_completion(msgspec.json.encode(body)), ACCEPTED, 5)
 
 
-def _chat() -> Answer:
+def _chat() -> AnswerWriter:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "m", "messages": messages, "n": 2, "stream": True}
     return ChatAnswer(parse_chat(msgspec.json.encode(body)), ACCEPTED[:1], 5)
@@ -49,7 +49,9 @@ def _with_usage(chunks: list[Json]) -> list[Json]:
     )
 )
 def test_equal_bytes(
-    answer: Callable[[], Answer], dress: Callable[[list[Json]], list[Json]], deltas: list[Delta]
+    answer: Callable[[], AnswerWriter],
+    dress: Callable[[list[Json]], list[Json]],
+    deltas: list[Delta],
 ) -> None:
     made, other = answer(), answer()
     plain = PlainChunks(lambda delta: dress(made.chunks(0, delta)))

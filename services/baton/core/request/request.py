@@ -281,6 +281,25 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
+def join_deltas(choice: int, parts: Sequence[Delta]) -> Delta:
+    """One Delta with all of a choice. The last part says how it ended."""
+    calls: dict[int, ToolCallDelta] = {}
+    arguments: dict[int, list[str]] = {}
+    for call in (call for part in parts for call in part.tool_calls):
+        calls.setdefault(call.index, call)
+        arguments.setdefault(call.index, []).append(call.arguments)
+    return replace(
+        parts[-1] if parts else Delta(choice),
+        text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        tool_calls=tuple(
+            replace(call, arguments="".join(arguments[index])) for index, call in calls.items()
+        ),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Last event of every request that did not fail."""

@@ -17,6 +17,7 @@ from baton.core.request.request import (
     Event,
     Finished,
     Grammar,
+    GrammarKind,
     Prompt,
     Request,
     TextLogprob,
@@ -26,7 +27,7 @@ from baton.core.request.request import (
     ToolUse,
 )
 from baton.router.api.grpc.access import caller, deadline_s
-from baton.router.api.translation import any_object, choice, gbnf, json_schema, lark, regex
+from baton.router.api.translation import ANY_OBJECT, choice
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.calls import WriteTimeout
 from baton.rpc.chat_messages import messages_from_proto, tools_from_proto
@@ -207,23 +208,15 @@ def _request(
 
 def _grammar(form: pb.StructuredOutput) -> Grammar | None:
     """Raises InvalidArgument naming the field."""
-    name = form.WhichOneof("form")
-    field = f"{_FIELDS['grammar']}.{name}"
-    match name:
-        case "json_object":
-            return any_object(field).grammar if form.json_object else None
-        case "json_schema":
-            return json_schema(form.json_schema, field).grammar
-        case "regex":
-            return regex(form.regex, field).grammar
-        case "choice":
-            return choice(form.choice.texts, field).grammar
-        case "lark":
-            return lark(form.lark, field).grammar
-        case "gbnf":
-            return gbnf(form.gbnf, field).grammar
-        case _:
+    match form.WhichOneof("form"):
+        case None:
             return None
+        case "json_object":
+            return ANY_OBJECT if form.json_object else None
+        case "choice":
+            return choice(form.choice.texts, f"{_FIELDS['grammar']}.choice")
+        case name:
+            return Grammar(GrammarKind[name.upper()], getattr(form, name))
 
 
 def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bool) -> None:

@@ -22,18 +22,40 @@ from baton.core.request.model import ModelDescription
 from baton.router.api.http.access import HttpAccess, is_known
 from baton.router.api.http.answers import ChatAnswer, CompletionAnswer
 from baton.router.api.http.body import Bodies, ClientGone
-from baton.router.api.http.explain import request_routes
+from baton.router.api.http.explain import explain_endpoint
 from baton.router.api.http.generation import Generation
 from baton.router.api.http.openapi import openapi_document
 from baton.router.api.http.parse import parse_chat, parse_completion
-from baton.router.api.http.responses import HttpError, Json, described, encode, send_json
-from baton.router.api.http.tokenizing import tokenizing_apps
+from baton.router.api.http.responses import HttpError, Json, encode, json_response, send_error
+from baton.router.api.http.schema import DetokenizeBody, TokenizeBody
+from baton.router.api.http.tokenizing import Tokenizing
 from baton.router.observe.metrics import TenantBlind
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.errors import forget_frames
 from baton.rpc.logs import named
 
 log = logging.getLogger(__name__)
+
+_FILES = files("baton.router.api.http")
+_NO_SNIFF = {"x-content-type-options": "nosniff"}
+_CONFINED = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_DOCS_HEADERS = {
+    # The page fetches the document from here, and nothing from anywhere else.
+    "content-security-policy": "default-src 'none'; connect-src 'self'; "
+    f"script-src 'unsafe-inline'; style-src 'unsafe-inline'; {_CONFINED}",
+    **_NO_SNIFF,
+}
+_PLAYGROUND_HEADERS = {
+    # The browser runs these scripts only, which may call this router only.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    f"connect-src 'self'; img-src data:; {_CONFINED}",
+    **_NO_SNIFF,
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    # A router that was replaced by a newer one has other files.
+    "cache-control": "no-cache",
+}
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 class HttpApp:
@@ -47,30 +69,44 @@ class HttpApp:
         pages: Sequence[BaseRoute] = (),
     ):
         self._access = access
-        self._bodies = Bodies(pipeline)
-        chat = Generation(pipeline, self._bodies, parse_chat, ChatAnswer)
-        completions = Generation(pipeline, self._bodies, parse_completion, CompletionAnswer)
-        self._router = Router(
-            [
-                *_posts("/chat/completions", chat),
-                *_posts("/completions", completions),
-                *(
-                    route
-                    for path, app in tokenizing_apps(pipeline, self._bodies).items()
-                    for route in _posts(path, app)
-                ),
-                *model_routes(pipeline),
-                *request_routes(pipeline),
-                *document_routes(),
-                *health_routes(pipeline, registry),
-                *pages,
-            ],
-            redirect_slashes=False,
+        self._bodies = bodies = Bodies(pipeline)
+        self._pipeline = pipeline
+        self._registry = registry
+        self._registry_without_tenants = TenantBlind(registry)
+        self._created = int(time.time())
+        posts: dict[str, ASGIApp] = {
+            "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
+            "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
+            "/tokenize": Tokenizing(pipeline, bodies, TokenizeBody),
+            "/detokenize": Tokenizing(pipeline, bodies, DetokenizeBody),
+        }
+        gets = {
+            "/models": self._list_models,
+            # A path: names such as "organisation/model" have slashes.
+            "/models/{model:path}": self._show_model,
+            "/requests/{id}": explain_endpoint(pipeline),
+        }
+        document = Response(encode(openapi_document()), media_type="application/json")
+        docs = Response(
+            (_FILES / "docs.html").read_bytes(), media_type="text/html", headers=_DOCS_HEADERS
         )
-
-    @property
-    def routes(self) -> list[BaseRoute]:
-        return self._router.routes
+        self.routes: list[BaseRoute] = [
+            # With and without the version: clients differ in their base of all paths.
+            *(
+                Route(prefix + path, app, methods=["POST"])
+                for prefix in ("/v1", "")
+                for path, app in posts.items()
+            ),
+            *(Route(prefix + path, get) for prefix in ("/v1", "") for path, get in gets.items()),
+            Route("/version", self._show_version),
+            Route("/health", self._show_health),
+            Route("/ping", self._show_health),
+            Route("/metrics", self._show_metrics),
+            _static("/openapi.json", document),
+            _static("/docs", docs),
+            *pages,
+        ]
+        self._router = Router(self.routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # With "app" set, the router raises for an unknown route or method.
@@ -86,151 +122,65 @@ class HttpApp:
             return
         except (BatonError, HttpError, HTTPException) as error:
             forget_frames(error)
-            await _refuse(error, send)
+            # The id of a request that was admitted, by which it can be explained.
+            known = error.request_id if isinstance(error, BatonError) else ""
+            await send_error(send, error, known or secrets.token_hex(16))
         except Exception:
             request_id = secrets.token_hex(16)
             about = named(request_id)
             log.exception("%s %s failed", scope["method"], scope["path"], extra=about)
-            await _refuse(Internal("internal error"), send, request_id)
+            await send_error(send, Internal("internal error"), request_id)
 
+    async def _list_models(self, _: Request) -> Response:
+        data = [self._model(model) for model in self._pipeline.models()]
+        return json_response({"object": "list", "data": data})
 
-def _posts(path: str, app: ASGIApp) -> list[Route]:
-    """With and without the version: clients differ in what they take for the base of all paths."""
-    return [Route(prefix + path, app, methods=["POST"]) for prefix in ("/v1", "")]
-
-
-async def _refuse(
-    error: BatonError | HttpError | HTTPException, send: Send, request_id: str = ""
-) -> None:
-    status, body, headers = described(error)
-    # That of a request which was let in, by which it can be explained.
-    known = error.request_id if isinstance(error, BatonError) else ""
-    request_id = known or request_id or secrets.token_hex(16)
-    await send_json(send, status, body, [(b"x-request-id", request_id.encode()), *headers])
-
-
-# GET /health, /ping, /version and /metrics, for probes and scrapers.
-
-
-def health_routes(pipeline: Pipeline, registry: Collector) -> list[Route]:
-    blind = TenantBlind(registry)
-
-    async def health(_: Request) -> Response:
-        """200 when a request sent now can be answered, else 503; no body."""
-        return Response(status_code=200 if pipeline.ready() else 503)
-
-    async def show_version(_: Request) -> Response:
-        return Response(encode({"version": version("baton")}), media_type="application/json")
-
-    async def metrics(request: Request) -> Response:
-        """Where they are open to whoever asks, without tenants' names."""
-        shown = registry if is_known(request.scope) else blind
-        return Response(
-            generate_latest(shown),
-            headers={
-                "content-type": CONTENT_TYPE_PLAIN_0_0_4,
-                "x-content-type-options": "nosniff",
-            },
-        )
-
-    return [
-        Route("/health", health),
-        Route("/ping", health),
-        Route("/version", show_version),
-        Route("/metrics", metrics),
-    ]
-
-
-def model_routes(pipeline: Pipeline) -> list[Route]:
-    started = int(time.time())
-
-    async def list_models(_: Request) -> Response:
-        listed = [_words(model, started) for model in pipeline.models()]
-        return _json({"object": "list", "data": listed})
-
-    async def show_model(request: Request) -> Response:
-        for model in pipeline.models():
+    async def _show_model(self, request: Request) -> Response:
+        for model in self._pipeline.models():
             if model.name == request.path_params["model"]:
-                return _json(_words(model, started))
+                return json_response(self._model(model))
         raise ModelNotFound("there is no such model", field="model")
 
-    return [
-        route
-        for prefix in ("/v1", "")
-        for route in (
-            Route(f"{prefix}/models", list_models),
-            # A path: names such as "organisation/model" have slashes.
-            Route(f"{prefix}/models/{{model:path}}", show_model),
-        )
-    ]
+    def _model(self, model: ModelDescription) -> Json:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
 
+    async def _show_version(self, _: Request) -> Response:
+        return json_response({"version": version("baton")})
 
-def _words(model: ModelDescription, created: int) -> Json:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "baton",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.max_model_len,
-    }
+    async def _show_health(self, _: Request) -> Response:
+        """200 when a request sent now can be answered, else 503; no body."""
+        return Response(status_code=200 if self._pipeline.ready() else 503)
 
-
-def _json(document: Json) -> Response:
-    return Response(encode(document), media_type="application/json")
-
-
-_POLICY = (
-    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-"""The page fetches the document from here, and nothing from anywhere else."""
-
-
-def document_routes() -> list[Route]:
-    document = encode(openapi_document())
-    page = files("baton.router.api.http").joinpath("docs.html").read_bytes()
-
-    async def show_document(_: Request) -> Response:
-        return Response(document, media_type="application/json")
-
-    async def show_page(_: Request) -> Response:
-        headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
-        return Response(page, media_type="text/html", headers=headers)
-
-    return [Route("/openapi.json", show_document), Route("/docs", show_page)]
-
-
-_FOLDER = "page"
-_INDEX = "index.html"
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-
-_HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    # A router that was replaced by a newer one has other files.
-    "cache-control": "no-cache",
-}
+    async def _show_metrics(self, request: Request) -> Response:
+        """A caller without a key, where metrics need none, does not see the names of tenants."""
+        known = is_known(request.scope)
+        shown = self._registry if known else self._registry_without_tenants
+        headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, **_NO_SNIFF}
+        return Response(generate_latest(shown), headers=headers)
 
 
 def playground_routes() -> list[Route]:
-    """Reads the files once."""
-    folder = files("baton.router.api.http") / _FOLDER
-    found = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
-    pages = {"/" if name == _INDEX else f"/playground/{name}": name for name in sorted(found)}
+    """GET / and /playground/…: one static page with its scripts and styles, read once."""
+    routes = []
+    for entry in sorted((_FILES / "page").iterdir(), key=lambda entry: entry.name):
+        if entry.is_file():
+            path = "/" if entry.name == "index.html" else f"/playground/{entry.name}"
+            kind = _KINDS[entry.name.rpartition(".")[2]]
+            page = Response(entry.read_bytes(), headers=_PLAYGROUND_HEADERS, media_type=kind)
+            routes.append(_static(path, page))
+    return routes
 
-    def route(path: str, name: str) -> Route:
-        kind = _KINDS[name.rpartition(".")[2]]
 
-        async def show(_: Request) -> Response:
-            return Response(found[name], headers=_HEADERS, media_type=kind)
+def _static(path: str, response: Response) -> Route:
+    async def show(_: Request) -> Response:
+        return response
 
-        return Route(path, show)
-
-    return [route(path, name) for path, name in pages.items()]
+    return Route(path, show)

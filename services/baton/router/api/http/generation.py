@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -18,97 +18,22 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.admission.admission import Holding
 from baton.core.errors import BatonError, Internal
-from baton.core.observe.stages import TraceContext
-from baton.core.request.request import Accepted, Delta, Finished, Request
+from baton.core.request.request import Accepted, Delta, Request, join_deltas
 from baton.router.api.http.access import caller
-from baton.router.api.http.answers import (
-    Answer,
-    Usage,
-    joined,
-    timings_asked_for,
-    timings_described,
-    timings_headers,
-)
+from baton.router.api.http.answers import AnswerWriter
 from baton.router.api.http.body import Bodies, while_connected
-from baton.router.api.http.parse import Call, listed, most_urgent
-from baton.router.api.http.responses import Header, Json, described, encode, encode_text, send_json
+from baton.router.api.http.parse import GenerationCall, listed, most_urgent
+from baton.router.api.http.responses import Header, Json, encode, error_document, send_json
+from baton.router.api.translation import in_client_words
 from baton.router.request.pipeline import EmptyStream, EventStream, Pipeline, left
 from baton.rpc.logs import named
 from baton.rpc.tracing import context_of
 
 Events = EventStream | EmptyStream
 
-# Chunks that say nothing but text, put together from bytes: nearly all of a stream are such.
-
-_MARK = "\ue000text\ue001"
-
-_told = attrgetter(
-    *(f.name for f in fields(Delta) if f.name not in ("choice", "text", "token_ids"))
-)
-_NOTHING = _told(Delta(0))
-"""Whatever a delta may say besides its text, unsaid."""
-
-
-class PlainChunks:
-    """Of one prompt's choices. words: the chunks of a delta as they are sent; of one that is only
-    text there is one, and always the same but for the text.
-    """
-
-    def __init__(self, words: Callable[[Delta], list[Json]]) -> None:
-        self._words = words
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-
-    def event(self, delta: Delta) -> bytes | None:
-        """The whole event, or None when the delta says more than text, or no text."""
-        if not delta.text or _told(delta) != _NOTHING:
-            return None
-        around = self._around.get(delta.choice)
-        if around is None:
-            around = self._around[delta.choice] = self._ask(delta)
-        return around[0] + encode_text(delta.text) + around[1]
-
-    def _ask(self, delta: Delta) -> tuple[bytes, bytes]:
-        (chunk,) = self._words(replace(delta, text=_MARK))
-        head, _, tail = encode(chunk).partition(encode_text(_MARK))
-        return b"data: " + head, tail + b"\n\n"
-
-
-# Adds up one prompt's events until all its choices are whole, for an answer in one document.
-
-
-class WholeAnswer:
-    """Keeps what came of each choice; joins it once, at the end."""
-
-    def __init__(self, n: int):
-        self._parts: list[list[Delta]] = [[] for _ in range(n)]
-        self.finished: list[Finished] = []
-        """One, at the end."""
-
-    async def collect(self, stream: Events, usage: Usage) -> None:
-        async for event in stream:
-            if isinstance(event, Delta):
-                usage.add(event)
-                self._parts[event.choice].append(event)
-            elif isinstance(event, Finished):
-                usage.add(event)
-                self.finished.append(event)
-
-    def choices(self) -> list[Delta]:
-        return [_joined(choice, parts) for choice, parts in enumerate(self._parts)]
-
-
-def _joined(choice: int, parts: list[Delta]) -> Delta:
-    """One Delta that says all; how it ended is in the last part."""
-    last = parts[-1] if parts else Delta(choice)
-    return replace(
-        last,
-        text="".join(part.text for part in parts),
-        reasoning="".join(part.reasoning for part in parts),
-        tool_calls=joined(parts),
-        token_ids=[token_id for part in parts for token_id in part.token_ids],
-        logprobs=tuple(entry for part in parts for entry in part.logprobs),
-    )
-
+KEEP_ALIVE_S = 10.0
+FAREWELL_S = 0.5
+"""How long a client has to take the last event when the server closes."""
 
 log = logging.getLogger(__name__)
 
@@ -119,106 +44,104 @@ class Generation:
 
     pipeline: Pipeline
     bodies: Bodies
-    parse: Callable[[bytes], Call]
-    answer: Callable[[Call, Sequence[Accepted], int], Answer]
+    parse: Callable[[bytes], GenerationCall]
+    answer: Callable[[GenerationCall, Sequence[Accepted], int], AnswerWriter]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = caller(scope)
         async with self.bodies.received(scope, receive) as body:
             self.pipeline.turn_away(tenant, most_urgent(body.raw, tenant))
+            headers = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
             with self.pipeline.reading(tenant):
-                call = self.parse(body.raw).of(tenant, _trace(scope))
+                call = self.parse(body.raw).of(tenant, context_of(headers))
             body.raw = b""
-            writer = EventWriter(send)
+            with_timings = dict(headers).get("x-baton-timings", b"").strip().lower()
+            events = EventWriter(send)
             try:
-                asked = timings_asked_for(dict(scope["headers"]))
-                responding = self._respond(call, body.holding, asked, send, writer)
-                await while_connected(receive, responding)
+                work = self._respond(
+                    call, body.holding, send, events, with_timings=with_timings in (b"true", b"1")
+                )
+                await while_connected(receive, work)
             except asyncio.CancelledError:
                 # The server closes; what the request held has been given back.
-                await writer.break_off(described(left())[1])
+                await events.break_off(error_document(left()))
                 raise
             except BatonError as error:
-                raise call.in_client_words(error) from error
+                raise in_client_words(error, call.names) from error
 
     async def _respond(
-        self, call: Call, holding: Holding, wants_timings: bool, send: Send, writer: EventWriter
+        self,
+        call: GenerationCall,
+        holding: Holding,
+        send: Send,
+        events: EventWriter,
+        *,
+        with_timings: bool,
     ) -> None:
-        async with _opened(self.pipeline, call.requests, holding) as streams:
-            accepted = [first for first, _ in streams]
+        async with _opened(self.pipeline, call.requests, holding) as opened:
+            accepted = [first for first, _ in opened]
+            streams = [stream for _, stream in opened]
             answer = self.answer(call, accepted, int(time.time()))
             headers = _headers(call, accepted[0])
-            usage = Usage(accepted)
-            events = [stream for _, stream in streams]
-            if call.stream:
-                await writer.start(headers)
-                about = named(accepted[0].request_id, accepted[0].trace_id)
-                await writer.end(
-                    await _stream(call, events, answer, usage, writer, wants_timings, about)
-                )
-            else:
-                whole = [WholeAnswer(call.n) for _ in events]
-                await in_parallel(
-                    *(c.collect(stream, usage) for c, stream in zip(whole, events, strict=True))
-                )
-                document = answer.document([c.choices() for c in whole], usage.total())
-                if wants_timings:
-                    finished = [end for collector in whole for end in collector.finished]
-                    document |= answer.timings(timings_described(finished))
-                    headers += timings_headers(finished)
+            if not call.stream:
+                document = answer.document(await _gathered(call, streams, answer))
+                if with_timings:
+                    document |= answer.timings()
+                    headers += answer.timing_headers()
                 await send_json(send, 200, document, headers)
+                return
+            await events.start(headers)
+            error: Json | None = None
+            try:
+                async with events.kept_alive():
+                    pumps = [
+                        _pump(call, prompt, stream, answer, events)
+                        for prompt, stream in enumerate(streams)
+                    ]
+                    await in_parallel(*pumps)
+                await events.write(answer.last_chunk(with_timings=with_timings))
+            except BatonError as failure:
+                error = error_document(in_client_words(failure, call.names))
+            except Exception:
+                about = named(accepted[0].request_id, accepted[0].trace_id)
+                log.exception("a stream failed", extra=about)
+                error = error_document(Internal("internal error"))
+            await events.end(error)
 
 
-async def _stream(
-    call: Call,
-    streams: Sequence[Events],
-    answer: Answer,
-    usage: Usage,
-    writer: EventWriter,
-    wants_timings: bool,
-    about: Mapping[str, str],
-) -> Json | None:
-    """Writes all events but the end; returns the error to end with, if there is one. about: its
-    first prompt's request, for log lines."""
-    finished: dict[int, Finished] = {}
+async def _gathered(
+    call: GenerationCall, streams: Sequence[Events], answer: AnswerWriter
+) -> list[list[Delta]]:
+    """All of every choice, by prompt. The parts of each are joined once, at the end."""
+    parts: list[list[list[Delta]]] = [[[] for _ in range(call.n)] for _ in streams]
 
-    async def pump(prompt: int, stream: Events) -> None:
-        await writer.write(with_usage(answer.opening(prompt)))
-        plain = PlainChunks(lambda delta: with_usage(answer.chunks(prompt, delta)))
-        only_text = not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
+    async def gather(prompt: int, stream: Events) -> None:
         async for event in stream:
+            answer.count(prompt, event)
             if isinstance(event, Delta):
-                usage.add(event)
-                known = plain.event(event) if only_text else None
-                if known is not None:
-                    await writer.write_events(known)
-                else:
-                    await writer.write(with_usage(answer.chunks(prompt, event)))
-            elif isinstance(event, Finished):
-                usage.add(event)
-                finished[prompt] = event
+                parts[prompt][event.choice].append(event)
 
-    def with_usage(chunks: list[Json]) -> list[Json]:
-        if call.continuous_usage:
-            return [chunk | {"usage": usage.so_far()} for chunk in chunks]
-        if call.include_usage:
-            return [chunk | {"usage": None} for chunk in chunks]
-        return chunks
+    await in_parallel(*(gather(prompt, stream) for prompt, stream in enumerate(streams)))
+    return [
+        [join_deltas(choice, deltas) for choice, deltas in enumerate(choices)] for choices in parts
+    ]
 
-    try:
-        async with writer.kept_alive():
-            await in_parallel(*(pump(i, stream) for i, stream in enumerate(streams)))
-        last: Json = {"usage": usage.total()} if call.include_usage else {}
-        if wants_timings:
-            last |= answer.timings(timings_described([end for _, end in sorted(finished.items())]))
-        if last:
-            await writer.write([answer.chunk([]) | last])
-    except BatonError as error:
-        return described(call.in_client_words(error))[1]
-    except Exception:
-        log.exception("a stream failed", extra=about)
-        return described(Internal("internal error"))[1]
-    return None
+
+async def _pump(
+    call: GenerationCall, prompt: int, stream: Events, answer: AnswerWriter, events: EventWriter
+) -> None:
+    """Writes all chunks of one prompt."""
+    await events.write(answer.with_usage(answer.opening(prompt)))
+    plain = PlainChunks(lambda delta: answer.with_usage(answer.chunks(prompt, delta)))
+    only_text = not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
+    async for event in stream:
+        answer.count(prompt, event)
+        if isinstance(event, Delta):
+            known = plain.event(event) if only_text else None
+            if known is not None:
+                await events.write_framed(known)
+            else:
+                await events.write(answer.with_usage(answer.chunks(prompt, event)))
 
 
 @asynccontextmanager
@@ -248,18 +171,10 @@ async def _opened(
         yield [found[i] for i in range(len(requests))]
 
 
-def _trace(scope: Scope) -> TraceContext:
-    """Where in its caller's trace a request belongs. ASGI has the names in lower case."""
-    return context_of(
-        (name.decode("latin-1"), value)
-        for name, value in scope["headers"]
-        if name.startswith(b"trace")
-    )
-
-
-def _headers(call: Call, accepted: Accepted) -> list[Header]:
-    """x-request-id: the client's own, if it sent one; logs and answers always have ours, which is
-    x-baton-request-id then. x-baton-seed: sending it as `seed` gives the same answer again."""
+def _headers(call: GenerationCall, accepted: Accepted) -> list[Header]:
+    """x-request-id: the client's own, if it sent one. Logs and answers always have the router's,
+    which is in x-baton-request-id then. x-baton-seed: sent as `seed`, it gives the same answer
+    again."""
     headers = [
         (b"x-request-id", (call.request_id or accepted.request_id).encode()),
         (b"x-baton-seed", b"%d" % accepted.seed),
@@ -271,11 +186,37 @@ def _headers(call: Call, accepted: Accepted) -> list[Header]:
     return headers
 
 
-KEEP_ALIVE_S = 10.0
-FAREWELL_S = 0.5
-"""What a client gets to take the last event when the server closes."""
+class PlainChunks:
+    """Puts the chunks of one prompt together from bytes where they have nothing but text, as nearly
+    all chunks of a stream do.
 
-log = logging.getLogger(__name__)
+    chunks: writes a delta. One that is only text has one chunk, which is always the same but for
+    the text.
+    """
+
+    _MARK = "\ue000text\ue001"
+    _rest = attrgetter(
+        *(f.name for f in fields(Delta) if f.name not in ("choice", "text", "token_ids"))
+    )
+    """What a delta can have besides its text."""
+    _EMPTY = _rest(Delta(0))
+
+    def __init__(self, chunks: Callable[[Delta], list[Json]]) -> None:
+        self._chunks = chunks
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """The bytes before and after the text, by choice."""
+
+    def event(self, delta: Delta) -> bytes | None:
+        """The framed event, or None when the delta has more than text, or no text."""
+        if not delta.text or self._rest(delta) != self._EMPTY:
+            return None
+        around = self._around.get(delta.choice)
+        if around is None:
+            (chunk,) = self._chunks(replace(delta, text=self._MARK))
+            head, _, tail = encode(chunk).partition(encode(self._MARK))
+            around = self._around[delta.choice] = b"data: " + head, tail + b"\n\n"
+        return around[0] + encode(delta.text) + around[1]
+
 
 _HEAD = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -303,10 +244,10 @@ class EventWriter:
 
     async def write(self, documents: Iterable[Json]) -> None:
         if events := b"".join(b"data: %b\n\n" % encode(each) for each in documents):
-            await self.write_events(events)
+            await self.write_framed(events)
 
-    async def write_events(self, events: bytes) -> None:
-        """Whole events, framed."""
+    async def write_framed(self, events: bytes) -> None:
+        """events: whole ones."""
         self._idle = False
         await self._body(events)
 
@@ -328,7 +269,7 @@ class EventWriter:
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
-        """Within, a comment goes out whenever nothing did for KEEP_ALIVE_S."""
+        """Within the block, a comment goes out whenever nothing else did for KEEP_ALIVE_S."""
         ticker = asyncio.ensure_future(self._tick())
         try:
             yield

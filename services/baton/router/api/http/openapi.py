@@ -14,8 +14,13 @@ from baton.core.request.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
 from baton.router.api.http import answer_schema as answers
 from baton.router.api.http.answer_schema import Explained, ReplayFile
 from baton.router.api.http.responses import Json
-from baton.router.api.http.schema import REFUSED, ChatBody, CompletionBody
-from baton.router.api.http.tokenizing import DetokenizeBody, TokenizeBody
+from baton.router.api.http.schema import (
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 
 _ERRORS = {
     400: "A parameter has a value that it cannot have; `param` names it.",
@@ -99,7 +104,7 @@ def openapi_document() -> Json:
     _, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    completion_fields = set(CompletionBody.__struct_fields__)
+    completion_fields = set(CompletionBody.__struct_encode_fields__)
     for body in (ChatBody, CompletionBody):
         _bound(components[body.__name__]["properties"], body)
     return {

@@ -7,11 +7,12 @@ of requests; `HttpError` is a failure of the HTTP exchange itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import Send
 
 from baton.core.errors import BatonError, Unauthenticated
@@ -20,20 +21,11 @@ from baton.rpc.errors import http_status, openai_error, retry_after_headers, wit
 Json = dict[str, Any]
 Header = tuple[bytes, bytes]
 
-_encoder = msgspec.json.Encoder()
+encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
-def encode(document: Json) -> bytes:
-    return _encoder.encode(document)
-
-
-def encode_text(text: str) -> bytes:
-    """With its quotes."""
-    return _encoder.encode(text)
-
-
-def encode_list(values: Sequence[int] | Sequence[str]) -> bytes:
-    return _encoder.encode(values)
+def json_response(document: Json) -> Response:
+    return Response(encode(document), media_type="application/json")
 
 
 async def send_json(
@@ -71,29 +63,33 @@ class HttpError(Exception):
         return {"error": {"message": self.message, **error, "retryable": False}}
 
 
-def described(error: BatonError | HttpError | HTTPException) -> tuple[int, Json, list[Header]]:
-    """Status, body and extra headers."""
-    match error:
-        case Unauthenticated():
-            # Its body was not read, or not to the end.
-            headers = [(b"www-authenticate", b"Bearer"), (b"connection", b"close")]
-            return http_status(error), openai_error(error), headers
-        case BatonError():
-            return http_status(error), openai_error(error), _retry_headers(error)
-        case HttpError():
-            return error.status, error.body(), [(b"connection", b"close")]
-        case _:
-            routing = _routing_error(error)
-            allow = (error.headers or {}).get("Allow", "")
-            return routing.status, routing.body(), [(b"allow", allow.encode())] if allow else []
+Failure = BatonError | HttpError | HTTPException
 
 
-def _routing_error(error: HTTPException) -> HttpError:
-    if error.status_code == 405:
-        return HttpError(405, "this method is not allowed here", code="method_not_allowed")
-    return HttpError(404, "there is no such route", code="not_found")
+def error_document(error: BatonError | HttpError) -> Json:
+    return error.body() if isinstance(error, HttpError) else openai_error(error)
 
 
-def _retry_headers(error: BatonError) -> list[Header]:
-    headers = retry_after_headers(with_hint(error))
-    return [(name.encode(), value.encode()) for name, value in headers.items()]
+async def send_error(send: Send, error: Failure, request_id: str) -> None:
+    headers: list[Header] = [(b"x-request-id", request_id.encode())]
+    if isinstance(error, HTTPException):
+        # Raised by the router of paths.
+        if allow := (error.headers or {}).get("Allow"):
+            headers.append((b"allow", allow.encode()))
+        error = METHOD_NOT_ALLOWED if error.status_code == 405 else NO_SUCH_ROUTE
+    elif isinstance(error, HttpError | Unauthenticated):
+        # The body was not read, or not to its end.
+        headers.append((b"connection", b"close"))
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, HttpError):
+        status = error.status
+    else:
+        status = http_status(error)
+        hints = retry_after_headers(with_hint(error))
+        headers += [(name.encode(), value.encode()) for name, value in hints.items()]
+    await send_json(send, status, error_document(error), headers)
+
+
+METHOD_NOT_ALLOWED = HttpError(405, "this method is not allowed here", code="method_not_allowed")
+NO_SUCH_ROUTE = HttpError(404, "there is no such route", code="not_found")

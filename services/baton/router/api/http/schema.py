@@ -1,8 +1,10 @@
 """The JSON bodies of the HTTP API as types, and how bytes become them.
 
-A field is here exactly when it is applied. `REFUSED` names those that would change the answer but
-are not offered, so that they are an error rather than silently without effect. All others are
-accepted without effect and named in a response header.
+This is the one definition of each body: the decoder, the names in errors and the OpenAPI document
+follow from it. An attribute is named as core names the same thing; `name=` is the client's name
+where it differs. A field is here exactly when it is applied. `REFUSED` names parameters that would
+change the answer but are not offered, so that they are an error rather than silently without
+effect. All others are accepted without effect and named in a response header.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import msgspec
 from baton.core.errors import InvalidArgument
 
 
-def _absent() -> msgspec.Raw:
-    """By a function: the document of this API cannot tell what a Raw is when nothing is said."""
+def _null() -> msgspec.Raw:
+    """A function, since msgspec cannot write a default of type Raw into a JSON schema."""
     return msgspec.Raw(b"null")
 
 
@@ -55,7 +57,7 @@ class ChatMessage(msgspec.Struct):
 class Function(msgspec.Struct):
     name: str
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.field(default_factory=_absent)
+    parameters: msgspec.Raw = msgspec.field(default_factory=_null)
 
 
 class ToolOfBody(msgspec.Struct):
@@ -73,11 +75,11 @@ class NamedTool(msgspec.Struct):
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """name, description and strict are taken and change nothing: an answer always follows."""
+    """name, description and strict have no effect: an answer always follows the schema."""
 
     name: str | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.field(default_factory=_absent)
+    schema: msgspec.Raw = msgspec.field(default_factory=_null)
     strict: bool | None = None
 
 
@@ -87,9 +89,9 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's. Exactly one of them is given."""
+    """vLLM's parameter. A client gives exactly one of the fields."""
 
-    json: msgspec.Raw = msgspec.field(default_factory=_absent)
+    json: msgspec.Raw = msgspec.field(default_factory=_null)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -97,7 +99,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What chat and text completions have in common. null means absent, everywhere."""
+    """What chat and text completions have in common. null means absent in every field."""
 
     model: str | None = None
     stream: bool | None = None
@@ -110,27 +112,29 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    # vLLM's
+    stop_strings: str | tuple[str, ...] | None = msgspec.field(default=None, name="stop")
+    # Parameters of vLLM
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    include_stop_string: bool | None = msgspec.field(
+        default=None, name="include_stop_str_in_output"
+    )
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     return_tokens_as_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    # OpenAI's of chats, vLLM's of text completions too
+    # OpenAI has it for chats, vLLM for text completions, too.
     response_format: ResponseFormat | None = None
 
 
@@ -141,9 +145,26 @@ class ChatTemplateBody(msgspec.Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    template: str | None = msgspec.field(default=None, name="chat_template")
+    template_kwargs: dict[str, Any] | None = msgspec.field(
+        default=None, name="chat_template_kwargs"
+    )
     tools: list[ToolOfBody] | None = None
+
+
+class TokenizeBody(ChatTemplateBody, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    prompt: tuple[int, ...] = msgspec.field(name="tokens")
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -155,8 +176,10 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    template: str | None = msgspec.field(default=None, name="chat_template")
+    template_kwargs: dict[str, Any] | None = msgspec.field(
+        default=None, name="chat_template_kwargs"
+    )
     tools: list[ToolOfBody] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -167,7 +190,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    top_logprobs: int | None = msgspec.field(default=None, name="logprobs")
     best_of: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -192,33 +215,34 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-"""Parameter to the values that ask for nothing (as null does); any other value is refused, but for
-one of a body that has it as a field."""
+"""Parameter to the values that are accepted, since they ask for nothing, as null does."""
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_JSON_WORDS = {"int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean"} | {
+_JSON_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
     "array": "an array",
     "object": "an object",
-    "null": "null",
 }
 _MISMATCH = re.compile(r"Expected `([a-z |]+)`")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r"`\$([\w.\[\]]*)`")
-_NON_FINITE = object()
 _NAME = re.compile(r"\w{1,64}", re.ASCII)
-"""What an error may repeat of a client's own names: others cannot always be said again in JSON."""
+"""Names of a client's own that an error may repeat. Others are not always valid in JSON."""
 
 
-def decode(
-    body: bytes, kind: type[Body], refused: Mapping[str, tuple[object, ...]]
-) -> tuple[Body, tuple[str, ...]]:
-    """The body as `kind` and the names of its parameters that `kind` lacks, sorted.
+def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """The body as `kind`, and the sorted names of its parameters that have no effect.
 
     Raises InvalidArgument for what is no JSON object, for a wrong type, and for a parameter in
-    `refused` that `kind` lacks, of a value that is neither null nor listed there.
+    `REFUSED`, unless its value is null or listed there, or the body has it as a field.
     """
+    refused = REFUSED if issubclass(kind, GenerationBody) else {}
+    applied = set(kind.__struct_encode_fields__)
     try:
         text = body.decode()
     except UnicodeDecodeError:
@@ -226,7 +250,6 @@ def decode(
     try:
         parameters = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         given = {name for name, raw in parameters.items() if bytes(raw) != b"null"}
-        applied = set(kind.__struct_fields__)
         for name in sorted((given & refused.keys()) - applied):
             if msgspec.json.decode(parameters[name]) not in refused[name]:
                 raise InvalidArgument(f"{name} is not supported", field=name)
@@ -240,8 +263,14 @@ def decode(
     return parsed, tuple(sorted(given - refused.keys() - applied))
 
 
+def client_names(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Field names of core to those of a body, where they differ."""
+    pairs = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+    return {ours: theirs for ours, theirs in pairs if ours != theirs}
+
+
 def _mismatch(report: str) -> InvalidArgument:
-    """Our words for msgspec's report of a value that does not fit its type."""
+    """Translates msgspec's report of a value that does not fit its type."""
     path = _PATH.search(report)
     field = path[1].lstrip(".").removesuffix("[...]") if path else ""
     if missing := _MISSING.search(report):
@@ -250,33 +279,21 @@ def _mismatch(report: str) -> InvalidArgument:
     if "`key` in" in report:
         return InvalidArgument(f"{field} must have integers as keys", field=field)
     if expected := _MISMATCH.search(report):
-        words = [_JSON_WORDS.get(word, word) for word in expected[1].split(" | ")]
-        kinds = " or ".join(word for word in words if word != "null")
-        return InvalidArgument(f"{field or 'the body'} must be {kinds}", field=field)
+        types = [_JSON_TYPES.get(name, name) for name in expected[1].split(" | ") if name != "null"]
+        return InvalidArgument(f"{field or 'the body'} must be {' or '.join(types)}", field=field)
     return InvalidArgument(f"{field or 'the body'} has a value out of range", field=field)
 
 
 def _malformed(text: str) -> InvalidArgument:
-    """NaN and the infinities are no JSON, yet clients send them: then the field is named."""
+    """Names the field that has NaN or an infinity: these are no JSON, yet clients send them."""
     try:
-        value = json.loads(text, parse_constant=lambda _: _NON_FINITE)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, dict):
-        for name, part in value.items():
-            if _NAME.fullmatch(name) and _has_non_finite(part):
+    for name, part in value.items() if isinstance(value, dict) else ():
+        try:
+            json.dumps(part, allow_nan=False)
+        except (ValueError, RecursionError):
+            if _NAME.fullmatch(name):
                 return InvalidArgument(f"{name} must be a finite number", field=name)
     return InvalidArgument("the body is not valid JSON")
-
-
-def _has_non_finite(value: object) -> bool:
-    pending = [value]
-    while pending:
-        part = pending.pop()
-        if part is _NON_FINITE:
-            return True
-        if isinstance(part, dict):
-            pending.extend(part.values())
-        elif isinstance(part, list):
-            pending.extend(part)
-    return False

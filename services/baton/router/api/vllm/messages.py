@@ -23,6 +23,8 @@ from baton.core.request.request import (
     Accepted,
     Delta,
     FinishReason,
+    Grammar,
+    GrammarKind,
     Prompt,
     Request,
     SamplingParams,
@@ -32,15 +34,7 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.core.request.validation import check_text
-from baton.router.api.translation import (
-    Asked,
-    any_object,
-    choice,
-    either_grammar,
-    in_client_words,
-    json_schema,
-    regex,
-)
+from baton.router.api.translation import ANY_OBJECT, choice, in_client_words, lark_or_gbnf
 from baton.rpc.errors import with_hint
 
 MAX_REQUEST_ID_BYTES = 256
@@ -108,7 +102,7 @@ def call_of(message: pb.GenerateRequest, deadline_s: float | None) -> Call:
     check_text("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
     prompt, name = _prompt(message)
     params = message.sampling_params
-    form = _form(params)
+    grammar, grammar_name = _grammar(params)
     request = Request(
         prompt=prompt,
         n=params.n or 1,
@@ -122,13 +116,13 @@ def call_of(message: pb.GenerateRequest, deadline_s: float | None) -> Call:
         ignore_eos=params.ignore_eos,
         skip_special_tokens=params.skip_special_tokens,
         deadline_s=deadline_s,
-        grammar=form and form.grammar,
+        grammar=grammar,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         truncate_prompt_tokens=(
             params.truncate_prompt_tokens if params.HasField("truncate_prompt_tokens") else None
         ),
     )
-    names = {**_SAMPLING, "prompt": name, **({"grammar": form.field} if form else {})}
+    names = {**_SAMPLING, "prompt": name, "grammar": grammar_name}
     return Call(request, message.request_id, message.stream, names)
 
 
@@ -164,23 +158,22 @@ def _sampling(params: pb.SamplingParams) -> SamplingParams:
     )
 
 
-def _form(params: pb.SamplingParams) -> Asked | None:
-    """What every choice has to look like, if that is asked."""
+def _grammar(params: pb.SamplingParams) -> tuple[Grammar | None, str]:
+    """What every choice has to match, and the name of the field that says so."""
     name = params.WhichOneof("constraint")
-    where = f"sampling_params.{name}"
+    field = f"sampling_params.{name}"
     match name:
-        case "json_schema":
-            return json_schema(params.json_schema, where)
-        case "regex":
-            return regex(params.regex, where)
+        case None:
+            return None, field
         case "grammar":
-            return either_grammar(params.grammar, where)
+            return lark_or_gbnf(params.grammar), field
         case "json_object":
-            return any_object(where) if params.json_object else None
+            return ANY_OBJECT if params.json_object else None, field
         case "choice":
-            return choice(params.choice.choices, f"{where}.choices")
+            field = f"{field}.choices"
+            return choice(params.choice.choices, field), field
         case _:
-            return None
+            return Grammar(GrammarKind[name.upper()], getattr(params, name)), field
 
 
 REASONS = {
