@@ -113,13 +113,13 @@ def forget_to_cancel_prefill() -> AbstractContextManager[Any]:
 
 def resume_from_the_start() -> AbstractContextManager[Any]:
     """A detokenizer is not told what the client has."""
-    opening = ChoiceText.opening
+    open_text = ChoiceText.open_text
 
-    def forgetful(text: ChoiceText) -> Any:
-        text._delivered_bytes = 0
-        return opening(text)
+    def forgetful(text: ChoiceText, opening: Any) -> None:
+        open_text(text, opening)
+        opening.delivered_bytes = 0
 
-    return mock.patch.object(ChoiceText, "opening", forgetful)
+    return mock.patch.object(ChoiceText, "open_text", forgetful)
 
 
 def keep_in_quarantine() -> AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 import grpc
@@ -14,15 +14,10 @@ from baton.core.errors import BatonError, Unavailable
 from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.core.request.request import SamplingParams, StopParams
-from baton.router.workers.decode_session import DecodeSession, KvComplete, Migration
-from baton.router.workers.detokenizer_session import (
-    DetokenizerSession,
-    TextNews,
-    TextOpening,
-    TextTokens,
-)
+from baton.router.workers.decode_session import DecodeSession, Migration
+from baton.router.workers.detokenizer_session import DetokenizerSession
 from baton.router.workers.shared_stream import MAX_REFUSALS, SILENCE_S, Broadcast, ReconnectPolicy
-from baton.rpc.convert import choice_tokens_to_proto, error_to_proto
+from baton.rpc.convert import choice_tokens_to_proto, error_to_proto, token_ids_to_bytes
 from baton.v1 import decode_pb2, detokenizer_pb2
 
 ROUTER = WorkerIdentity("router", "r", "")
@@ -49,7 +44,7 @@ class Sink:
     def on_tokens(self, tokens: ChoiceTokens) -> None:
         self.tokens.append(tokens)
 
-    def on_kv_complete(self, kv: KvComplete) -> None:
+    def on_kv_complete(self, started: decode_pb2.SequenceStarted) -> None:
         pass
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
@@ -195,17 +190,15 @@ class Source:
 
     opened: int = 0
     lost: list[BatonError] = field(default_factory=list)
-    news: list[TextNews] = field(default_factory=list)
 
-    def opening(self) -> TextOpening:
+    def open_text(self, text: detokenizer_pb2.OpenText) -> None:
         self.opened += 1
-        return TextOpening((), 0, (), False, True, (), (), 0)
 
-    def take_tokens(self) -> TextTokens | None:
-        return TextTokens(0, (1,), (), False, False)
+    def append_tokens(self, add: Callable[[], detokenizer_pb2.AppendTokens]) -> None:
+        add().token_ids = token_ids_to_bytes((1,))
 
-    def on_news(self, news: TextNews) -> None:
-        self.news.append(news)
+    def on_delta(self, delta: detokenizer_pb2.TextDelta) -> None:
+        pass
 
     def on_lost(self, error: BatonError) -> None:
         self.lost.append(error)

@@ -11,10 +11,10 @@ from baton.core.request.attempt import Phase, TokenLog
 from baton.core.request.request import Accepted, ChatPrompt, Request
 from baton.core.request.request_state import AttemptRun
 from baton.router.request.dispatcher import Placement
-from baton.router.workers.clients import PrefillAnswer
-from baton.router.workers.decode_session import KvComplete
 from baton.rpc import trace_names as names
 from baton.rpc.tracing import NO_SPAN, Kind, Span, Tracer, Value, error_type, now
+from baton.v1.decode_pb2 import SequenceStarted
+from baton.v1.prefill_pb2 import RunResponse
 
 # What the trace of one request tells: its stages, its attempts and its end; nothing of its text.
 #
@@ -180,24 +180,27 @@ class StageTimer(StageClock):
             self._remember(self.record, run, place)
         self.reached(Stage.HAND_OVER if run.moved else Stage.PREFILL)
 
-    def prefill_answered(self, run: AttemptRun, answer: PrefillAnswer) -> None:
+    def prefill_answered(self, run: AttemptRun, answer: RunResponse) -> None:
+        queue_s, prefill_s = answer.queue_us / 1e6, answer.prefill_us / 1e6
         self.prefill_cached_tokens += answer.cached_tokens
         attempt = self._attempt(run)
         if attempt is not None:
             attempt.prefill_cached_tokens = answer.cached_tokens
-            attempt.prefill_queue_s, attempt.prefill_s = answer.queue_s, answer.prefill_s
-        self.prefilled(answer.queue_s, answer.prefill_s, now())
+            attempt.prefill_queue_s, attempt.prefill_s = queue_s, prefill_s
+        self.prefilled(queue_s, prefill_s, now())
 
-    def kv_complete(self, run: AttemptRun, kv: KvComplete, *, computed: bool) -> None:
+    def kv_complete(self, run: AttemptRun, started: SequenceStarted, *, computed: bool) -> None:
         """Decode has all KV of an attempt; computed: by itself."""
-        self.decode_cached_tokens += kv.cached_tokens
-        self.kv_bytes += kv.received_bytes
+        wait_s = started.wait_us / 1e6
+        self.decode_cached_tokens += started.cached_tokens
+        self.kv_bytes += started.received_bytes
         if computed:
-            self.computed_by_decode(kv.wait_s)
+            self.computed_by_decode(wait_s)
         attempt = self._attempt(run)
         if attempt is not None:
-            attempt.decode_cached_tokens, attempt.kv_bytes = kv.cached_tokens, kv.received_bytes
-            attempt.kv_wait_s, attempt.kv_s = kv.wait_s, self._age() - attempt.began_s
+            attempt.decode_cached_tokens = started.cached_tokens
+            attempt.kv_bytes = started.received_bytes
+            attempt.kv_wait_s, attempt.kv_s = wait_s, self._age() - attempt.began_s
         self.reached(Stage.DECODE)
 
     def lost(self, run: AttemptRun, phase: Phase, error: BatonError) -> None:

@@ -24,10 +24,12 @@ from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.dispatcher import Placement, Placer
 from baton.router.workers.clients import PrefillClient
-from baton.router.workers.decode_session import KvComplete, Migration
+from baton.router.workers.decode_session import Migration
 from baton.router.workers.fleet import Worker
+from baton.rpc.convert import choice_tokens_from_proto, prompt_logprobs_from_proto
 from baton.rpc.logs import named
 from baton.rpc.tracing import NO_SPAN, Span, error_type
+from baton.v1.decode_pb2 import SequenceStarted
 
 log = logging.getLogger(__name__)
 
@@ -214,13 +216,15 @@ class AttemptRunner:
         else:
             worker.gained()
             if self._place is not None:
-                self._place.answered(answer.queue_s, answer.prefill_s)
+                self._place.answered(answer.queue_us / 1e6, answer.prefill_us / 1e6)
             self._owner.stages.prefill_answered(self._run, answer)
             self._owner.kv_complete(self._run, answer.cached_tokens)
-            if answer.prompt_logprobs is not None:
-                self._owner.scored(answer.prompt_logprobs)
-            for tokens in answer.tokens:
-                self._accept(Phase.PREFILL, tokens)
+            if answer.HasField("prompt_logprobs"):
+                self._owner.scored(prompt_logprobs_from_proto(answer.prompt_logprobs))
+            keys = attempt.keys()
+            for tokens in map(choice_tokens_from_proto, answer.choices):
+                if tokens.key in keys:
+                    self._accept(Phase.PREFILL, tokens)
             request_state.prefill_answered(self._number)
             if self._place is not None and self._place.decode is None:
                 self._owner.metrics.prefilled(remotely=True)
@@ -234,23 +238,23 @@ class AttemptRunner:
         if self._run.over:
             self._owner.turn()
 
-    def on_kv_complete(self, kv: KvComplete) -> None:
+    def on_kv_complete(self, started: SequenceStarted) -> None:
         if self._place is not None:
             self._place.answered()
-        if kv.prompt_logprobs is not None:
-            self._owner.scored(kv.prompt_logprobs)
-        self._owner.metrics.kv_bytes.inc(kv.received_bytes)
+        if started.HasField("prompt_logprobs"):
+            self._owner.scored(prompt_logprobs_from_proto(started.prompt_logprobs))
+        self._owner.metrics.kv_bytes.inc(started.received_bytes)
         if self._place is not None:
             self._place.prefilled()
         remotely = self._place is not None and self._place.prefill is not None
         here = self._taking is None and not remotely
-        self._owner.stages.kv_complete(self._run, kv, computed=here)
+        self._owner.stages.kv_complete(self._run, started, computed=here)
         if self._taking is not None:
             self._taking.moved()
         else:
             self._owner.metrics.prefilled(remotely=remotely)
             if here:
-                self._owner.kv_complete(self._run, kv.cached_tokens)
+                self._owner.kv_complete(self._run, started.cached_tokens)
         self._owner.request_state.kv_complete(self._number)
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:

@@ -17,15 +17,12 @@ from baton.core.request.attempt import Logprobs, PositionGap, TokenLog
 from baton.core.request.request import Delta, TextLogprob, TokenLogprobs
 from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.router.observe.stage_timer import StageTimer
-from baton.router.workers.detokenizer_session import (
-    DetokenizerSession,
-    TextNews,
-    TextOpening,
-    TextTokens,
-)
+from baton.router.workers.detokenizer_session import DetokenizerSession
 from baton.router.workers.fleet import Fleet, Pool, Worker, pick_detokenizer
 from baton.router.workers.shared_stream import Broadcast
+from baton.rpc.convert import token_ids_to_bytes
 from baton.rpc.logs import named
+from baton.v1.detokenizer_pb2 import AppendTokens, OpenText, TextDelta
 
 MAX_DELTA_TOKENS = 128
 MAX_DELTA_CHARACTERS = 1 << 14
@@ -88,60 +85,66 @@ class ChoiceText:
         """Tokens before this position have had their bytes asked for: a reader that is far behind
         must not make every step look at all that it has missed."""
 
-    def opening(self) -> TextOpening:
-        """All tokens that may lie behind the delivered text. A stop token is no part of the text:
-        it is appended as the last token, never opened with.
+    def open_text(self, text: OpenText) -> None:
+        """With all tokens that may lie behind the delivered text. A stop token is no part of the
+        text: it is appended as the last token, never opened with.
         """
         self._asked = min(self._asked, len(self.log) - (self.log.stop_token_id is not None))
         self._end_asked = False
         self._spelling.clear()
         self._spell_from = self._told
-        return TextOpening(
-            token_ids=self.log.token_ids(0, self._asked),
-            delivered_bytes=self._delivered_bytes,
-            stop_strings=self._options.stop_strings,
-            include_stop_string=self._options.include_stop_string,
-            skip_special_tokens=self._options.skip_special_tokens,
-            kept_special_tokens=self._options.kept_special_tokens,
-            prompt_tail_ids=self._options.prompt_tail_ids,
-            min_tokens=self._options.min_tokens,
-            traceparent=self._options.traceparent,
-        )
+        options = self._options
+        text.token_ids = token_ids_to_bytes(self.log.token_ids(0, self._asked))
+        text.delivered_bytes = self._delivered_bytes
+        text.stop_strings.extend(options.stop_strings)
+        text.include_stop_string = options.include_stop_string
+        text.skip_special_tokens = options.skip_special_tokens
+        text.kept_special_tokens.extend(options.kept_special_tokens)
+        text.prompt_tail_ids = token_ids_to_bytes(options.prompt_tail_ids)
+        text.min_tokens = options.min_tokens
+        text.traceparent = options.traceparent
 
-    def take_tokens(self) -> TextTokens | None:
+    def append_tokens(self, add: Callable[[], AppendTokens]) -> None:
         log, start = self.log, self._asked
         token_ids = log.token_ids(start)
         spell = self._unspelled() if log.has_logprobs else ()
         last = log.ended and not self._end_asked
         if not token_ids and not spell and not last:
-            return None
+            return
         self._asked = len(log)
         self._end_asked = log.ended
         self._spelling += spell
-        return TextTokens(start, token_ids, spell, last, last and log.stop_token_id is not None)
+        tokens = add()
+        tokens.position = start
+        tokens.token_ids = token_ids_to_bytes(token_ids)
+        if spell:
+            tokens.spell_token_ids = token_ids_to_bytes(spell)
+        if last:
+            tokens.last = True
+            tokens.last_is_stop_token = log.stop_token_id is not None
 
-    def on_news(self, news: TextNews) -> None:
+    def on_delta(self, delta: TextDelta) -> None:
         if self.ended:
             return
-        text = news.text
+        text = delta.text
         self._unsent += text
         self._delivered_bytes += len(text) if text.isascii() else len(text.encode())
-        for spelled in news.spelled:
+        for spelled in delta.spelled_texts:
             if self._spelling:
                 self._spelled[self._spelling.pop(0)] = spelled
-        self.num_tokens = max(self.num_tokens, min(news.num_tokens, len(self.log)))
-        self.searched_tokens = max(self.searched_tokens, news.searched_tokens)
-        if news.stop is not None:
-            stop_string, position = news.stop
+        self.num_tokens = max(self.num_tokens, min(delta.num_tokens, len(self.log)))
+        self.searched_tokens = max(self.searched_tokens, delta.searched_tokens)
+        stopped = delta.HasField("stop")
+        if stopped:
             try:
-                self._on_stop(self.log.choice, position, stop_string)
+                self._on_stop(self.log.choice, delta.stop.position, delta.stop.stop_string)
             except PositionGap:
                 self._tell_lost(Internal("The detokenizer stopped where there is no token."))
                 return
-        elif news.end and not self.log.ended:
+        elif delta.end and not self.log.ended:
             self._tell_lost(Internal("The detokenizer ended a text that goes on."))
             return
-        if news.stop is not None or news.end:
+        if stopped or delta.end:
             self.ended = True
             self.num_tokens = len(self.log)
         self._on_progress(self.log.choice)
@@ -363,8 +366,6 @@ class Texts:
 AT_ONCE = 1024
 """Tokens asked for in one message: other texts of the session do not wait for all of them."""
 
-_OPENING = TextOpening((), 0, (), False, False, (), (), 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Speller:
@@ -425,25 +426,27 @@ class _Words:
         self._left = deque(wanted)
         self._asked: deque[int] = deque()
 
-    def opening(self) -> TextOpening:
-        return _OPENING
+    def open_text(self, text: OpenText) -> None:
+        pass
 
-    def take_tokens(self) -> TextTokens | None:
+    def append_tokens(self, add: Callable[[], AppendTokens]) -> None:
         if self._asked:
-            return None
+            return
         while self._left and len(self._asked) < AT_ONCE:
             self._asked.append(self._left.popleft())
-        return TextTokens(0, (), tuple(self._asked), not self._left, False)
+        tokens = add()
+        tokens.spell_token_ids = token_ids_to_bytes(self._asked)
+        tokens.last = not self._left
 
-    def on_news(self, news: TextNews) -> None:
-        if len(news.spelled) > len(self._asked):
+    def on_delta(self, delta: TextDelta) -> None:
+        if len(delta.spelled_texts) > len(self._asked):
             self.on_lost(Internal("The detokenizer spelled what was not asked for."))
             return
-        for spelled in news.spelled:
+        for spelled in delta.spelled_texts:
             self.spelled[self._asked.popleft()] = spelled
-        if news.end and (self._asked or self._left):
+        if delta.end and (self._asked or self._left):
             self.on_lost(Internal("The detokenizer did not spell all that was asked for."))
-        elif news.end and not self.done.done():
+        elif delta.end and not self.done.done():
             self.done.set_result(None)
         elif not self._asked and self._left:
             self.on_told()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
@@ -12,25 +11,22 @@ import grpc
 from baton.core.errors import BatonError, Internal, WorkerLost
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens
+from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.request.model import AnswerFormat, WorkerIdentity
-from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.request.request import ChatPrompt, Grammar, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.calls import cancelled_here
 from baton.rpc.chat_messages import chat_to_proto
 from baton.rpc.convert import (
     attempt_to_proto,
-    choice_tokens_from_proto,
     error_from_proto,
     grammar_to_proto,
-    prompt_logprobs_from_proto,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.interceptors import REQUEST_ID_KEY
 from baton.rpc.tracing import metadata_of
-from baton.v1.prefill_pb2 import CancelRequest, RunRequest
+from baton.v1.prefill_pb2 import CancelRequest, RunRequest, RunResponse
 from baton.v1.prefill_pb2_grpc import PrefillStub
 from baton.v1.tokenizer_pb2 import (
     DecodeInput,
@@ -94,17 +90,6 @@ class UnaryClient:
 CANCEL_TIMEOUT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillAnswer:
-    """Token 0 of every choice, and what prefill says of itself. Times in seconds."""
-
-    tokens: tuple[ChoiceTokens, ...]
-    cached_tokens: int
-    queue_s: float
-    prefill_s: float
-    prompt_logprobs: PromptLogprobs | None = None
-
-
 class PrefillClient(UnaryClient):
     """`baton.v1.Prefill` of one instance id."""
 
@@ -118,11 +103,9 @@ class PrefillClient(UnaryClient):
 
     async def prefill(
         self, attempt: Attempt, *, handover_id: bytes, decode_instance_id: str
-    ) -> PrefillAnswer:
-        """Raises BatonError. Without a handover_id nothing is handed over. Only tokens of this
-        attempt are returned.
-        """
-        answer = await self.call(
+    ) -> RunResponse:
+        """Raises BatonError. Without a handover_id nothing is handed over."""
+        answer: RunResponse = await self.call(
             self._stub.Run,
             RunRequest(
                 attempt=attempt_to_proto(attempt),
@@ -135,19 +118,7 @@ class PrefillClient(UnaryClient):
             timeout_s=attempt.remaining_s,
             trace=TraceContext(attempt.traceparent),
         )
-        keys = attempt.keys()
-        tokens = [choice_tokens_from_proto(entry) for entry in answer.choices]
-        return PrefillAnswer(
-            tokens=tuple(entry for entry in tokens if entry.key in keys),
-            cached_tokens=answer.cached_tokens,
-            queue_s=answer.queue_us / 1e6,
-            prefill_s=answer.prefill_us / 1e6,
-            prompt_logprobs=(
-                prompt_logprobs_from_proto(answer.prompt_logprobs)
-                if answer.HasField("prompt_logprobs")
-                else None
-            ),
-        )
+        return answer
 
     async def cancel(self, key: AttemptKey) -> None:
         """Frees what the worker holds for an attempt. A worker that cannot be told is gone, and its

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -21,7 +20,6 @@ from baton.core.errors import BatonError, Unavailable
 from baton.core.handover.messages import HANDOVER_ID_BYTES
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import WorkerIdentity
-from baton.core.request.prompt_logprobs import PromptLogprobs
 from baton.core.routing.routing import is_stalled
 from baton.router.workers.shared_stream import Broadcast, SharedStream, WorkerStalled
 from baton.rpc.awake import Clock
@@ -30,7 +28,6 @@ from baton.rpc.convert import (
     choice_tokens_from_proto,
     error_from_proto,
     identity_to_proto,
-    prompt_logprobs_from_proto,
 )
 from baton.v1.decode_pb2 import (
     CancelSequence,
@@ -39,6 +36,7 @@ from baton.v1.decode_pb2 import (
     KvSource,
     SequenceHandedOver,
     SequencePosition,
+    SequenceStarted,
     SessionHello,
     SessionRequest,
     SessionResponse,
@@ -50,22 +48,13 @@ from baton.v1.decode_pb2_grpc import DecodeStub
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class KvComplete:
-    """Decode has all KV of an attempt. received_bytes: what came from the sender."""
-
-    cached_tokens: int
-    received_bytes: int
-    wait_s: float
-    prompt_logprobs: PromptLogprobs | None = None
-
-
 class SequenceSink(Protocol):
     """An attempt, as the session sees it. All calls return at once."""
 
     def on_tokens(self, tokens: ChoiceTokens) -> None: ...
 
-    def on_kv_complete(self, kv: KvComplete) -> None: ...
+    def on_kv_complete(self, started: SequenceStarted) -> None:
+        """Decode has all KV of the attempt."""
 
     def on_migrated_out(self, choice: int, handover_id: bytes, position: int | None) -> None:
         """Answer to `hand_over`: the choice's KV is on offer, all its tokens below the position
@@ -249,14 +238,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         for started in frame.started:
             sink = self._sinks.get(AttemptKey(started.request_id, started.attempt))
             if sink is not None:
-                told = None
-                if started.HasField("prompt_logprobs"):
-                    told = prompt_logprobs_from_proto(started.prompt_logprobs)
-                sink.on_kv_complete(
-                    KvComplete(
-                        started.cached_tokens, started.received_bytes, started.wait_us / 1e6, told
-                    )
-                )
+                sink.on_kv_complete(started)
         sinks = self._sinks
         for entry in frame.tokens:
             tokens = choice_tokens_from_proto(entry)

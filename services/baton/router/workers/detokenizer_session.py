@@ -8,17 +8,17 @@ owner.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import grpc
 
 from baton.core.errors import BatonError, Unavailable
 from baton.router.workers.shared_stream import Broadcast, SharedStream
 from baton.rpc.awake import Clock
-from baton.rpc.convert import error_from_proto, to_ms, token_ids_to_bytes
+from baton.rpc.convert import error_from_proto, to_ms
 from baton.v1.detokenizer_pb2 import (
     AppendTokens,
     DetokenizeOperation,
@@ -33,57 +33,21 @@ MAX_OPERATIONS = 256
 """Operations of one message: many small texts share it, none waits long for the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextOpening:
-    """How a text begins at a detokenizer: ids so far and UTF-8 bytes of them already delivered."""
-
-    token_ids: tuple[int, ...]
-    delivered_bytes: int
-    stop_strings: tuple[str, ...]
-    include_stop_string: bool
-    skip_special_tokens: bool
-    kept_special_tokens: tuple[str, ...]
-    prompt_tail_ids: tuple[int, ...]
-    min_tokens: int
-    traceparent: str = ""
-
-
-class TextTokens(NamedTuple):
-    """More tokens of a text; spell: tokens whose own bytes are wanted besides."""
-
-    position: int
-    token_ids: tuple[int, ...]
-    spell: tuple[int, ...]
-    last: bool
-    last_is_stop_token: bool
-
-
-class TextNews(NamedTuple):
-    """What a detokenizer says of a text. num_tokens: tokens whose text is fully sent or skipped;
-    searched_tokens: tokens within which no stop string ends; stop: (stop string, position of the
-    token that completed it).
-    """
-
-    text: str
-    num_tokens: int
-    searched_tokens: int
-    stop: tuple[str, int] | None
-    end: bool
-    spelled: Sequence[bytes]
-
-
 class TextSource(Protocol):
     """A text, as the session sees it. All calls return at once."""
 
-    def opening(self) -> TextOpening: ...
+    def open_text(self, text: OpenText) -> None:
+        """Fills in how the text begins: its tokens so far and how much of it is delivered."""
 
-    def take_tokens(self) -> TextTokens | None:
-        """What was not taken since `opening`, or None."""
+    def append_tokens(self, add: Callable[[], AppendTokens]) -> None:
+        """Fills in what was not taken since `open_text`. add: makes the message, called only when
+        there is something to take."""
 
-    def on_news(self, news: TextNews) -> None: ...
+    def on_delta(self, delta: TextDelta) -> None:
+        """The detokenizer has more of the text."""
 
     def on_lost(self, error: BatonError) -> None:
-        """The session knows this text no more."""
+        """The session has forgotten this text."""
 
 
 class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSessionResponse]):
@@ -152,10 +116,12 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         for text_id in dirty:
             source = self._sources[text_id]
             if text_id in self._unopened:
-                self._put_opening(batch.add(text_id).open, text_id, source)
-            tokens = source.take_tokens()
-            if tokens is not None:
-                _put_tokens(batch.add(text_id).append, tokens)
+                opening = batch.add(text_id).open
+                opening.SetInParent()
+                source.open_text(opening)
+                left_s = self._unopened.pop(text_id) - asyncio.get_running_loop().time()
+                opening.remaining_ms = to_ms(left_s)
+            source.append_tokens(partial(batch.append, text_id))
         return batch.messages
 
     def incoming(self, message: DetokenizerSessionResponse) -> None:
@@ -169,7 +135,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
                 self._forget(text_id)
                 source.on_lost(error_from_proto(delta.error))
                 continue
-            source.on_news(_news_from_proto(delta))
+            source.on_delta(delta)
             if delta.end:
                 self._forget(text_id)
 
@@ -180,24 +146,6 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         self._closing.clear()
         for source in sources.values():
             source.on_lost(error)
-
-    def _put_opening(self, message: OpenText, text_id: int, source: TextSource) -> None:
-        opening = source.opening()
-        remaining_s = self._unopened.pop(text_id) - asyncio.get_running_loop().time()
-        message.CopyFrom(
-            OpenText(
-                token_ids=token_ids_to_bytes(opening.token_ids),
-                delivered_bytes=opening.delivered_bytes,
-                stop_strings=opening.stop_strings,
-                include_stop_string=opening.include_stop_string,
-                skip_special_tokens=opening.skip_special_tokens,
-                kept_special_tokens=opening.kept_special_tokens,
-                prompt_tail_ids=token_ids_to_bytes(opening.prompt_tail_ids),
-                min_tokens=opening.min_tokens,
-                remaining_ms=to_ms(remaining_s),
-                traceparent=opening.traceparent,
-            )
-        )
 
     def _forget(self, text_id: int) -> None:
         self._sources.pop(text_id, None)
@@ -222,24 +170,5 @@ class _Batch:
         operation.text_id = text_id
         return operation
 
-
-def _put_tokens(message: AppendTokens, tokens: TextTokens) -> None:
-    message.position = tokens.position
-    message.token_ids = token_ids_to_bytes(tokens.token_ids)
-    if tokens.spell:
-        message.spell_token_ids = token_ids_to_bytes(tokens.spell)
-    if tokens.last:
-        message.last = True
-        message.last_is_stop_token = tokens.last_is_stop_token
-
-
-def _news_from_proto(delta: TextDelta) -> TextNews:
-    spelled = delta.spelled_texts
-    return TextNews(
-        delta.text,
-        delta.num_tokens,
-        delta.searched_tokens,
-        (delta.stop.stop_string, delta.stop.position) if delta.HasField("stop") else None,
-        delta.end,
-        tuple(spelled) if spelled else (),
-    )
+    def append(self, text_id: int) -> AppendTokens:
+        return self.add(text_id).append
