@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from baton.cli.checks import Status
-from baton.cli.kv import fabric, ucx_log, verdicts
-from baton.cli.kv.fabric import Fabric, NetDevice, RdmaPort
-from baton.cli.kv.ucx_log import Way
+from baton.cli.kv import fabric, verdicts
+from baton.cli.kv.fabric import Fabric, NetDevice, RdmaPort, Way
 
 HERE, FAR = "127.0.0.1:7000", "10.0.0.7:7000"
 ETH = NetDevice("eth0", 1500, 100_000)
@@ -268,12 +267,12 @@ LOG = """\
 def test_the_way_of_large_reads_is_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "ucx.log"
     log.write_text(LOG)
-    assert ucx_log.way_of_reads(log) == Way("rc_mlx5", "mlx5_1:1", False)
+    assert fabric.way_of_reads(log) == Way("rc_mlx5", "mlx5_1:1", False)
     log.write_text(LOG.replace("inter-node", "self"))
-    assert ucx_log.way_of_reads(log) is None
+    assert fabric.way_of_reads(log) is None
     log.write_text(LOG.replace("| zero-copy       | 50% on", "| software emulation | 50% on"))
-    assert ucx_log.way_of_reads(log) == Way("rc_mlx5", "mlx5_1:1", True)
+    assert fabric.way_of_reads(log) == Way("rc_mlx5", "mlx5_1:1", True)
 
 
 def test_a_log_that_is_not_there(tmp_path: Path) -> None:
-    assert ucx_log.way_of_reads(tmp_path / "none") is None
+    assert fabric.way_of_reads(tmp_path / "none") is None

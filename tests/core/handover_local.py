@@ -12,9 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from baton.core.handover.buffer_states import BufferEvent
+from baton.core.handover.table import (
+    BufferEvent,
+    KvChunkRange,
+    ReceiverSide,
+    ReceiverState,
+    SenderSide,
+    SenderState,
+)
 from baton.core.handover.table import HandoverEvent as Event
-from baton.core.handover.table import ReceiverSide, ReceiverState, Run, SenderSide, SenderState
 from tests.core.handover_parts import (
     PER_KV_CHUNK,
     Broken,
@@ -125,7 +131,7 @@ class Handover:
         self.sender_goes_on()
 
     def pack(self, buffer: int) -> None:
-        run = self.sender.next_run()
+        run = self.sender.next_chunk()
         assert run is not None
         self._sender_use(buffer, BufferEvent.TAKE)
         self.packing = run, buffer
@@ -200,7 +206,7 @@ class Handover:
         self.receiver.credited()
         self._tell_sender("credit")
 
-    def _arrive(self, run: Run, source: int | None) -> None:
+    def _arrive(self, run: KvChunkRange, source: int | None) -> None:
         self.receiver.arriving(run)
         if not self.credited:
             raise Broken("a KV chunk has no buffer to land in")

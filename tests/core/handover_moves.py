@@ -61,7 +61,7 @@ def _sender_moves(now: Handover, num_buffers: int) -> Iterator[Step]:
 
 
 def _may_pack(now: Handover) -> bool:
-    return SenderSide(*thawed(now.local.sender)).next_run() is not None
+    return SenderSide(*thawed(now.local.sender)).next_chunk() is not None
 
 
 def _receiver_moves(now: Handover, num_buffers: int) -> Iterator[Step]:

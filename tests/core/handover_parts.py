@@ -7,11 +7,11 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from baton.core.handover.buffer_states import BufferEvent
 from baton.core.handover.table import (
+    BufferEvent,
+    KvChunkRange,
     ReceiverSide,
     ReceiverState,
-    Run,
     SenderSide,
     SenderState,
     State,
@@ -54,7 +54,7 @@ class Phase(Enum):
 class Landing(NamedTuple):
     """source: the sender's buffer, or None once that holds something else or does not matter."""
 
-    run: Run
+    run: KvChunkRange
     buffer: int
     source: int | None
     phase: Phase
@@ -81,7 +81,7 @@ class Local(NamedTuple):
     to_receiver: tuple[Message, ...] = ()
     unbroken: bool = True
     computed: int = -1
-    packing: tuple[Run, int] | None = None
+    packing: tuple[KvChunkRange, int] | None = None
     sent: tuple[tuple[int, int], ...] = ()
     credited: tuple[int, ...] = ()
     landing: tuple[Landing, ...] = ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.core.handover.buffer_states import BufferEvent, BufferState, follow
+from baton.core.handover.table import BufferEvent, BufferState, follow_buffer
 from tests.core.handover_parts import Broken, BufferUse
 
 
@@ -41,7 +41,7 @@ def used(rings: Rings, owner: int, uses: tuple[BufferUse, ...]) -> Rings | None:
         if event is None:
             continue
         try:
-            state = follow(state, event)
+            state = follow_buffer(state, event)
         except RuntimeError as error:
             raise Broken(str(error)) from None
         if event is BufferEvent.SETTLE and not pretended:

@@ -14,9 +14,9 @@ from baton.core.handover.table import (
     LIMITS,
     TRANSITIONS,
     HandoverEvent,
+    KvChunkRange,
     ReceiverSide,
     ReceiverState,
-    Run,
     SenderSide,
     SenderState,
     State,
@@ -96,7 +96,7 @@ def test_kv_chunks_are_as_few_as_can_be_and_alike(
     side.advanced(num_positions)
     side.credited(fewest)
     sizes = []
-    while (run := side.next_run()) is not None:
+    while (run := side.next_chunk()) is not None:
         sizes.append(run.num_positions)
     assert sum(sizes) == num_positions and len(sizes) == fewest
     assert max(sizes) - min(sizes) <= 1
@@ -104,17 +104,17 @@ def test_kv_chunks_are_as_few_as_can_be_and_alike(
 
 def test_kv_chunks_follow_each_other_within_finished_positions_and_credits() -> None:
     side = giving()
-    assert side.next_run() is None
+    assert side.next_chunk() is None
     assert side.advanced(6)
     assert not side.advanced(6)
-    assert side.next_run() is None
+    assert side.next_chunk() is None
     side.credited(2)
-    assert side.next_run() == Run(0, 0, 3)
-    assert side.next_run() == Run(1, 3, 3)
-    assert side.next_run() is None
+    assert side.next_chunk() == KvChunkRange(0, 0, 3)
+    assert side.next_chunk() == KvChunkRange(1, 3, 3)
+    assert side.next_chunk() is None
     assert side.advanced(10)
     side.credited(1)
-    assert side.next_run() == Run(2, 6, 4)
+    assert side.next_chunk() == KvChunkRange(2, 6, 4)
 
 
 def test_cached_positions_are_not_sent() -> None:
@@ -125,7 +125,7 @@ def test_cached_positions_are_not_sent() -> None:
     assert not side.advanced(5)
     assert side.advanced(10)
     side.credited(1)
-    assert side.next_run() == Run(0, 7, 3)
+    assert side.next_chunk() == KvChunkRange(0, 7, 3)
 
 
 @pytest.mark.parametrize("from_position", [-1, 11])
@@ -149,7 +149,7 @@ def test_only_kv_chunks_that_were_sent_can_be_collected(index: int) -> None:
     side = giving()
     side.advanced(4)
     side.credited(1)
-    assert side.next_run() is not None
+    assert side.next_chunk() is not None
     with pytest.raises(HandoverFailed, match="was not sent"):
         side.collected(index)
 
@@ -163,7 +163,7 @@ def test_token_0_is_the_senders_last_word() -> None:
     side = giving(num_positions=4)
     side.advanced(4)
     side.credited(1)
-    run = side.next_run()
+    run = side.next_chunk()
     assert run is not None and not side.wants_tokens
     side.sent(run.index)
     assert side.wants_tokens
@@ -188,13 +188,13 @@ def test_the_receiver_wants_credits_for_finished_positions_only() -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(1, 0, 4),
-        Run(0, 1, 4),
-        Run(0, 0, 5),
-        Run(0, 0, 0),
+        KvChunkRange(1, 0, 4),
+        KvChunkRange(0, 1, 4),
+        KvChunkRange(0, 0, 5),
+        KvChunkRange(0, 0, 0),
     ],
 )
-def test_kv_chunks_out_of_order_or_too_large_are_refused(run: Run) -> None:
+def test_kv_chunks_out_of_order_or_too_large_are_refused(run: KvChunkRange) -> None:
     side = taking()
     side.advanced(10)
     side.credited()
@@ -208,14 +208,14 @@ def test_a_kv_chunk_of_unfinished_positions_is_refused() -> None:
     side.advanced(3)
     side.credited()
     with pytest.raises(HandoverFailed, match="not finished"):
-        side.arriving(Run(0, 0, 4))
+        side.arriving(KvChunkRange(0, 0, 4))
 
 
 def test_a_kv_chunk_without_credit_is_refused() -> None:
     side = taking()
     side.advanced(10)
     with pytest.raises(HandoverFailed, match="credit"):
-        side.arriving(Run(0, 0, 4))
+        side.arriving(KvChunkRange(0, 0, 4))
 
 
 @pytest.mark.parametrize("finished", [0, 3, 11])
@@ -239,7 +239,7 @@ def test_an_ended_side_makes_no_kv_chunk_and_wants_no_credit() -> None:
     sender.credited(2)
     sender.end(HandoverEvent.PEER_LOST)
     receiver.end(HandoverEvent.DEADLINE)
-    assert sender.ended and sender.next_run() is None and not sender.wants_tokens
+    assert sender.ended and sender.next_chunk() is None and not sender.wants_tokens
     assert receiver.ended and not receiver.wants_credit and not receiver.all_in
     sender.end(HandoverEvent.CANCEL)
     assert sender.state is SenderState.FAILED

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.core.handover.messages import StagingPoolDescription
+from baton.v1 import handover_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Neighbour:
     process: subprocess.Popen[str]
     instance_id: str
     metadata: bytes
-    ring: StagingPoolDescription
+    ring: pb.StagingPoolDescription
 
 
 @contextmanager
@@ -40,7 +40,9 @@ def neighbour(
         line = process.stdout.readline()
         assert line, "the neighbour did not start"
         told = json.loads(line)
-        ring = StagingPoolDescription(told["base_address"], buffer_bytes, num_buffers)
+        ring = pb.StagingPoolDescription(
+            base_address=told["base_address"], buffer_bytes=buffer_bytes, num_buffers=num_buffers
+        )
         yield Neighbour(process, told["instance_id"], bytes.fromhex(told["metadata"]), ring)
     finally:
         process.kill()

@@ -13,8 +13,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from baton.core.handover.messages import ReceiverMessage, SenderMessage
-from baton.core.handover.table import LIMITS, Limit, State
+from baton.core.handover.table import LIMITS, State, StateLimit
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.rpc.interceptors import ErrorInterceptor
@@ -26,6 +25,7 @@ from baton.transfer.staging import NO_FAULTS, Faults
 from baton.transfer.stream import Liveness
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import Ucx
+from baton.v1 import handover_pb2 as pb
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 LAYOUT = KvLayout("ab" * 32, "float32", num_layers=2, num_kv_heads=2, key_size=8, value_size=8)
@@ -92,12 +92,12 @@ class MutedStream(GrpcCollectStream):
     def __init__(self, stream: GrpcCollectStream, silent: asyncio.Event) -> None:
         self._stream, self._silent = stream, silent
 
-    async def __aiter__(self) -> AsyncIterator[SenderMessage]:
+    async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
         async for message in self._stream:
             if not self._silent.is_set():
                 yield message
 
-    async def send(self, message: ReceiverMessage) -> None:
+    async def send(self, message: pb.CollectRequest) -> None:
         if not self._silent.is_set():
             await self._stream.send(message)
 
@@ -201,7 +201,7 @@ async def rig(
     sender_ucx: Ucx | None = None,
     receiver_ucx: Ucx | None = None,
     liveness: Liveness = FAST,
-    limits: Mapping[State, Limit] = LIMITS,
+    limits: Mapping[State, StateLimit] = LIMITS,
     sender_faults: Faults = NO_FAULTS,
     receiver_faults: Faults = NO_FAULTS,
 ) -> AsyncIterator[Rig]:

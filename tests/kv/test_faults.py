@@ -8,7 +8,7 @@ import time
 import pytest
 
 from baton.core.errors import HandoverFailed
-from baton.core.handover.table import LIMITS, Limit, ReceiverState, SenderState
+from baton.core.handover.table import LIMITS, ReceiverState, SenderState, StateLimit
 from baton.testing.faults import (
     MESSAGE_POINTS,
     POINTS,
@@ -83,7 +83,11 @@ async def test_every_point_is_reached() -> None:
 
 SOON = {
     **LIMITS,
-    **{state: Limit("a test", 0.3) for state in (*SenderState, *ReceiverState) if state in LIMITS},
+    **{
+        state: StateLimit("a test", 0.3)
+        for state in (*SenderState, *ReceiverState)
+        if state in LIMITS
+    },
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from baton.core.errors import Overloaded
 from baton.transfer.kv_chunk import BLAKE2B
-from baton.transfer.sender import Outcome
 from baton.transfer.stream import Liveness
 from tests.kv.rig import (
     BUFFER_BYTES,
@@ -37,7 +36,7 @@ async def test_kv_and_token_arrive(transport: str, num_positions: int) -> None:
         assert collected.tokens == TOKENS
         assert collected.cached_positions == 0
         assert collected.received_bytes == num_positions * LAYOUT.bytes_per_position
-        assert (await offer.wait()).outcome is Outcome.COMPLETED
+        assert (await offer.wait()).label == "completed"
         assert offer.granted is True
         assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"completed": 1}
         link = world.receiver.stats.link
@@ -114,7 +113,7 @@ async def test_either_side_may_come_first(first: str) -> None:
             collecting = asyncio.create_task(
                 world.receiver.collect(ticket, pool.reserve, pool.unpack)
             )
-            await until(lambda: world.sender.num_at_the_door == 1)
+            await until(lambda: world.sender.num_early_streams == 1)
             offer = world.offer(20, handover_id=handover_id)
         world.compute(offer)
         await collecting
@@ -128,7 +127,7 @@ async def test_full_refuses_before_anything_moves() -> None:
         with pytest.raises(Overloaded):
             await world.collect(offer, pool)
         outcome = await offer.wait()
-        assert outcome.outcome is Outcome.FULL and offer.granted is False
+        assert outcome.label == "full" and offer.granted is False
         assert isinstance(outcome.error, Overloaded)
         assert not pool.kv and world.sender.stats.kv_chunks == 0
         assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"full": 1}

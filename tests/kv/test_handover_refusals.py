@@ -16,11 +16,11 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.handover.messages import OpenHandover
 from baton.core.handover.table import SenderState
+from baton.rpc.convert import identity_to_proto
 from baton.transfer import sender as sender_module
-from baton.transfer.sender import Outcome
 from baton.transfer.transports import TransferReader
+from baton.v1 import handover_pb2 as pb
 from tests.kv.rig import LAYOUT, Pool, expected, identity, kv_of, rig, until
 
 
@@ -62,23 +62,23 @@ async def test_only_the_receiver_it_was_made_for_gets_a_hand_over() -> None:
 
 
 async def test_an_unknown_id_waits_a_moment_and_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "DOOR_S", 0.1)
+    monkeypatch.setattr(sender_module, "EARLY_STREAM_S", 0.1)
     async with rig() as world:
         pool = Pool()
         ticket = world.ticket_for(secrets.token_bytes(16), 20)
         with pytest.raises(HandoverFailed, match="not on offer"):
             await world.receiver.collect(ticket, pool.reserve, pool.unpack)
-        assert world.sender.num_at_the_door == 0
+        assert world.sender.num_early_streams == 0
 
 
 async def test_the_door_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "MAX_AT_THE_DOOR", 1)
+    monkeypatch.setattr(sender_module, "MAX_EARLY_STREAMS", 1)
     async with rig() as world:
         pool, first = Pool(), secrets.token_bytes(16)
         waiting = asyncio.create_task(
             world.receiver.collect(world.ticket_for(first, 20), pool.reserve, pool.unpack)
         )
-        await until(lambda: world.sender.num_at_the_door == 1)
+        await until(lambda: world.sender.num_early_streams == 1)
         with pytest.raises(HandoverFailed, match="too many"):
             await world.receiver.collect(
                 world.ticket_for(secrets.token_bytes(16), 20), pool.reserve, pool.unpack
@@ -138,7 +138,7 @@ async def test_a_flipped_bit_in_the_senders_buffer_is_never_unpacked(
             await world.collect(offer, pool)
         assert flipped > 0 and not pool.kv
         assert world.receiver.stats.mismatches[kind] > 0
-        assert (await offer.wait()).outcome is Outcome.FAILED
+        assert (await offer.wait()).label == "failed"
 
 
 async def test_a_buffer_in_use_again_does_not_verify(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +179,12 @@ async def test_a_wire_version_that_this_side_does_not_speak_is_refused() -> None
     """Also of a receiver that has not met this sender."""
     async with rig() as world:
         offer = world.offer(20)
-        me = world.collecting_as
-        opening = OpenHandover(
-            offer.handover_id, me, world.sender.identity.instance_id, 1 << 20, wire_version=2
+        opening = pb.OpenHandover(
+            handover_id=offer.handover_id,
+            receiver=identity_to_proto(world.collecting_as),
+            sender_instance_id=world.sender.identity.instance_id,
+            max_kv_chunk_bytes=1 << 20,
+            wire_version=2,
         )
         with pytest.raises(Incompatible, match="wire versions 1-1, not 2"):
             await world.sender.claim(opening)

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.core.handover.messages import Heartbeat
 from baton.transfer.stream import HeartbeatStream, Liveness, PeerLost
+from baton.v1 import handover_pb2 as pb
 
 LIVENESS = Liveness(heartbeat_s=0.3, missed=4)
 HELD_UP_S = 2.0
+HEARTBEAT = pb.CollectResponse(heartbeat=pb.HandoverHeartbeat())
 
 
 async def nothing(_: object) -> None:
@@ -24,9 +25,9 @@ async def nothing(_: object) -> None:
 async def test_a_process_that_was_held_up_does_not_take_its_peer_for_dead() -> None:
     """The peer, on a thread, says something all the time; our loop comes round too late for it."""
     loop, heard, over = asyncio.get_running_loop(), 0, threading.Event()
-    inbox: asyncio.Queue[Heartbeat] = asyncio.Queue()
+    inbox: asyncio.Queue[pb.CollectResponse] = asyncio.Queue()
 
-    async def incoming() -> AsyncIterator[Heartbeat]:
+    async def incoming() -> AsyncIterator[pb.CollectResponse]:
         nonlocal heard
         while True:
             yield await inbox.get()
@@ -34,9 +35,11 @@ async def test_a_process_that_was_held_up_does_not_take_its_peer_for_dead() -> N
 
     def peer() -> None:
         while not over.wait(LIVENESS.heartbeat_s / 12):
-            loop.call_soon_threadsafe(inbox.put_nowait, Heartbeat())
+            loop.call_soon_threadsafe(inbox.put_nowait, HEARTBEAT)
 
-    line: HeartbeatStream[Heartbeat, Heartbeat] = HeartbeatStream(incoming(), nothing, LIVENESS)
+    line: HeartbeatStream[pb.CollectResponse, pb.CollectRequest] = HeartbeatStream(
+        incoming(), nothing, pb.CollectRequest(heartbeat=pb.HandoverHeartbeat()), LIVENESS
+    )
     listening = asyncio.create_task(line.listen(lambda message: None))
     beating = asyncio.create_task(line.beat())
     talking = threading.Thread(target=peer)
@@ -56,17 +59,19 @@ async def test_a_process_that_was_held_up_does_not_take_its_peer_for_dead() -> N
         for task in (listening, beating):
             task.cancel()
         await asyncio.gather(listening, beating, return_exceptions=True)
-        await line.close(1.0)
+        await line.close()
 
 
 @pytest.mark.deep
 async def test_a_peer_that_says_nothing_is_lost() -> None:
-    async def incoming() -> AsyncIterator[Heartbeat]:
+    async def incoming() -> AsyncIterator[pb.CollectResponse]:
         await asyncio.get_running_loop().create_future()
-        yield Heartbeat()
+        yield HEARTBEAT
 
-    line: HeartbeatStream[Heartbeat, Heartbeat] = HeartbeatStream(incoming(), nothing, LIVENESS)
+    line: HeartbeatStream[pb.CollectResponse, pb.CollectRequest] = HeartbeatStream(
+        incoming(), nothing, pb.CollectRequest(heartbeat=pb.HandoverHeartbeat()), LIVENESS
+    )
     async with asyncio.timeout(20):
         with pytest.raises(PeerLost):
             await line.beat()
-    await line.close(1.0)
+    await line.close()

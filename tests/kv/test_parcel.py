@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.handover.messages import KvChunkHeader
-from baton.core.handover.table import Run
+from baton.core.handover.table import KvChunkRange
 from baton.core.request.model import KvLayout
 from baton.transfer.kv_chunk import (
     BLAKE2B,
@@ -24,19 +23,23 @@ from baton.transfer.kv_chunk import (
     layout_fingerprint,
     positions_per_kv_chunk,
 )
+from baton.v1 import handover_pb2 as pb
 
 LAYOUT = KvLayout("ab" * 32, "float32", 2, 2, 8, 8)
 ID, INSTANCE_ID = bytes(range(16)), "0123456789abcdef" * 2
-RUN = Run(3, 40, 5)
+RUN = KvChunkRange(3, 40, 5)
 
 
-def sealed(digest: str = XXH3, handover_id: bytes = ID) -> tuple[Sealer, KvChunkHeader, bytearray]:
+def sealed(
+    digest: str = XXH3, handover_id: bytes = ID
+) -> tuple[Sealer, pb.KvChunkHeader, bytearray]:
     sealer = Sealer(handover_id, INSTANCE_ID, LAYOUT, digest)
     header = sealer.header(RUN)
     buffer = bytearray(4096)
     payload = hashlib.shake_128(b"payload").digest(header.payload_bytes)
     buffer[HEADER_BYTES : HEADER_BYTES + header.payload_bytes] = payload
-    return sealer, replace(header, digest=sealer.seal(header, memoryview(buffer))), buffer
+    sealer.seal(header, memoryview(buffer))
+    return sealer, header, buffer
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
@@ -64,14 +67,15 @@ def test_bytes_behind_the_payload_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [field.name for field in fields(KvChunkHeader) if field.name != "digest"]
+    "name", [name for name in pb.KvChunkHeader.DESCRIPTOR.fields_by_name if name != "digest"]
 )
 def test_every_field_of_the_header_is_bound(name: str) -> None:
     sealer, header, buffer = sealed()
     other = {"instance_id": "f" * 32, "handover_id": bytes(16)}.get(name, getattr(header, name))
     if isinstance(other, int):
         other += 1
-    assert sealer.mismatch(replace(header, **{name: other}), memoryview(buffer)) == "header"
+    setattr(header, name, other)
+    assert sealer.mismatch(header, memoryview(buffer)) == "header"
 
 
 @pytest.mark.parametrize("digest", DIGESTS)

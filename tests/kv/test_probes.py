@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import Incompatible
-from baton.transfer.receiver import probe
+from baton.core.errors import Incompatible, InvalidArgument
+from baton.rpc.convert import identity_to_proto
 from baton.transfer.staging import TransportError
 from baton.transfer.transports import TransferReader
-from tests.kv.rig import Pool, Rig, expected, rig, until
+from baton.v1 import handover_pb2 as pb
+from tests.kv.rig import BUFFER_BYTES, POSITIONS_PER_BUFFER, Pool, Rig, expected, rig, until
 
 EVERY_S = 0.05
 
@@ -152,10 +152,13 @@ async def test_a_silent_peer_is_forgotten_and_met_when_it_is_wanted() -> None:
 
 async def test_a_probe_larger_than_a_kv_chunk_is_refused() -> None:
     async with rig() as world:
-        await world.receiver.meet(world.sender.identity)
-        (peer,) = world.receiver._peers.unused_for(0)
-        around = world.receiver._around
-        greedy = replace(around, layout=replace(around.layout, num_layers=1))
-        result = await probe(greedy, peer)
-        assert result.error is not None and "one KV chunk" in result.error.message
+        opening = pb.OpenHandover(
+            handover_id=bytes(16),
+            receiver=identity_to_proto(world.collecting_as),
+            sender_instance_id=world.sender.identity.instance_id,
+            max_kv_chunk_bytes=BUFFER_BYTES,
+            probe_positions=POSITIONS_PER_BUFFER + 1,
+        )
+        with pytest.raises(InvalidArgument, match="one KV chunk"):
+            await world.sender.claim(opening)
         assert world.sender.num_offers == 0

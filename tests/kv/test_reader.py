@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.core.errors import InvalidArgument, Unavailable
-from baton.core.handover.messages import StagingPoolDescription
 from baton.transfer import transports
 from baton.transfer.staging import ReadState, StagingBuffer, StagingPool, TransportError
 from baton.transfer.transports import Staging, TransferReader
+from baton.v1 import handover_pb2 as pb
 from tests.kv.rig import until
 
-RING = StagingPoolDescription(0, 4096, 4)
+RING = pb.StagingPoolDescription(buffer_bytes=4096, num_buffers=4)
 
 
 class Hesitant:
@@ -34,7 +34,7 @@ class Hesitant:
     def metadata(self) -> bytes:
         return b"hesitant"
 
-    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+    def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
         self.peers.add(peer)
 
     def remove_peer(self, peer: str) -> None:

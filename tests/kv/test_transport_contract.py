@@ -6,12 +6,11 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
-from baton.core.handover.messages import StagingPoolDescription
 from baton.transfer.staging import KvTransport, ReadState, StagingPool, TransportError
+from baton.v1 import handover_pb2 as pb
 from tests.kv.neighbours import Neighbour, neighbour
 from tests.kv.ring_process import fill, make
 from tests.shared_memory import abandoned
@@ -28,7 +27,7 @@ class Pair:
         transport: KvTransport,
         peer: str,
         metadata: bytes,
-        description: StagingPoolDescription,
+        description: pb.StagingPoolDescription,
     ) -> None:
         self.ring, self.transport = ring, transport
         self.peer, self.metadata, self.description = peer, metadata, description
@@ -172,7 +171,8 @@ def test_loopback_refuses_memory_that_is_not_the_rings() -> None:
     transport = make("loopback", ring, "")
     metadata = make("loopback", theirs, "").metadata()
     with pytest.raises(TransportError, match="not what it described"):
-        transport.add_peer("peer", metadata, replace(theirs.describe(), num_buffers=3))
+        other = pb.StagingPoolDescription(buffer_bytes=4096, num_buffers=3)
+        transport.add_peer("peer", metadata, other)
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 8192)
     original, theirs.fd = theirs.fd, unsealed
@@ -182,7 +182,9 @@ def test_loopback_refuses_memory_that_is_not_the_rings() -> None:
     theirs.fd = original
     theirs.close()
     with pytest.raises(TransportError):
-        transport.add_peer("peer", metadata, StagingPoolDescription(0, 4096, 2))
+        transport.add_peer(
+            "peer", metadata, pb.StagingPoolDescription(buffer_bytes=4096, num_buffers=2)
+        )
     ring.close()
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Cancelled, HandoverFailed, Overloaded
 from baton.core.handover.table import LIMITS, SenderState
 from baton.core.request.attempt import ChoiceTokens
-from baton.transfer.peers import as_handover_failure
-from baton.transfer.receiver import Collected, Reserve, TransferRequest, Unpack
+from baton.transfer.kv_chunk import Unpack
+from baton.transfer.receiver import Collected, Reserve, TransferRequest, as_handover_failure
 from baton.transfer.stream import NO_NAMES, Names
 from tests.sim.hosts import Host
 from tests.sim.network import Network

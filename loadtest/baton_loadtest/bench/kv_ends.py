@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict
 from typing import Any
 
 from baton.cli.ports import HOST, free_ports
-from baton.core.handover.messages import StagingPoolDescription
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.rpc.server import ProcessServer, Service
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
 from baton.transfer.staging import KvTransport, StagingPool
 from baton.transfer.ucx import KvNetwork, choose, inherited
+from baton.v1 import handover_pb2 as pb
 
 NO_DIGEST = "none"
 """In place of a digest's name: KV chunks are not sealed."""
@@ -49,7 +48,7 @@ class Exhibit:
         return {
             "instance_id": self.instance_id,
             "metadata": self.transport.metadata().hex(),
-            "ring": asdict(self.ring.describe()),
+            "ring": self.ring.describe().SerializeToString().hex(),
         }
 
     def close(self) -> None:
@@ -64,10 +63,11 @@ def open_transport(name: str, ring: StagingPool, instance_id: str) -> KvTranspor
     return NixlTransport(ring, instance_id, choose(KvNetwork.LOCAL, inherited=inherited()))
 
 
-def described(exhibit: dict[str, Any]) -> tuple[str, bytes, StagingPoolDescription]:
+def described(exhibit: dict[str, Any]) -> tuple[str, bytes, pb.StagingPoolDescription]:
     """Instance_id, metadata and ring of an Exhibit elsewhere."""
     metadata = bytes.fromhex(exhibit["metadata"])
-    return exhibit["instance_id"], metadata, StagingPoolDescription(**exhibit["ring"])
+    ring = pb.StagingPoolDescription.FromString(bytes.fromhex(exhibit["ring"]))
+    return exhibit["instance_id"], metadata, ring
 
 
 async def serve(address: str, *services: Service) -> ProcessServer:

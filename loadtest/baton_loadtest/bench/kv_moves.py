@@ -11,11 +11,9 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from baton.core.handover.messages import KvChunkHeader
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.engine.kv.cache import KvCache
@@ -27,6 +25,7 @@ from baton.transfer.kv_chunk import HEADER_BYTES, Sealer
 from baton.transfer.receiver import MAX_IN_FLIGHT, READ_S, KvReceiver, TransferRequest
 from baton.transfer.staging import ReadState, StagingPool
 from baton.transfer.transports import Staging
+from baton.v1 import handover_pb2 as pb
 from baton_loadtest.bench.beside import Beside
 from baton_loadtest.bench.child import progress
 from baton_loadtest.bench.kv_ends import described, identity, open_transport
@@ -133,7 +132,7 @@ class _Buffers:
     ) -> None:
         self._staging, self._layout, self._sender, self._peer = staging, layout, sender, peer
         self._sealer = Sealer(SECRET, peer, layout, digest)
-        self._headers: list[KvChunkHeader] = []
+        self._headers: list[pb.KvChunkHeader] = []
         (self._reader,) = staging.readers.values()
 
     @classmethod
@@ -156,15 +155,14 @@ class _Buffers:
         """Has the sender put so many positions into its buffers."""
         digests = (await self._sender.ask(seal=positions))["digests"]
         kv_chunks = runs(positions, self._staging.ring.buffer_bytes, self._layout)
-        self._headers = [
-            replace(self._sealer.header(run), digest=bytes.fromhex(digest))
-            for run, digest in zip(kv_chunks, digests, strict=True)
-        ]
+        self._headers = [self._sealer.header(run) for run in kv_chunks]
+        for header, digest in zip(self._headers, digests, strict=True):
+            header.digest = bytes.fromhex(digest)
 
     async def read(self) -> float:
         window = asyncio.Semaphore(MAX_IN_FLIGHT)
 
-        async def land(remote_buffer: int, header: KvChunkHeader) -> None:
+        async def land(remote_buffer: int, header: pb.KvChunkHeader) -> None:
             async with window:
                 buffer = await self._staging.ring.wait(self._peer)
                 try:

@@ -29,7 +29,8 @@ from baton.grammar.book import GrammarBook
 from baton.rpc.channels import Channels
 from baton.rpc.loop import Loop
 from baton.transfer.grpc import GrpcSenderConnection
-from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest, Unpack
+from baton.transfer.kv_chunk import Unpack
+from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
 from baton.transfer.sender import KvSender
 from baton.transfer.transports import Staging
 from baton_loadtest.bench.beside import Beside

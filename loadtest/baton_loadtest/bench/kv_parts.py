@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from statistics import median
 
-from baton.core.handover.table import Run
+from baton.core.handover.table import KvChunkRange
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout
 from baton.engine.kv.cache import KvCache
@@ -28,11 +27,11 @@ def positions_of(megabytes: float, layout: KvLayout) -> int:
     return max(1, int(megabytes * MEGABYTE) // layout.bytes_per_position)
 
 
-def runs(positions: int, buffer_bytes: int, layout: KvLayout) -> list[Run]:
+def runs(positions: int, buffer_bytes: int, layout: KvLayout) -> list[KvChunkRange]:
     """The KV chunks that so many positions make."""
     each = positions_per_kv_chunk(buffer_bytes, layout)
     return [
-        Run(index, first, min(each, positions - first))
+        KvChunkRange(index, first, min(each, positions - first))
         for index, first in enumerate(range(0, positions, each))
     ]
 
@@ -99,7 +98,7 @@ class Parts:
             times = [time.perf_counter()]
             self._given.pack(*place)
             times.append(time.perf_counter())
-            header = replace(header, digest=self._sealer.seal(header, view))
+            self._sealer.seal(header, view)
             times.append(time.perf_counter())
             wrong = self._sealer.mismatch(header, view)
             times.append(time.perf_counter())

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.handover.table import HANDOVER_ID_BYTES
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout
 from baton.engine.thread import CopyThread
@@ -94,12 +94,10 @@ class _Giving:
     def _seal(self, positions: int) -> dict[str, Any]:
         ring = self._kv_chunks.ring
         sealer = Sealer(SECRET, self._kv_chunks.instance_id, self._layout, self._digest)
-        return {
-            "digests": [
-                sealer.seal(sealer.header(run), ring.view(run.index)).hex()
-                for run in runs(positions, ring.buffer_bytes, self._layout)
-            ]
-        }
+        headers = [sealer.header(run) for run in runs(positions, ring.buffer_bytes, self._layout)]
+        for header in headers:
+            sealer.seal(header, ring.view(header.index))
+        return {"digests": [header.digest.hex() for header in headers]}
 
     def _offer(self, command: dict[str, Any]) -> dict[str, Any]:
         handover_id = bytes.fromhex(command["offer"])

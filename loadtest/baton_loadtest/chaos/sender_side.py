@@ -45,7 +45,7 @@ class GivingSide(Side):
         return {"offer": self.offer, "outcome": self.outcome}
 
     def is_idle(self) -> bool:
-        return self.sender.num_offers == self.sender.num_at_the_door == 0 and not self._computing
+        return self.sender.num_offers == self.sender.num_early_streams == 0 and not self._computing
 
     async def offer(self, command: Said) -> Said:
         if "faults" in command:
@@ -74,7 +74,7 @@ class GivingSide(Side):
         """Answered when the hand-over has ended."""
         ended = await self._offers.pop(command["id"]).wait()
         return {
-            "outcome": ended.outcome.value,
+            "outcome": ended.label,
             "error": type(ended.error).__name__ if ended.error else "",
         }
 

@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.core.handover.messages import StagingPoolDescription
 from baton.transfer.nixl import NixlTransport
 from baton.transfer.staging import ReadState, StagingPool
 from baton.transfer.ucx import KvNetwork, choose, inherited
+from baton.v1 import handover_pb2 as pb
 
 SIZE = 1 << 20
 PEER_FLAG = "--peer"
@@ -69,7 +69,9 @@ def collect() -> int:
 
 def _read(transport: NixlTransport, ring: StagingPool, theirs: dict[str, Any]) -> bool:
     """Whether the peer's buffer 0 arrives in our buffer 1 as it is."""
-    description = StagingPoolDescription(theirs["base_address"], SIZE, 2)
+    description = pb.StagingPoolDescription(
+        base_address=theirs["base_address"], buffer_bytes=SIZE, num_buffers=2
+    )
     transport.add_peer("sender", base64.b64decode(theirs["metadata"]), description)
     handle = transport.post("sender", 0, 1, SIZE)
     deadline = time.monotonic() + DEADLINE_S

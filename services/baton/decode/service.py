@@ -28,7 +28,7 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.handover.table import HANDOVER_ID_BYTES
 from baton.core.kvcache.block_pool import Extents
 from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
@@ -44,8 +44,7 @@ from baton.rpc import trace_names as names
 from baton.rpc.convert import prompt_logprobs_to_proto
 from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type
-from baton.transfer.peers import as_handover_failure
-from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
+from baton.transfer.receiver import Collected, KvReceiver, TransferRequest, as_handover_failure
 from baton.transfer.sender import KvSender
 from baton.v1.decode_pb2 import SequenceStarted
 from baton.worker.service import (

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 import grpc
 
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unavailable
-from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.handover.table import HANDOVER_ID_BYTES
 from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from baton.core.request.model import WorkerIdentity

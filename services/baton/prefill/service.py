@@ -25,7 +25,7 @@ from baton.core.errors import (
     InvalidArgument,
     Unavailable,
 )
-from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.handover.table import HANDOVER_ID_BYTES
 from baton.core.kvcache.block_pool import Extents
 from baton.core.observe.stages import TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey

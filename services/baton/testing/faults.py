@@ -32,44 +32,31 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.core.handover.messages import (
-    Announced,
-    Completed,
-    Credit,
-    Failed,
-    Finished,
-    Full,
-    Granted,
-    KvChunkCollected,
-    KvChunkHeader,
-    KvChunkReady,
-    OpenHandover,
-    StagingPoolDescription,
-    Tokens,
-)
 from baton.transfer.kv_chunk import HEADER_BYTES
 from baton.transfer.staging import Faults, In, KvTransport, Out, ReadState
+from baton.v1 import handover_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MESSAGES: Mapping[type, str] = {
-    OpenHandover: "opened",
-    Announced: "announced",
-    Granted: "granted",
-    Full: "refused",
-    Finished: "finished",
-    Credit: "credited",
-    KvChunkReady: "told",
-    KvChunkCollected: "confirmed",
-    Tokens: "tokens_told",
-    Completed: "completed",
+MESSAGES: Mapping[str, str] = {
+    "open": "opened",
+    "announced": "announced",
+    "granted": "granted",
+    "full": "refused",
+    "finished": "finished",
+    "credit": "credited",
+    "kv_chunk": "told",
+    "collected": "confirmed",
+    "tokens": "tokens_told",
+    "completed": "completed",
 }
-"""What the point of a message is called, on the side that says it as on the one that hears it."""
+"""What the point of a message is called, by the message's field in the stream: the same on the side
+that sends it and on the one that receives it."""
 
 SENDER_WORK = ("sender.buffer_taken", "sender.packed", "sender.sealed")
 RECEIVER_WORK = (
@@ -260,7 +247,7 @@ class FaultyTransport:
     def metadata(self) -> bytes:
         return self._inner.metadata()
 
-    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+    def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
         self._inner.add_peer(peer, metadata, ring)
         self._num_buffers[peer] = ring.num_buffers
 
@@ -315,13 +302,13 @@ class Damage:
 
     def __init__(self) -> None:
         self._kv_chunks: deque[bytes] = deque(maxlen=KEPT)
-        self._headers: deque[KvChunkHeader] = deque(maxlen=KEPT)
+        self._headers: deque[pb.KvChunkHeader] = deque(maxlen=KEPT)
 
     def keep(self, kv_chunk: memoryview) -> None:
         self._kv_chunks.append(bytes(kv_chunk))
 
-    def keep_told(self, told: KvChunkReady) -> None:
-        self._headers.append(told.header)
+    def keep_header(self, header: pb.KvChunkHeader) -> None:
+        self._headers.append(header)
 
     def in_buffer(
         self, kind: FaultKind, part: str, kv_chunk: memoryview, draw: random.Random
@@ -347,22 +334,22 @@ class Damage:
                 return False
         return bytes(kv_chunk) != before
 
-    def told(self, kind: FaultKind, told: KvChunkReady, draw: random.Random) -> KvChunkReady:
-        """The announcement of a KV chunk, changed, or as it was when there is nothing to change to.
-
-        Another hand-over's KV chunk comes back with the buffer of this one.
-        """
-        header = told.header
+    def header(
+        self, kind: FaultKind, header: pb.KvChunkHeader, draw: random.Random
+    ) -> pb.KvChunkHeader:
+        """An announced header, changed, or as it was when there is nothing to change to."""
+        if kind is FaultKind.REPLAY:
+            return draw.choice(self._headers) if self._headers else header
+        changed = pb.KvChunkHeader()
+        changed.CopyFrom(header)
         match kind:
             case FaultKind.STALE:
-                header = replace(header, instance_id=secrets.token_hex(16))
+                changed.instance_id = secrets.token_hex(16)
             case FaultKind.LAYOUT:
-                header = replace(header, num_heads=header.num_heads + draw.randrange(1, 8))
+                changed.num_heads += draw.randrange(1, 8)
             case FaultKind.LENGTH:
-                header = replace(header, payload_bytes=draw.randrange(1, header.payload_bytes))
-            case FaultKind.REPLAY if self._headers:
-                header = draw.choice(self._headers)
-        return replace(told, header=header)
+                changed.payload_bytes = draw.randrange(1, header.payload_bytes)
+        return changed
 
 
 def _part(part: str, kv_chunk: memoryview) -> slice:
@@ -437,32 +424,33 @@ class FaultInjector(Faults):
         if kv_chunk is not None and point == "sender.sealed":
             self._damage.keep(kv_chunk)
 
-    def hearing(self, side: str, incoming: AsyncIterator[In]) -> AsyncIterator[In]:
-        async def heard() -> AsyncIterator[In]:
-            async for message in incoming:
+    def incoming(self, side: str, messages: AsyncIterator[In]) -> AsyncIterator[In]:
+        async def received() -> AsyncIterator[In]:
+            async for message in messages:
                 for one in await self._changed(side, message, []):
                     yield one
 
-        return heard()
+        return received()
 
-    def saying(
+    def outgoing(
         self, side: str, send: Callable[[Out], Awaitable[None]]
     ) -> Callable[[Out], Awaitable[None]]:
-        held: list[KvChunkReady] = []
+        held: list[pb.CollectResponse] = []
 
-        async def say(message: Out) -> None:
+        async def send_changed(message: Out) -> None:
             for one in await self._changed(side, message, held):
                 await send(one)
 
-        return say
+        return send_changed
 
     def transport(self, transport: KvTransport) -> KvTransport:
         return FaultyTransport(transport, self)
 
-    async def _changed(self, side: str, message: Any, held: list[KvChunkReady]) -> list[Any]:
+    async def _changed(self, side: str, message: Any, held: list[pb.CollectResponse]) -> list[Any]:
         """What becomes of a message. held: one of the same stream that waits to be swapped."""
-        of = MESSAGES.get(type(message))
-        for rule, draw in self.due(f"{side}.{of}") if of else ():
+        field = message.WhichOneof("message")
+        point = MESSAGES.get(field)
+        for rule, draw in self.due(f"{side}.{point}") if point else ():
             self.stop_here(rule)
             match rule.kind:
                 case FaultKind.DELAY:
@@ -476,17 +464,21 @@ class FaultInjector(Faults):
                     self._swapping = rule
                     return []
                 case FaultKind.STALE | FaultKind.LAYOUT | FaultKind.LENGTH | FaultKind.REPLAY:
-                    damaged = self._damage.told(rule.kind, message, draw)
-                    if damaged != message:
+                    header = self._damage.header(rule.kind, message.kv_chunk.header, draw)
+                    if header != message.kv_chunk.header:
                         self.happened(rule)
-                        return [damaged]
-        if isinstance(message, KvChunkReady) and held:
-            first = held.pop()
+                        return [_ready(header, message.kv_chunk.buffer)]
+        if field == "kv_chunk" and held:
+            first, second = held.pop().kv_chunk, message.kv_chunk
             self.happened(self._swapping)
-            return [replace(first, buffer=message.buffer), replace(message, buffer=first.buffer)]
-        if isinstance(message, KvChunkReady):
-            self._damage.keep_told(message)
-        elif held and isinstance(message, Tokens | Failed):
+            return [_ready(first.header, second.buffer), _ready(second.header, first.buffer)]
+        if field == "kv_chunk":
+            self._damage.keep_header(message.kv_chunk.header)
+        elif held and field in ("tokens", "failed"):
             # No second KV chunk came to swap it with.
             return [held.pop(), message]
         return [message]
+
+
+def _ready(header: pb.KvChunkHeader, buffer: int) -> pb.CollectResponse:
+    return pb.CollectResponse(kv_chunk=pb.KvChunkReady(header=header, buffer=buffer))

@@ -25,14 +25,30 @@ from functools import partial
 
 import xxhash
 
-from baton.core.handover.messages import KvChunkHeader
-from baton.core.handover.table import Run
+from baton.core.errors import InvalidArgument
+from baton.core.handover.table import KvChunkRange
 from baton.core.request.model import KvLayout
+from baton.v1 import handover_pb2 as pb
 
 HEADER_BYTES = 128
 DIGEST_BYTES = 16
 XXH3, BLAKE2B = "xxh3-128", "blake2b"
 DIGESTS = (XXH3, BLAKE2B)
+
+Pack = Callable[[int, int, memoryview], Awaitable[None]]
+"""pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
+
+It is never cancelled; when it returns or raises, it touches `out` no more.
+"""
+
+Unpack = Callable[[int, int, memoryview], Awaitable[None]]
+"""unpack(first_position, count, payload): copies verified KV into the reserved blocks. Called for
+one KV chunk after the other, in position order. It is never cancelled; when it returns or raises,
+it reads `payload` no more."""
+
+PROBE_S = 8.0
+"""Longer than a read may take, so that a read that hangs is reported as one."""
+PROBE_BYTES = 64 << 10
 
 _MAGIC = b"BTNP"
 _FIELDS = struct.Struct("<4sHH16s16sIIIIIII8sQ")
@@ -40,11 +56,7 @@ _SEALED_BYTES = HEADER_BYTES - DIGEST_BYTES
 
 
 class Sealer:
-    """Seals and verifies the KV chunks of one hand-over.
-
-    handover_id: 16 bytes, the secret. instance id: the sender's. digest: one of DIGESTS.
-    wire_version: that both sides speak; 0: the layout's newest.
-    """
+    """Seals and verifies the KV chunks of one hand-over."""
 
     def __init__(
         self,
@@ -55,6 +67,8 @@ class Sealer:
         *,
         wire_version: int = 0,
     ) -> None:
+        """handover_id: 16 bytes, the secret. instance_id: the sender's. digest: one of DIGESTS.
+        wire_version: which both sides speak; 0: the layout's newest."""
         if digest not in DIGESTS:
             raise ValueError(f"digest must be one of {', '.join(DIGESTS)}")
         self._handover_id, self._instance_id = handover_id, instance_id
@@ -63,34 +77,41 @@ class Sealer:
         self._key = hashlib.blake2b(handover_id, digest_size=32, person=b"baton parcel").digest()
         self._seed = int.from_bytes(self._key[:8], "little")
 
-    def header(self, run: Run) -> KvChunkHeader:
+    def header(self, chunk: KvChunkRange) -> pb.KvChunkHeader:
         """The header of a KV chunk of this hand-over, all layers and heads, not sealed yet."""
-        return KvChunkHeader(
+        return pb.KvChunkHeader(
             instance_id=self._instance_id,
             handover_id=self._handover_id,
-            index=run.index,
-            first_position=run.first_position,
-            num_positions=run.num_positions,
+            index=chunk.index,
+            first_position=chunk.first_position,
+            num_positions=chunk.num_positions,
             first_layer=0,
             num_layers=self._layout.num_layers,
             first_head=0,
             num_heads=self._layout.num_kv_heads,
-            payload_bytes=run.num_positions * self._layout.bytes_per_position,
+            payload_bytes=chunk.num_positions * self._layout.bytes_per_position,
         )
 
-    def is_slow(self, header: KvChunkHeader) -> bool:
+    def expects(self, header: pb.KvChunkHeader, chunk: KvChunkRange) -> bool:
+        """Whether a header announces this KV chunk of this hand-over, whatever its digest is."""
+        expected = self.header(chunk)
+        expected.digest = header.digest
+        # A newer sender may say more than this side understands.
+        header.DiscardUnknownFields()
+        return expected == header
+
+    def is_slow(self, header: pb.KvChunkHeader) -> bool:
         """Whether a digest takes long enough (about half a millisecond) to leave the event loop."""
         return header.payload_bytes > (4 << 20 if self._digest == XXH3 else 256 << 10)
 
-    def seal(self, header: KvChunkHeader, buffer: memoryview) -> bytes:
-        """Writes the header in front of the payload that lies in `buffer`; returns the digest."""
+    def seal(self, header: pb.KvChunkHeader, buffer: memoryview) -> None:
+        """Writes the header in front of the payload that lies in `buffer`, and sets its digest."""
         end = HEADER_BYTES + header.payload_bytes
         buffer[:_SEALED_BYTES] = self._sealed_fields(header)
-        digest = self._digest_of(buffer[:_SEALED_BYTES], buffer[HEADER_BYTES:end])
-        buffer[_SEALED_BYTES:HEADER_BYTES] = digest
-        return digest
+        header.digest = self._digest_of(buffer[:_SEALED_BYTES], buffer[HEADER_BYTES:end])
+        buffer[_SEALED_BYTES:HEADER_BYTES] = header.digest
 
-    def mismatch(self, header: KvChunkHeader, buffer: memoryview) -> str:
+    def mismatch(self, header: pb.KvChunkHeader, buffer: memoryview) -> str:
         """What is wrong with the KV chunk in `buffer`, of which `header` is expected; "" when
         nothing.
 
@@ -103,7 +124,7 @@ class Sealer:
         digest = self._digest_of(buffer[:_SEALED_BYTES], buffer[HEADER_BYTES:end])
         return "" if hmac.compare_digest(digest, header.digest) else "digest"
 
-    def _sealed_fields(self, header: KvChunkHeader) -> bytes:
+    def _sealed_fields(self, header: pb.KvChunkHeader) -> bytes:
         fields = _FIELDS.pack(
             _MAGIC,
             self._wire_version,
@@ -153,17 +174,13 @@ def positions_per_kv_chunk(buffer_bytes: int, layout: KvLayout) -> int:
     return max(0, buffer_bytes - HEADER_BYTES) // layout.bytes_per_position
 
 
-Pack = Callable[[int, int, memoryview], Awaitable[None]]
-"""pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
-
-It is never cancelled; when it returns or raises, it touches `out` no more.
-"""
-
-
-PROBE_S = 8.0
-"""Longer than a read may take, so that a read that hangs is told as one."""
-
-PROBE_BYTES = 64 << 10
+def check_buffer_bytes(buffer_bytes: int, layout: KvLayout) -> None:
+    """Raises InvalidArgument when a buffer of this size holds no position."""
+    if positions_per_kv_chunk(buffer_bytes, layout) == 0:
+        raise InvalidArgument(
+            f"a buffer must hold one position, {layout.bytes_per_position} bytes and a header",
+            field="slot_mib",
+        )
 
 
 def probe_positions(buffer_bytes: int, layout: KvLayout) -> int:

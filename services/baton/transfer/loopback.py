@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.core.handover.messages import StagingPoolDescription
 from baton.transfer.staging import ReadState, StagingPool, TransportError, check_range
+from baton.v1 import handover_pb2 as pb
 
 _METADATA = struct.Struct("<36sQQQQ")
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -30,13 +30,13 @@ class LoopbackTransport:
 
     def __init__(self, ring: StagingPool) -> None:
         self._ring = ring
-        self._peers: dict[str, tuple[StagingPoolDescription, mmap.mmap]] = {}
+        self._peers: dict[str, tuple[pb.StagingPoolDescription, mmap.mmap]] = {}
 
     def metadata(self) -> bytes:
         file = os.fstat(self._ring.fd)
         return _METADATA.pack(*_machine(), os.getpid(), self._ring.fd, file.st_ino)
 
-    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+    def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
         try:
             boot_id, namespace, pid, fd, inode = _METADATA.unpack(metadata)
         except struct.error:

@@ -22,9 +22,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from baton.core.handover.messages import StagingPoolDescription
 from baton.transfer.staging import ReadState, StagingPool, TransportError, check_range
 from baton.transfer.ucx import Ucx
+from baton.v1 import handover_pb2 as pb
 
 PROGRESS_DELAY_US = 100_000
 
@@ -52,7 +52,7 @@ class NixlTransport:
     def __init__(self, ring: StagingPool, instance_id: str, ucx: Ucx) -> None:
         """Starts an agent named after our instance id. Raises TransportError when NIXL cannot."""
         self._ring, self._instance_id = ring, instance_id
-        self._peers: dict[str, StagingPoolDescription] = {}
+        self._peers: dict[str, pb.StagingPoolDescription] = {}
         ucx.apply()
         try:
             # Importing the package puts the bindings that fit this machine in their place.
@@ -81,7 +81,7 @@ class NixlTransport:
     def metadata(self) -> bytes:
         return bytes(self._agent.getLocalMD())
 
-    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+    def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
         if peer == self._instance_id:
             # An agent knows its own memory since it was registered.
             self._peers[peer] = ring
@@ -150,7 +150,7 @@ class NixlTransport:
         except Exception:
             read.state = ReadState.FAILED
 
-    def _descriptor(self, ring: StagingPoolDescription, buffer: int, num_bytes: int) -> Any:
+    def _descriptor(self, ring: pb.StagingPoolDescription, buffer: int, num_bytes: int) -> Any:
         kind = self._nixl.VRAM_SEG if ring.memory_kind == "VRAM" else self._nixl.DRAM_SEG
         address = ring.base_address + buffer * ring.buffer_bytes
         return self._nixl.nixlXferDList(kind, [(address, num_bytes, ring.device_id)])

@@ -1,4 +1,11 @@
-"""The senders that this worker has met: one handshake per instance id, for all hand-overs."""
+"""The senders that this worker has met: one handshake per instance id, for all hand-overs with it.
+
+The way to a known sender is kept proven while nothing moves on it: one peer at a time is probed,
+only one that moved nothing for half an interval, and none while hand-overs run, because those prove
+the ways better. One failed probe may be a pause of the sender, so nothing follows from it; after
+two in a row the peer is forgotten and met again, over another transport if need be. A peer that
+cannot be met stays forgotten until a hand-over needs its KV.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +17,24 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.core.errors import BatonError, HandoverFailed, Incompatible, Unavailable
+from baton.core.errors import BatonError, Incompatible, Unavailable
 from baton.core.handover.fit import difference, refusal, short_name
-from baton.core.handover.messages import Handshake, HandshakeRequest
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.failures import SteadyVerdict
+from baton.rpc.convert import identity_to_proto, layout_from_proto, layout_to_proto
 from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import DIGESTS
 from baton.transfer.staging import TransportError
 from baton.transfer.stats import HandoverStats
 from baton.transfer.transports import Staging, TransferReader
+from baton.v1 import handover_pb2 as pb
 
 MEET_S = 10.0
+"""Longest handshake, its probe included."""
 MAX_PEERS = 1024
+
+Connect = Callable[[WorkerIdentity], GrpcSenderConnection]
+"""How a receiver reaches a sender, one connection per sender."""
 
 log = logging.getLogger(__name__)
 
@@ -37,47 +49,37 @@ class ProbeOutcome(Enum):
     """What arrived is not what was sent."""
 
 
-Connect = Callable[[WorkerIdentity], GrpcSenderConnection]
-"""How a receiver reaches a sender, one connection per sender."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What came of a probe. error: None only when all went well."""
-
-    outcome: ProbeOutcome
-    error: BatonError | None = None
-
-
 @dataclass(slots=True)
 class Peer:
-    """A sender whose ring can be read.
+    """A sender whose staging pool can be read."""
 
-    suspect: a read broke, or it is gone; removed once unused. doubted: a stream broke, which says
-    nothing of the ring; whoever comes next asks whether the process is still there.
-    verdict: of its probes while it is idle. last_used: when the last user left, by the loop's time.
-    """
-
-    meeting: Handshake
+    sender: WorkerIdentity
+    layout: KvLayout
+    meeting: pb.MeetResponse
+    """Its answer to the handshake."""
     reader: TransferReader
+    """Of the transport that both use."""
     connection: GrpcSenderConnection
     users: int = 0
     suspect: bool = False
+    """A read broke, or the sender is gone: it is removed once nothing uses it."""
     doubted: bool = False
+    """A stream broke, which says nothing of the pool: the next user asks whether the process is
+    still there."""
     verdict: SteadyVerdict = field(default_factory=SteadyVerdict)
+    """Of its probes while it is idle."""
     last_used: float = 0.0
+    """When the last user left, by the event loop's clock."""
     unused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is removed."""
 
     @property
     def instance_id(self) -> str:
-        return self.meeting.sender.instance_id
+        return self.sender.instance_id
 
 
 class Peers:
-    """Meets senders and remembers them. Lives on the event loop.
-
-    prove: collects a probe from a peer whose ring was just made reachable.
-    """
+    """Meets senders and remembers them. Lives on the event loop."""
 
     def __init__(
         self,
@@ -85,22 +87,25 @@ class Peers:
         layout: KvLayout,
         staging: Staging,
         connect: Connect,
-        prove: Callable[[Peer], Awaitable[Probe]],
+        probe: Callable[[Peer], Awaitable[tuple[ProbeOutcome, str]]],
         stats: HandoverStats,
     ) -> None:
+        """probe: collects a probe from a peer; returns what came of it, and why it failed."""
         self._identity, self._layout = identity, layout
         self._staging, self._connect = staging, connect
-        self._prove, self._stats = prove, stats
+        self._probe, self._stats = probe, stats
         self._meetings: OrderedDict[str, asyncio.Task[Peer]] = OrderedDict()
+        self.probing = False
+        """An unused peer is being probed."""
 
     async def meet(self, sender: WorkerIdentity) -> Peer:
-        """Meets a sender, or remembers that we have; waits until a probe has arrived from it.
+        """Meets a sender, or finds it among those met; waits until a probe has arrived from it.
 
         Raises Incompatible with what differs, and Unavailable.
         """
         known = self._known(sender.instance_id)
         if known is not None and known.doubted:
-            await self._ask_again(known)
+            await self._check_alive(known)
         if known is not None and known.suspect:
             # Others still use the broken connection. It must be gone before there is a new one.
             await self._wait_until_unused(known)
@@ -121,31 +126,28 @@ class Peers:
                 peer = await self.meet(sender)
         except TimeoutError:
             raise Unavailable("the sender did not answer in time") from None
-        async with self.hold(peer):
+        async with self._hold(peer):
             yield peer
 
-    @asynccontextmanager
-    async def hold(self, peer: Peer) -> AsyncIterator[None]:
-        """Keeps a known peer until the block is left."""
-        peer.users += 1
-        try:
-            yield
-        finally:
-            peer.users -= 1
-            peer.last_used = asyncio.get_running_loop().time()
-            if peer.suspect and peer.users == 0:
-                await self._remove(peer)
-
-    def unused_for(self, seconds: float) -> list[Peer]:
-        """Peers that nobody uses, and nobody has used for so long."""
-        before = asyncio.get_running_loop().time() - seconds
-        known = [self._known(instance_id) for instance_id in self._meetings]
-        return [p for p in known if p and self.is_unused(p) and p.last_used <= before]
-
-    def is_unused(self, peer: Peer) -> bool:
-        """Whether it is known, nobody uses it and nothing speaks against it."""
-        known = self._known(peer.instance_id) is peer
-        return known and not peer.users and not peer.suspect
+    async def probe_unused(self, every_s: float, busy: Callable[[], bool]) -> None:
+        """Probes peers that nothing uses, until cancelled. busy: whether hand-overs run."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(every_s)
+            before = clock() - every_s / 2
+            known = [self._known(instance_id) for instance_id in self._meetings]
+            for peer in [p for p in known if p and p.last_used <= before]:
+                if busy():
+                    break
+                if peer.users or peer.suspect or self._known(peer.instance_id) is not peer:
+                    continue
+                try:
+                    self.probing = True
+                    await self._probe_unused(peer)
+                except Exception:
+                    log.exception("a sender could not be probed")
+                finally:
+                    self.probing = False
 
     async def forget(self, instance_id: str) -> None:
         """Drops what is kept of a sender that is gone, as soon as no hand-over uses it."""
@@ -162,6 +164,18 @@ class Peers:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._meetings.clear()
 
+    @asynccontextmanager
+    async def _hold(self, peer: Peer) -> AsyncIterator[None]:
+        """Keeps a known peer until the block is left."""
+        peer.users += 1
+        try:
+            yield
+        finally:
+            peer.users -= 1
+            peer.last_used = asyncio.get_running_loop().time()
+            if peer.suspect and peer.users == 0:
+                await self._remove(peer)
+
     def _known(self, instance_id: str) -> Peer | None:
         task = self._meetings.get(instance_id)
         if task is None or not task.done() or task.cancelled() or task.exception():
@@ -172,28 +186,39 @@ class Peers:
         if self._known(instance_id) is None:
             self._meetings.pop(instance_id, None)
 
-    def _introduce(self, transports: tuple[str, ...], sender_instance_id: str) -> HandshakeRequest:
-        ucx = self._staging.ucx
-        return HandshakeRequest(
-            self._identity,
-            self._layout,
-            transports,
-            sender_instance_id,
-            ucx.network.value,
-            ucx.transports,
+    async def _probe_unused(self, peer: Peer) -> None:
+        async with self._hold(peer):
+            outcome, why = await self._probe(peer)
+        if not peer.verdict.observe(outcome is ProbeOutcome.OK):
+            return
+        log.warning("%s fails its probes and is met again: %s", short_name(peer.sender), why)
+        await self.forget(peer.instance_id)
+        try:
+            await self.meet(peer.sender)
+        except BatonError as error:
+            log.warning("%s cannot be met: %s", short_name(peer.sender), error.message)
+
+    def _request(self, transports: list[str], sender_instance_id: str) -> pb.MeetRequest:
+        return pb.MeetRequest(
+            receiver=identity_to_proto(self._identity),
+            layout=layout_to_proto(self._layout),
+            transports=transports,
+            sender_instance_id=sender_instance_id,
+            kv_network=self._staging.ucx.network.value,
+            ucx_transports=self._staging.ucx.transports,
         )
 
-    async def _ask_again(self, peer: Peer) -> None:
-        """Keeps the way to the ring of a process that is still there, and forgets any other.
+    async def _check_alive(self, peer: Peer) -> None:
+        """Keeps the way to the pool of a process that is still there, and forgets any other.
 
-        To reach the ring of a living process anew would cost sockets on both sides for as long as
+        To reach the pool of a living process anew would cost sockets on both sides for as long as
         both live: UCX does not close those of before.
         """
         try:
             async with asyncio.timeout(MEET_S):
-                names = (peer.meeting.transport,)
-                meeting = await peer.connection.meet(self._introduce(names, peer.instance_id))
-            self._check(peer.meeting.sender, meeting)
+                request = self._request([peer.meeting.transport], peer.instance_id)
+                meeting = await peer.connection.meet(request)
+            self._check(peer.sender, meeting)
             peer.doubted = False
         except (BatonError, TimeoutError):
             await self.forget(peer.instance_id)
@@ -213,12 +238,11 @@ class Peers:
         try:
             async with asyncio.timeout(MEET_S):
                 while names:
-                    introduction = self._introduce(tuple(names), sender.instance_id)
-                    meeting = await connection.meet(introduction)
-                    self._check(sender, meeting)
+                    meeting = await connection.meet(self._request(names, sender.instance_id))
+                    layout = self._check(sender, meeting)
                     theirs = meeting.kv_network
                     try:
-                        return await self._reach(meeting, connection)
+                        return await self._reach(sender, layout, meeting, connection)
                     except TransportError as error:
                         refused[meeting.transport] = str(error)
                         names = [name for name in names if name not in refused]
@@ -234,10 +258,12 @@ class Peers:
         log.warning("%s cannot be reached: tried %s", short_name(sender), tried)
         raise Incompatible(f"the memory of {short_name(sender)} cannot be reached: tried {tried}")
 
-    def _check(self, sender: WorkerIdentity, meeting: Handshake) -> None:
+    def _check(self, sender: WorkerIdentity, meeting: pb.MeetResponse) -> KvLayout:
+        """The sender's layout. Raises Unavailable, and Incompatible with what differs."""
+        layout = layout_from_proto(meeting.layout)
         if meeting.sender.instance_id != sender.instance_id:
             raise Unavailable("this address now belongs to another process")
-        misfit = difference(meeting.layout, (meeting.transport,), self._layout, self._staging.names)
+        misfit = difference(layout, (meeting.transport,), self._layout, self._staging.names)
         if not misfit and meeting.digest not in DIGESTS:
             misfit = f"digest: {meeting.digest or 'none'} against {', '.join(DIGESTS)}"
         if misfit:
@@ -248,24 +274,30 @@ class Peers:
                 f"the sender seals KV chunks with {meeting.digest}, for accidents only, and "
                 f"kv_network is {network.value} here: declare the same on both"
             )
+        return layout
 
-    async def _reach(self, meeting: Handshake, connection: GrpcSenderConnection) -> Peer:
+    async def _reach(
+        self,
+        sender: WorkerIdentity,
+        layout: KvLayout,
+        meeting: pb.MeetResponse,
+        connection: GrpcSenderConnection,
+    ) -> Peer:
         """Adds the peer and collects a probe, so that the first KV chunk finds a way that works.
 
         Raises TransportError when this transport does not carry it, and Unavailable.
         """
-        reader, name = self._staging.readers[meeting.transport], meeting.sender.instance_id
-        await reader.add_peer(name, meeting.transport_metadata, meeting.ring)
-        peer = Peer(meeting, reader, connection, last_used=asyncio.get_running_loop().time())
+        reader, clock = self._staging.readers[meeting.transport], asyncio.get_running_loop().time
+        await reader.add_peer(sender.instance_id, meeting.transport_metadata, meeting.ring)
+        peer = Peer(sender, layout, meeting, reader, connection, last_used=clock())
         try:
-            result = await self._prove(peer)
-            why = result.error.message if result.error is not None else ""
-            if result.outcome is ProbeOutcome.LOST:
-                raise Unavailable(f"no probe came from {short_name(meeting.sender)}: {why}")
-            if result.outcome is not ProbeOutcome.OK:
+            outcome, why = await self._probe(peer)
+            if outcome is ProbeOutcome.LOST:
+                raise Unavailable(f"no probe came from {short_name(sender)}: {why}")
+            if outcome is not ProbeOutcome.OK:
                 raise TransportError(why)
         except BaseException:
-            await reader.remove_peer(name)
+            await reader.remove_peer(sender.instance_id)
             raise
         self._stats.peers_met += 1
         return peer
@@ -278,7 +310,7 @@ class Peers:
             old = self._known(instance_id)
             if old is None or old is peer:
                 continue
-            replaced = old.meeting.sender.address == peer.meeting.sender.address
+            replaced = old.sender.address == peer.sender.address
             if replaced or (len(self._meetings) > MAX_PEERS and old.users == 0):
                 await self.forget(instance_id)
 
@@ -288,55 +320,3 @@ class Peers:
             await peer.reader.remove_peer(peer.instance_id)
         finally:
             peer.unused.set()
-
-
-def as_handover_failure(error: BatonError) -> BatonError:
-    """What a peer's or the stream's failure means to whoever wants the KV: prefill elsewhere."""
-    return error if isinstance(error, Incompatible) else HandoverFailed(error.message)
-
-
-log = logging.getLogger(__name__)
-
-
-class IdleProbes:
-    """`run` runs until cancelled. busy: whether hand-overs run. probing: whether one is probed."""
-
-    def __init__(
-        self,
-        peers: Peers,
-        probe: Callable[[Peer], Awaitable[Probe]],
-        busy: Callable[[], bool],
-        every_s: float,
-    ) -> None:
-        self._peers, self._probe, self._busy, self._every_s = peers, probe, busy, every_s
-        self.probing = False
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
-            for peer in self._peers.unused_for(self._every_s / 2):
-                if self._busy():
-                    break
-                if not self._peers.is_unused(peer):
-                    continue
-                try:
-                    self.probing = True
-                    await self._look_at(peer)
-                except Exception:
-                    log.exception("a sender could not be probed")
-                finally:
-                    self.probing = False
-
-    async def _look_at(self, peer: Peer) -> None:
-        async with self._peers.hold(peer):
-            result = await self._probe(peer)
-        if not peer.verdict.observe(result.outcome is ProbeOutcome.OK):
-            return
-        sender = peer.meeting.sender
-        why = result.error.message if result.error is not None else ""
-        log.warning("%s fails its probes and is met again: %s", short_name(sender), why)
-        await self._peers.forget(sender.instance_id)
-        try:
-            await self._peers.meet(sender)
-        except BatonError as error:
-            log.warning("%s cannot be met: %s", short_name(sender), error.message)

@@ -6,6 +6,10 @@ its header and digest are verified, it is unpacked into blocks in the order of K
 is released and the KV chunk confirmed. Nothing is unpacked that did not verify. When the work ends
 early, a read may still be running: its buffer is released all the same and stays orphaned until the
 read has ended; the blocks behind it are touched only by unpacking, which is always waited for.
+
+A probe is a hand-over of made-up KV that proves the whole way from a sender's buffer to ours. It
+differs from others in this only: the receiver asks for it and no worker offers it, its KV follows
+from its id, and it does not count as traffic.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from baton.core.errors import (
     BatonError,
@@ -26,53 +29,36 @@ from baton.core.errors import (
     InvalidArgument,
     Overloaded,
 )
-from baton.core.handover.messages import (
-    HANDOVER_ID_BYTES,
-    Announced,
-    Completed,
-    Credit,
-    Failed,
-    Finished,
-    Full,
-    Granted,
-    KvChunkCollected,
-    KvChunkHeader,
-    KvChunkReady,
-    OpenHandover,
-    ReceiverMessage,
-    SenderMessage,
-    Tokens,
-)
 from baton.core.handover.table import (
+    HANDOVER_ID_BYTES,
     LIMITS,
     HandoverEvent,
-    Limit,
+    KvChunkRange,
     ReceiverSide,
     ReceiverState,
-    Run,
     State,
+    StateLimit,
 )
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.transfer.grpc import GrpcCollectStream
+from baton.rpc.convert import (
+    choice_tokens_from_proto,
+    error_from_proto,
+    error_to_proto,
+    identity_to_proto,
+)
 from baton.transfer.kv_chunk import (
     HEADER_BYTES,
     PROBE_S,
     Sealer,
+    Unpack,
+    check_buffer_bytes,
     made_up,
     positions_per_kv_chunk,
     probe_positions,
 )
-from baton.transfer.peers import (
-    Connect,
-    IdleProbes,
-    Peer,
-    Peers,
-    Probe,
-    ProbeOutcome,
-    as_handover_failure,
-)
-from baton.transfer.staging import Faults, StagingBuffer, StagingPool, TransportError
+from baton.transfer.peers import Connect, Peer, Peers, ProbeOutcome
+from baton.transfer.staging import StagingBuffer, TransportError
 from baton.transfer.stats import HandoverStats, now
 from baton.transfer.stream import (
     NO_NAMES,
@@ -81,60 +67,13 @@ from baton.transfer.stream import (
     Names,
     StateTimeout,
     TransferAborted,
+    abortion,
     outlast,
     race,
     to_end,
-    why,
 )
 from baton.transfer.transports import Staging
-
-Reserve = Callable[[], Awaitable[int | None]]
-"""reserve(): holds blocks for the whole input and answers from which position KV is needed, or None
-when there is no room. May be cancelled; whatever it holds then is the caller's to free."""
-
-Unpack = Callable[[int, int, memoryview], Awaitable[None]]
-"""unpack(first_position, count, payload): copies verified KV into the reserved blocks. Called for
-one KV chunk after the other, in position order. It is never cancelled; when it returns or raises,
-it reads `payload` no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What was collected. tokens: token 0 of every choice. cached_positions: KV we had already."""
-
-    tokens: tuple[ChoiceTokens, ...]
-    received_bytes: int
-    cached_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRequest:
-    """Names one hand-over to collect. num_positions: of the input. deadline_s: for all of it.
-
-    is_probe: nobody offers it; the sender makes its KV up. about: see
-    Names.
-    """
-
-    handover_id: bytes
-    sender: WorkerIdentity
-    num_positions: int
-    deadline_s: float = 30.0
-    is_probe: bool = False
-    about: Names = field(default_factory=lambda: NO_NAMES, hash=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What all hand-overs of one receiver share."""
-
-    identity: WorkerIdentity
-    layout: KvLayout
-    ring: StagingPool
-    liveness: Liveness
-    limits: Mapping[State, Limit]
-    stats: HandoverStats
-    faults: Faults
-
+from baton.v1 import handover_pb2 as pb
 
 MAX_IN_FLIGHT = 4
 """KV chunks of one hand-over under way: enough to overlap packing, reading and unpacking."""
@@ -142,39 +81,75 @@ MAX_IN_FLIGHT = 4
 READ_S = 5.0
 """A read that takes longer is given up. A frozen sender is found earlier, by its silence."""
 
+Reserve = Callable[[], Awaitable[int | None]]
+"""reserve(): holds blocks for the whole input and answers from which position KV is needed, or None
+when there is no room. May be cancelled; whatever it holds then is the caller's to free."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRequest:
+    """Names one hand-over to collect."""
+
+    handover_id: bytes
+    sender: WorkerIdentity
+    num_positions: int
+    """Of the input."""
+    deadline_s: float = 30.0
+    """For all of it."""
+    is_probe: bool = False
+    """Nobody offers it; the sender makes its KV up."""
+    about: Names = field(default_factory=lambda: NO_NAMES, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was collected."""
+
+    tokens: tuple[ChoiceTokens, ...]
+    """Token 0 of every choice."""
+    received_bytes: int
+    cached_positions: int
+    """Positions whose KV was here already."""
+
 
 class IncomingTransfer:
     """The work on one stream. `run` is called once, and `see_off` once after it."""
 
     def __init__(
         self,
-        around: Surroundings,
-        ticket: TransferRequest,
+        receiver: KvReceiver,
+        request: TransferRequest,
         peer: Peer,
-        stream: GrpcCollectStream,
         reserve: Reserve,
         unpack: Unpack,
+        stats: HandoverStats,
     ) -> None:
-        self._around, self._ticket, self._peer, self._stream = around, ticket, peer, stream
+        self.request, self.ring = request, receiver.staging.ring
+        self.unreadable = False
+        """A read failed or took too long."""
+        self.aborted: TransferAborted | None = None
+        """Why it ended early."""
+        self._receiver, self._peer, self._stats = receiver, peer, stats
         self._reserve_blocks, self._unpack = reserve, unpack
-        self._line: HeartbeatStream[SenderMessage, ReceiverMessage] = HeartbeatStream(
-            around.faults.hearing("receiver", aiter(stream)),
-            around.faults.saying("receiver", stream.send),
-            around.liveness,
+        self._call = peer.connection.collect()
+        faults = self._faults = receiver.staging.faults
+        self._stream: HeartbeatStream[pb.CollectResponse, pb.CollectRequest] = HeartbeatStream(
+            faults.incoming("receiver", aiter(self._call)),
+            faults.outgoing("receiver", self._call.send),
+            pb.CollectRequest(heartbeat=pb.HandoverHeartbeat()),
+            receiver.liveness,
         )
-        buffer_bytes = min(around.ring.buffer_bytes, peer.meeting.ring.buffer_bytes)
-        self.side = ReceiverSide(
-            ticket.num_positions, positions_per_kv_chunk(buffer_bytes, around.layout)
-        )
-        self._wire_version = around.layout.common_wire_version(peer.meeting.layout)
+        per_kv_chunk = positions_per_kv_chunk(receiver.buffer_bytes(peer), receiver.layout)
+        self.side = ReceiverSide(request.num_positions, per_kv_chunk)
+        self._wire_version = receiver.layout.common_wire_version(peer.layout)
         self._sealer = Sealer(
-            ticket.handover_id,
-            ticket.sender.instance_id,
-            around.layout,
+            request.handover_id,
+            request.sender.instance_id,
+            receiver.layout,
             peer.meeting.digest,
             wire_version=self._wire_version,
         )
-        self._patience = StateTimeout(around.limits, lambda: self.side.state)
+        self._timeout = StateTimeout(receiver.limits, lambda: self.side.state)
         self._changed = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._credited: deque[StagingBuffer] = deque()
@@ -183,53 +158,50 @@ class IncomingTransfer:
         self._newest: asyncio.Task[None] | None = None
         self._tokens: tuple[ChoiceTokens, ...] = ()
         self._received_bytes = self._cached_positions = 0
-        self._opened_at = self._last_told_at = 0.0
-        self._received_when_told = 0
-        self.ending: TransferAborted | None = None
+        self._opened_at = self._all_computed_at = 0.0
+        self._received_when_computed = 0
 
     async def run(self) -> Collected:
         """Collects. On return or raise every buffer is released and nothing unpacks any more.
 
-        Raises Ending; Overloaded when `reserve` had no room.
+        Raises TransferAborted; Overloaded when `reserve` had no room.
         """
         try:
             await race(
-                self._take(),
-                self._line.listen(self._hear),
-                self._line.beat(),
-                self._patience.watch(),
+                self._collect(),
+                self._stream.listen(self._receive),
+                self._stream.beat(),
+                self._timeout.watch(),
                 self._fail_with_landings(),
                 self._run_out_of_time(),
             )
         except asyncio.CancelledError:
-            self.ending = TransferAborted(HandoverEvent.CANCEL, Cancelled("the receiver gave up"))
+            gave_up = Cancelled("the receiver gave up")
+            self.aborted = TransferAborted(HandoverEvent.CANCEL, gave_up)
             raise
         except Exception as error:
             if not self.side.ended:
-                self.ending = why(error, self._ticket.about)
-                raise self.ending from error
+                self.aborted = abortion(error, self.request.about)
+                raise self.aborted from error
         finally:
             await self._clean_up()
         if self.side.state is ReceiverState.FULL:
             raise Overloaded("this worker has no room for the sequence")
         return Collected(self._tokens, self._received_bytes, self._cached_positions)
 
-    async def see_off(self, timeout_s: float) -> None:
-        """Tells the sender how it ended, if it does not know, and ends the stream. Bounded."""
+    async def see_off(self) -> None:
+        """Sends the sender how it ended, if it does not know, and ends the stream. Bounded."""
         try:
-            async with asyncio.timeout(timeout_s):
-                if self.ending is not None and not self.ending.peer_knows:
-                    await self._line.say(Failed(self.ending.error))
-        except Exception:
-            # The stream is broken; the sender finds out by that.
-            pass
+            if self.aborted is not None and not self.aborted.peer_knows:
+                failed = error_to_proto(self.aborted.error)
+                await self._stream.send_last(pb.CollectRequest(failed=failed))
         finally:
+            await self._call.close()
             await self._stream.close()
-            await self._line.close(timeout_s)
 
     async def _clean_up(self) -> None:
-        if self.ending is not None:
-            self.side.end(self.ending.event)
+        if self.aborted is not None:
+            self.side.end(self.aborted.event)
         landings = list(self._landings)
         for task in landings:
             task.cancel()
@@ -242,34 +214,33 @@ class IncomingTransfer:
             self._credited.clear()
             self._landing.clear()
 
-    async def _take(self) -> None:
-        side, sender = self.side, self._ticket.sender
-        await self._line.say(
-            OpenHandover(
-                self._ticket.handover_id,
-                self._around.identity,
-                sender.instance_id,
-                self._around.ring.buffer_bytes,
-                self._ticket.num_positions if self._ticket.is_probe else 0,
-                self._wire_version,
-            )
+    async def _collect(self) -> None:
+        side, sender = self.side, self.request.sender
+        opening = pb.OpenHandover(
+            handover_id=self.request.handover_id,
+            receiver=identity_to_proto(self._receiver.identity),
+            sender_instance_id=sender.instance_id,
+            max_kv_chunk_bytes=self.ring.buffer_bytes,
+            probe_positions=self.request.num_positions if self.request.is_probe else 0,
+            wire_version=self._wire_version,
         )
+        await self._stream.send(pb.CollectRequest(open=opening))
         self._opened_at = now()
         while not side.ended:
             self._changed.clear()
             if side.state is ReceiverState.RESERVING:
                 await self._reserve()
             while side.wants_credit and self._in_flight < MAX_IN_FLIGHT:
-                with self._around.stats.timed("buffer_wait"):
-                    buffer = await self._around.ring.wait(sender.instance_id)
+                with self._stats.timed("buffer_wait"):
+                    buffer = await self.ring.wait(sender.instance_id)
                 await self._credit(buffer)
             if side.all_in:
                 side.completed()
-                if self._last_told_at:
-                    self._around.stats.took("last_chunk", self._last_told_at)
-                    left = self._received_bytes - self._received_when_told
-                    self._around.stats.link.ended(left, now() - self._last_told_at)
-                await self._line.say(Completed())
+                if self._all_computed_at:
+                    self._stats.record("last_chunk", self._all_computed_at)
+                    left = self._received_bytes - self._received_when_computed
+                    self._stats.link.ended(left, now() - self._all_computed_at)
+                await self._stream.send(pb.CollectRequest(completed=pb.HandoverCompleted()))
             elif not side.ended:
                 await self._changed.wait()
 
@@ -285,85 +256,89 @@ class IncomingTransfer:
             self.side.credited()
             num_kv_chunks += 1
             more = self.side.wants_credit and self._in_flight < MAX_IN_FLIGHT
-            buffer = self._around.ring.take(self._ticket.sender.instance_id) if more else None
-        await self._line.say(Credit(num_kv_chunks))
+            buffer = self.ring.take(self.request.sender.instance_id) if more else None
+        credit = pb.HandoverCredit(num_kv_chunks=num_kv_chunks)
+        await self._stream.send(pb.CollectRequest(credit=credit))
 
     async def _reserve(self) -> None:
-        with self._around.stats.timed("reserve"):
+        with self._stats.timed("reserve"):
             from_position = await self._reserve_blocks()
-        await self._around.faults.at("receiver.reserved")
-        self._patience.moved()
+        await self._faults.at("receiver.reserved")
+        self._timeout.restart()
         if from_position is None:
             self.side.full()
-            await self._line.say(Full())
+            await self._stream.send(pb.CollectRequest(full=pb.HandoverFull()))
         else:
             self.side.granted(from_position)
             self._cached_positions = from_position
-            await self._line.say(Granted(from_position))
+            granted = pb.HandoverGranted(from_position=from_position)
+            await self._stream.send(pb.CollectRequest(granted=granted))
 
-    def _hear(self, message: SenderMessage) -> None:
-        match message:
-            case Announced(num_positions):
-                self.side.announced(num_positions)
-                self._around.stats.took("announce_wait", self._opened_at)
-            case Finished(num_positions):
-                self.side.advanced(num_positions)
-                if num_positions == self.side.num_positions:
-                    self._last_told_at = now()
-                    self._received_when_told = self._received_bytes
-            case KvChunkReady(header, buffer):
-                self._arrive(header, buffer)
-            case Tokens(choices):
+    def _receive(self, message: pb.CollectResponse) -> None:
+        match message.WhichOneof("message"):
+            case "announced":
+                self.side.announced(message.announced.num_positions)
+                self._stats.record("announce_wait", self._opened_at)
+            case "finished":
+                self.side.advanced(message.finished.num_positions)
+                if self.side.finished == self.side.num_positions:
+                    self._all_computed_at = now()
+                    self._received_when_computed = self._received_bytes
+            case "kv_chunk":
+                self._arrive(message.kv_chunk)
+            case "tokens":
                 self.side.tokens()
-                self._tokens = choices
-            case Failed(error):
+                self._tokens = tuple(map(choice_tokens_from_proto, message.tokens.choices))
+            case "failed":
+                error = error_from_proto(message.failed)
                 raise TransferAborted(HandoverEvent.PEER_FAILED, error)
+            case None:
+                raise HandoverFailed("the sender sent a message that is empty or unknown")
             case _:
                 raise HandoverFailed("the sender sent a message out of place")
-        self._patience.moved()
+        self._timeout.restart()
         self._changed.set()
 
-    def _arrive(self, header: KvChunkHeader, remote_buffer: int) -> None:
-        run = Run(header.index, header.first_position, header.num_positions)
-        if replace(header, digest=b"") != self._sealer.header(run):
+    def _arrive(self, ready: pb.KvChunkReady) -> None:
+        header = ready.header
+        chunk = KvChunkRange(header.index, header.first_position, header.num_positions)
+        if not self._sealer.expects(header, chunk):
             raise self._mismatch("announcement")
-        self.side.arriving(run)
-        self._landing[run.index] = self._credited.popleft()
-        task = asyncio.create_task(self._land(header, remote_buffer, self._newest))
+        self.side.arriving(chunk)
+        self._landing[chunk.index] = self._credited.popleft()
+        task = asyncio.create_task(self._land(header, ready.buffer, self._newest))
         self._newest = task
         self._landings.add(task)
         task.add_done_callback(self._landed)
 
     async def _land(
-        self, header: KvChunkHeader, remote_buffer: int, before: asyncio.Task[None] | None
+        self, header: pb.KvChunkHeader, remote_buffer: int, before: asyncio.Task[None] | None
     ) -> None:
-        buffer, stats = self._landing[header.index], self._around.stats
-        faults = self._around.faults
+        buffer, stats = self._landing[header.index], self._stats
+        size = HEADER_BYTES + header.payload_bytes
         try:
-            await faults.at("receiver.reading")
-            size = HEADER_BYTES + header.payload_bytes
+            await self._faults.at("receiver.reading")
             try:
                 began = now()
                 with stats.timed("read"):
                     await self._peer.reader.read(
-                        self._ticket.sender.instance_id, remote_buffer, buffer, size, READ_S
+                        self.request.sender.instance_id, remote_buffer, buffer, size, READ_S
                     )
                 stats.link.read(size, now() - began)
             except TransportError:
-                self._peer.suspect = True
+                self.unreadable = True
                 stats.transfer_errors += 1
                 raise HandoverFailed("a KV chunk could not be read") from None
-            await faults.at("receiver.read", buffer.view[:size])
+            await self._faults.at("receiver.read", buffer.view[:size])
             with stats.timed("verify"):
                 if self._sealer.is_slow(header):
-                    wrong = await to_end(
-                        asyncio.to_thread(self._sealer.mismatch, header, buffer.view)
-                    )
+                    verifying = asyncio.to_thread(self._sealer.mismatch, header, buffer.view)
+                    wrong = await to_end(verifying)
                 else:
                     wrong = self._sealer.mismatch(header, buffer.view)
             if wrong:
                 raise self._mismatch(wrong)
-            await faults.at("receiver.verified")
+            await self._faults.at("receiver.verified")
             if before is not None:
                 # Reads end in any order. Unpacking must not: the places that follow a KV chunk in
                 # its last tile are cleared.
@@ -371,15 +346,16 @@ class IncomingTransfer:
             payload = buffer.view[HEADER_BYTES:size]
             with stats.timed("unpack"):
                 await to_end(self._unpack(header.first_position, header.num_positions, payload))
-            await faults.at("receiver.unpacked")
+            await self._faults.at("receiver.unpacked")
         finally:
             self._landing.pop(header.index).release()
         self.side.landed(header.index)
         self._received_bytes += header.payload_bytes
         stats.kv_chunks += 1
         stats.payload_bytes += header.payload_bytes
-        await self._line.say(KvChunkCollected(header.index))
-        self._patience.moved()
+        collected = pb.KvChunkCollected(index=header.index)
+        await self._stream.send(pb.CollectRequest(collected=collected))
+        self._timeout.restart()
         self._changed.set()
 
     def _landed(self, task: asyncio.Task[None]) -> None:
@@ -389,73 +365,20 @@ class IncomingTransfer:
             self._trouble.set_exception(error)
 
     def _mismatch(self, kind: str) -> HandoverFailed:
-        self._around.stats.mismatches[kind] += 1
+        self._stats.mismatches[kind] += 1
         return HandoverFailed("a KV chunk is not what was announced")
 
     async def _fail_with_landings(self) -> None:
         await self._trouble
 
     async def _run_out_of_time(self) -> None:
-        await asyncio.sleep(self._ticket.deadline_s)
+        await asyncio.sleep(self.request.deadline_s)
         error = DeadlineExceeded("the hand-over ran out of time")
         raise TransferAborted(HandoverEvent.DEADLINE, error)
 
 
-if TYPE_CHECKING:
-    from baton.transfer.peers import Peer
-
-FAREWELL_S = 1.0
-
-
-async def probe(around: Surroundings, peer: Peer) -> Probe:
-    """Collects a probe from a met peer and counts its outcome. Bounded; leaves `peer` as it is."""
-    buffer_bytes = min(around.ring.buffer_bytes, peer.meeting.ring.buffer_bytes)
-    positions = probe_positions(buffer_bytes, around.layout)
-    ticket = TransferRequest(
-        secrets.token_bytes(HANDOVER_ID_BYTES),
-        peer.meeting.sender,
-        positions,
-        PROBE_S,
-        is_probe=True,
-    )
-
-    async def reserve() -> int | None:
-        return 0
-
-    async def unpack(first_position: int, count: int, payload: memoryview) -> None:
-        if payload != made_up(ticket.handover_id, first_position, len(payload)):
-            around_it.stats.mismatches["payload"] += 1
-            raise HandoverFailed("a probe brought other bytes than were sent")
-
-    # Neither its numbers nor its suspicions are those of hand-overs.
-    around_it, copy = replace(around, stats=HandoverStats()), replace(peer)
-    work = IncomingTransfer(around_it, ticket, copy, peer.connection.collect(), reserve, unpack)
-    result = Probe(ProbeOutcome.LOST)
-    try:
-        await work.run()
-        result = Probe(ProbeOutcome.OK)
-    except TransferAborted as ending:
-        result = Probe(_outcome(copy, around_it.stats), ending.error)
-    finally:
-        around.stats.probes["peer", result.outcome.value] += 1
-        await work.see_off(FAREWELL_S)
-    return result
-
-
-def _outcome(peer: Peer, stats: HandoverStats) -> ProbeOutcome:
-    if stats.mismatches:
-        return ProbeOutcome.MISMATCH
-    return ProbeOutcome.UNREADABLE if peer.suspect else ProbeOutcome.LOST
-
-
-FAREWELL_S = 1.0
-
-
 class KvReceiver:
-    """Collects KV into one staging ring. Lives on the event loop.
-
-    connect: how a sender is spoken to, one connection per sender.
-    """
+    """Collects KV into one staging pool. Lives on the event loop."""
 
     def __init__(
         self,
@@ -465,23 +388,17 @@ class KvReceiver:
         connect: Connect,
         *,
         liveness: Liveness | None = None,
-        limits: Mapping[State, Limit] = LIMITS,
+        limits: Mapping[State, StateLimit] = LIMITS,
         stats: HandoverStats | None = None,
     ) -> None:
-        if positions_per_kv_chunk(staging.ring.buffer_bytes, layout) == 0:
-            raise InvalidArgument(
-                f"a buffer must hold one position, {layout.bytes_per_position} bytes and a header",
-                field="slot_mib",
-            )
+        """Raises InvalidArgument for buffers that hold no position."""
+        check_buffer_bytes(staging.ring.buffer_bytes, layout)
+        self.identity, self.layout, self.staging = identity, layout, staging
+        self.liveness, self.limits = liveness or Liveness(), limits
         self.stats = stats or HandoverStats()
-        self._around = Surroundings(
-            identity, layout, staging.ring, liveness or Liveness(), limits, self.stats,
-            staging.faults,
-        )  # fmt: skip
         self._peers = Peers(identity, layout, staging, connect, self._probe, self.stats)
         self._running = 0
         self._farewells: set[asyncio.Task[None]] = set()
-        self._probes: IdleProbes | None = None
         self._probing: asyncio.Task[None] | None = None
 
     @property
@@ -492,19 +409,21 @@ class KvReceiver:
     @property
     def probing(self) -> bool:
         """A sender is being probed, for want of traffic."""
-        return self._probes is not None and self._probes.probing
+        return self._peers.probing
 
     @property
     def holdings(self) -> dict[str, int]:
         """What hand-overs hold here, by kind; nothing when there are none and no probe runs."""
         return {"handovers": self._running, "farewells": len(self._farewells)}
 
+    def buffer_bytes(self, peer: Peer) -> int:
+        """Bytes of a buffer that both sides have."""
+        return min(self.staging.ring.buffer_bytes, peer.meeting.ring.buffer_bytes)
+
     def start_probing(self, every_s: float) -> None:
         """Probes senders that nothing came from for so long, until closed. Called once at most."""
-        self._probes = IdleProbes(
-            self._peers, self._probe, busy=lambda: not self.idle, every_s=every_s
-        )
-        self._probing = asyncio.create_task(self._probes.run())
+        probing = self._peers.probe_unused(every_s, busy=lambda: not self.idle)
+        self._probing = asyncio.create_task(probing)
 
     async def meet(self, sender: WorkerIdentity) -> None:
         """Meets a sender ahead of traffic: layouts compared, a probe collected, result remembered.
@@ -517,7 +436,9 @@ class KvReceiver:
         """Drops what is kept of a sender that is gone."""
         await self._peers.forget(instance_id)
 
-    async def collect(self, ticket: TransferRequest, reserve: Reserve, unpack: Unpack) -> Collected:
+    async def collect(
+        self, request: TransferRequest, reserve: Reserve, unpack: Unpack
+    ) -> Collected:
         """Collects one hand-over.
 
         On return all KV from `Collected.cached_positions` on is unpacked. When this raises or is
@@ -525,12 +446,12 @@ class KvReceiver:
         HandoverFailed (prefill again elsewhere), Overloaded (reserve had no room), Incompatible,
         Cancelled (the sender was), and what reserve and unpack raise.
         """
-        if len(ticket.handover_id) != HANDOVER_ID_BYTES:
+        if len(request.handover_id) != HANDOVER_ID_BYTES:
             raise InvalidArgument(f"must be {HANDOVER_ID_BYTES} bytes", field="handover_id")
         outcome = "failed"
         self._running += 1
         try:
-            collected = await self._collect(ticket, reserve, unpack)
+            collected = await self._collect(request, reserve, unpack)
             outcome = "completed"
             return collected
         except Overloaded:
@@ -552,43 +473,82 @@ class KvReceiver:
         await self._peers.close()
 
     async def _collect(
-        self, ticket: TransferRequest, reserve: Reserve, unpack: Unpack
+        self, request: TransferRequest, reserve: Reserve, unpack: Unpack
     ) -> Collected:
         clock = asyncio.get_running_loop().time
-        deadline, began = clock() + ticket.deadline_s, now()
+        deadline, began = clock() + request.deadline_s, now()
         try:
-            async with self._peers.use(ticket.sender, ticket.deadline_s) as peer:
-                self.stats.took("meet", began)
-                ticket = replace(ticket, deadline_s=deadline - clock())
-                stream = peer.connection.collect()
-                work = IncomingTransfer(self._around, ticket, peer, stream, reserve, unpack)
+            async with self._peers.use(request.sender, request.deadline_s) as peer:
+                self.stats.record("meet", began)
+                request = replace(request, deadline_s=deadline - clock())
+                work = IncomingTransfer(self, request, peer, reserve, unpack, self.stats)
                 try:
                     return await work.run()
                 finally:
-                    peer.doubted |= work.ending is not None and (
-                        work.ending.event is HandoverEvent.PEER_LOST
+                    aborted = work.aborted
+                    peer.doubted |= aborted is not None and (
+                        aborted.event is HandoverEvent.PEER_LOST
                     )
+                    peer.suspect |= work.unreadable
                     self._see_off(work)
-        except TransferAborted as ending:
-            raise _for_the_caller(ending) from None
+        except TransferAborted as aborted:
+            raise _for_the_caller(aborted) from None
         except Overloaded:
             raise
         except BatonError as error:
-            # Meeting failed; what happened on the stream is an Ending.
+            # Meeting failed; what happens on the stream is a TransferAborted.
             raise as_handover_failure(error) from None
 
-    async def _probe(self, peer: Peer) -> Probe:
-        return await probe(self._around, peer)
+    async def _probe(self, peer: Peer) -> tuple[ProbeOutcome, str]:
+        """Collects a probe from a met peer and counts its outcome. Bounded; leaves `peer` as it is.
+
+        Returns with it why it failed.
+        """
+        positions = probe_positions(self.buffer_bytes(peer), self.layout)
+        handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
+        request = TransferRequest(handover_id, peer.sender, positions, PROBE_S, is_probe=True)
+        # Its numbers are not those of hand-overs.
+        stats = HandoverStats()
+
+        async def reserve() -> int | None:
+            return 0
+
+        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
+            if payload != made_up(handover_id, first_position, len(payload)):
+                stats.mismatches["payload"] += 1
+                raise HandoverFailed("a probe brought other bytes than were sent")
+
+        work = IncomingTransfer(self, request, peer, reserve, unpack, stats)
+        outcome, why = ProbeOutcome.LOST, ""
+        try:
+            await work.run()
+            outcome = ProbeOutcome.OK
+        except TransferAborted as aborted:
+            why = aborted.error.message
+            if stats.mismatches:
+                outcome = ProbeOutcome.MISMATCH
+            elif work.unreadable:
+                outcome = ProbeOutcome.UNREADABLE
+        finally:
+            self.stats.probes["peer", outcome.value] += 1
+            await work.see_off()
+        return outcome, why
 
     def _see_off(self, work: IncomingTransfer) -> None:
         # Not awaited here: a cancelled hand-over gives its memory back at once.
-        farewell = asyncio.create_task(work.see_off(FAREWELL_S))
+        farewell = asyncio.create_task(work.see_off())
         self._farewells.add(farewell)
         farewell.add_done_callback(self._farewells.discard)
 
 
-def _for_the_caller(ending: TransferAborted) -> BatonError:
+def _for_the_caller(aborted: TransferAborted) -> BatonError:
     """Our own failures as they are; the sender's, the stream's and lost time: prefill elsewhere."""
-    if ending.event is HandoverEvent.CANCEL or isinstance(ending.error, Cancelled | Incompatible):
-        return ending.error
-    return as_handover_failure(ending.error)
+    ours = aborted.event is HandoverEvent.CANCEL
+    if ours or isinstance(aborted.error, Cancelled | Incompatible):
+        return aborted.error
+    return as_handover_failure(aborted.error)
+
+
+def as_handover_failure(error: BatonError) -> BatonError:
+    """What a peer's or the stream's failure means to whoever wants the KV: prefill elsewhere."""
+    return error if isinstance(error, Incompatible) else HandoverFailed(error.message)

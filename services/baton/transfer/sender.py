@@ -1,7 +1,10 @@
-"""The giving side of hand-overs: what is on offer, who may collect it, and how peers meet.
+"""Gives KV away: what is on offer, which receiver may collect it, and one stream's work.
 
-The gRPC servicer calls `meet` and `serve`, the worker that computes calls `offer`. One stream's
-work is `OutgoingTransfer`.
+The worker that computes KV calls `offer`; the gRPC servicer calls `meet` and `serve`. On a stream
+the sender announces, packs, seals, sends and releases. A buffer is taken for each KV chunk and is
+ours again when the receiver confirms it, or when the stream ends. In the second case the receiver
+may still be reading the buffer. That is harmless: whatever it reads, the digest that it was sent
+belongs to the old contents, so a buffer in use again cannot verify.
 """
 
 from __future__ import annotations
@@ -10,8 +13,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 
 from baton.core.errors import (
     BatonError,
@@ -25,41 +27,34 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.handover.fit import difference, refusal
-from baton.core.handover.messages import (
-    HANDOVER_ID_BYTES,
-    Announced,
-    Completed,
-    Credit,
-    Failed,
-    Finished,
-    Full,
-    Granted,
-    Handshake,
-    HandshakeRequest,
-    KvChunkCollected,
-    KvChunkReady,
-    OpenHandover,
-    ReceiverMessage,
-    SenderMessage,
-    Tokens,
-)
 from baton.core.handover.table import (
-    DOOR_S,
+    EARLY_STREAM_S,
+    HANDOVER_ID_BYTES,
     LIMITS,
     HandoverEvent,
-    Limit,
-    Run,
+    KvChunkRange,
     SenderSide,
     SenderState,
     State,
+    StateLimit,
 )
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.rpc.convert import (
+    choice_tokens_to_proto,
+    error_from_proto,
+    error_to_proto,
+    identity_from_proto,
+    identity_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+)
 from baton.transfer.kv_chunk import (
     HEADER_BYTES,
     PROBE_S,
     Pack,
     Sealer,
+    check_buffer_bytes,
     pack_made_up,
     positions_per_kv_chunk,
 )
@@ -73,40 +68,38 @@ from baton.transfer.stream import (
     PeerLost,
     StateTimeout,
     TransferAborted,
+    abortion,
     outlast,
     race,
     to_end,
-    why,
 )
 from baton.transfer.transports import Staging
+from baton.v1 import handover_pb2 as pb
 
+MAX_OFFERS = 4096
+MAX_EARLY_STREAMS = 256
+MAX_RECENT_IDS = 8192
 
-class Outcome(Enum):
-    COMPLETED = "completed"
-    FULL = "full"
-    FAILED = "failed"
+Send = Callable[[pb.CollectResponse], Awaitable[None]]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverOutcome:
-    """How a hand-over ended for the sender. error: None only when completed."""
+    """How a hand-over ended for the sender."""
 
-    outcome: Outcome
+    label: str
+    """completed, full, failed, or cancelled when nobody wants the KV any more: as it is counted."""
     error: BatonError | None = None
-
-    @property
-    def counted(self) -> str:
-        """Its label among the totals: nobody wanting the KV any more is no failure."""
-        return "cancelled" if isinstance(self.error, Cancelled) else self.outcome.value
+    """None only when completed."""
 
 
 class PendingTransfer:
-    """A hand-over from offer to end. Made by `Sender.offer`; all methods on the event loop.
+    """A hand-over from offer to end. Made by `KvSender.offer`; all methods on the event loop.
 
     The worker reports what it computes with `announce`, `advance` and `tokens`, may give up with
     `fail`, and keeps the KV in place until `wait` returns; after that nothing packs from it.
-    on_granted: called once when the receiver has reserved its blocks. stats: where it is counted.
-    is_probe: the receiver asked for made-up KV; no worker stands behind it. about: see `Names`.
     """
 
     def __init__(
@@ -122,18 +115,27 @@ class PendingTransfer:
         about: Names = NO_NAMES,
     ) -> None:
         self.handover_id, self.receiver_instance_id = handover_id, receiver_instance_id
-        self.pack, self.stats, self.is_probe, self.about = pack, stats, is_probe, about
+        self.pack, self.about = pack, about
+        self.stats = stats
+        """Where it is counted."""
+        self.is_probe = is_probe
+        """The receiver asked for made-up KV; no worker stands behind it."""
         self.made_at = now()
         self.side = SenderSide(num_positions)
         self.on_granted: Callable[[], None] = lambda: None
+        """Called once when the receiver has reserved its blocks."""
         self.granted: bool | None = None
+        """Whether the receiver has reserved blocks; None: it has not answered."""
         self.announced = False
         self.finished = 0
+        """KV of all positions below is computed."""
         self.first_tokens: tuple[ChoiceTokens, ...] | None = None
         self.changed = asyncio.Event()
+        self.timers: list[asyncio.TimerHandle] = []
         self._on_end = on_end
-        self._gave_up: asyncio.Future[TransferAborted] = asyncio.get_running_loop().create_future()
-        self._ended: asyncio.Future[HandoverOutcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._gave_up: asyncio.Future[TransferAborted] = loop.create_future()
+        self._ended: asyncio.Future[HandoverOutcome] = loop.create_future()
 
     @property
     def num_positions(self) -> int:
@@ -154,63 +156,58 @@ class PendingTransfer:
         self.first_tokens = tuple(choices)
         self.changed.set()
 
-    def fail(self, error: BatonError) -> None:
+    def fail(self, error: BatonError, event: HandoverEvent = HandoverEvent.CANCEL) -> None:
         """The worker gives up: cancelled, out of memory, leaving. Without effect after the end."""
-        self._give_up(TransferAborted(HandoverEvent.CANCEL, error))
+        if self._ended.done() or self._gave_up.done():
+            return
+        self._gave_up.set_result(TransferAborted(event, error))
+        if self.side.state is SenderState.OFFERED:
+            # No stream was opened that would notice.
+            self.end(TransferAborted(event, error))
 
     async def wait(self) -> HandoverOutcome:
         """Returns when the hand-over has ended and none of its packing runs any more."""
         return await asyncio.shield(self._ended)
 
-    def expire(self, error: BatonError) -> None:
-        """For the sender: time is up."""
-        self._give_up(TransferAborted(HandoverEvent.DEADLINE, error))
-
-    def end(self, outcome: HandoverOutcome) -> None:
+    def end(self, aborted: TransferAborted | None) -> None:
         """For the sender: the hand-over has ended and nothing packs. The first call counts."""
-        if not self._ended.done():
-            self._ended.set_result(outcome)
-            self._on_end(self, outcome)
+        if self._ended.done():
+            return
+        if aborted is not None:
+            self.side.end(aborted.event)
+        match self.side.state:
+            case SenderState.COMPLETED:
+                outcome = HandoverOutcome("completed")
+            case SenderState.REFUSED:
+                full = Overloaded("the receiver has no room for the sequence")
+                outcome = HandoverOutcome("full", full)
+            case _:
+                error = aborted.error if aborted else HandoverFailed("the hand-over was broken off")
+                label = "cancelled" if isinstance(error, Cancelled) else "failed"
+                outcome = HandoverOutcome(label, error)
+        self._ended.set_result(outcome)
+        self._on_end(self, outcome)
 
     async def given_up(self) -> None:
-        """For the stream: waits for `fail` or `expire` and raises their Ending."""
+        """For the stream: waits for `fail` and raises its TransferAborted."""
         raise await asyncio.shield(self._gave_up)
-
-    def _give_up(self, ending: TransferAborted) -> None:
-        if self._ended.done() or self._gave_up.done():
-            return
-        self._gave_up.set_result(ending)
-        if self.side.state is SenderState.OFFERED:
-            # No stream was opened that would notice.
-            self.side.end(ending.event)
-            self.end(HandoverOutcome(Outcome.FAILED, ending.error))
-
-
-# One Collect stream from the sender's end: announce, pack, seal, send, release.
-#
-# A buffer is taken for each KV chunk and is ours again when the receiver confirms it, or when the
-# stream ends. In the second case the receiver may still be reading the buffer. That is harmless:
-# whatever it reads, the digest it was told belongs to the old contents, so a buffer in use again
-# cannot verify.
-
-FAREWELL_S = 1.0
 
 
 class OutgoingTransfer:
     """The work on one stream. `run` is called once."""
 
     def __init__(
-        self,
-        sender: KvSender,
-        incoming: AsyncIterator[ReceiverMessage],
-        send: Callable[[SenderMessage], Awaitable[None]],
+        self, sender: KvSender, incoming: AsyncIterator[pb.CollectRequest], send: Send
     ) -> None:
         self._sender = sender
         faults = self._faults = sender.staging.faults
-        self._line: HeartbeatStream[ReceiverMessage, SenderMessage] = HeartbeatStream(
-            faults.hearing("sender", incoming), faults.saying("sender", send), sender.liveness
+        self._stream: HeartbeatStream[pb.CollectRequest, pb.CollectResponse] = HeartbeatStream(
+            faults.incoming("sender", incoming),
+            faults.outgoing("sender", send),
+            pb.CollectResponse(heartbeat=pb.HandoverHeartbeat()),
+            sender.liveness,
         )
-        self._opening: asyncio.Future[OpenHandover] = asyncio.get_running_loop().create_future()
+        self._opening: asyncio.Future[pb.OpenHandover] = asyncio.get_running_loop().create_future()
         self._offer: PendingTransfer | None = None
         self._buffers: dict[int, StagingBuffer] = {}
         self._announced_at = 0.0
@@ -218,42 +215,46 @@ class OutgoingTransfer:
 
     async def run(self) -> None:
         """Returns when the hand-over has ended, with every buffer released and the offer ended."""
-        ending: TransferAborted | None = None
+        aborted: TransferAborted | None = None
         try:
-            await race(self._open_and_give(), self._line.listen(self._hear), self._line.beat())
+            await race(
+                self._open_and_give(), self._stream.listen(self._receive), self._stream.beat()
+            )
         except asyncio.CancelledError:
-            ending = why(PeerLost("the receiver left"))
+            aborted = abortion(PeerLost("the receiver left"))
             raise
         except Exception as error:
-            ending = why(error, self._offer.about if self._offer else NO_NAMES)
-            if not ending.peer_knows:
-                await self._tell(ending)
+            aborted = abortion(error, self._offer.about if self._offer else NO_NAMES)
+            if not aborted.peer_knows:
+                failed = error_to_proto(aborted.error)
+                await self._stream.send_last(pb.CollectResponse(failed=failed))
         finally:
             try:
-                await self._line.close(FAREWELL_S)
+                await self._stream.close()
             finally:
                 for buffer in self._buffers.values():
                     buffer.release()
                 self._buffers.clear()
-                self._end(ending)
+                if self._offer is not None:
+                    self._offer.end(aborted)
 
     async def _open_and_give(self) -> None:
         try:
-            async with asyncio.timeout(DOOR_S):
+            async with asyncio.timeout(EARLY_STREAM_S):
                 opening = await asyncio.shield(self._opening)
         except TimeoutError:
             raise PeerLost("the receiver did not say what it wants") from None
         offer = self._offer = await self._sender.claim(opening)
-        offer.stats.took("open_wait", offer.made_at)
+        offer.stats.record("open_wait", offer.made_at)
         self._sealer = Sealer(
             offer.handover_id,
             self._sender.identity.instance_id,
             self._sender.layout,
             self._sender.digest,
-            wire_version=opening.wire_version,
+            wire_version=opening.wire_version or 1,
         )
-        self._patience = StateTimeout(self._sender.limits, lambda: offer.side.state)
-        await race(self._give(offer), offer.given_up(), self._patience.watch())
+        self._timeout = StateTimeout(self._sender.limits, lambda: offer.side.state)
+        await race(self._give(offer), offer.given_up(), self._timeout.watch())
 
     async def _give(self, offer: PendingTransfer) -> None:
         side = offer.side
@@ -261,116 +262,92 @@ class OutgoingTransfer:
             offer.changed.clear()
             if side.state is SenderState.OPENED and offer.announced:
                 side.announced()
-                self._patience.moved()
+                self._timeout.restart()
                 self._announced_at = now()
-                await self._line.say(Announced(side.num_positions))
-            await self._tell_finished(offer)
-            while (run := side.next_run()) is not None:
-                await self._send(offer, run)
-                await self._tell_finished(offer)
+                announced = pb.HandoverAnnounced(num_positions=side.num_positions)
+                await self._stream.send(pb.CollectResponse(announced=announced))
+            await self._send_finished(offer)
+            while (chunk := side.next_chunk()) is not None:
+                await self._send_chunk(offer, chunk)
+                await self._send_finished(offer)
             if side.wants_tokens and offer.first_tokens is not None:
                 side.tokens()
-                await self._line.say(Tokens(offer.first_tokens))
+                choices = map(choice_tokens_to_proto, offer.first_tokens)
+                tokens = pb.HandoverTokens(choices=choices)
+                await self._stream.send(pb.CollectResponse(tokens=tokens))
             if not side.ended:
                 await offer.changed.wait()
 
-    async def _tell_finished(self, offer: PendingTransfer) -> None:
+    async def _send_finished(self, offer: PendingTransfer) -> None:
         if offer.side.advanced(offer.finished):
-            self._patience.moved()
-            await self._line.say(Finished(offer.side.finished))
+            self._timeout.restart()
+            finished = pb.PositionsFinished(num_positions=offer.side.finished)
+            await self._stream.send(pb.CollectResponse(finished=finished))
 
-    async def _send(self, offer: PendingTransfer, run: Run) -> None:
+    async def _send_chunk(self, offer: PendingTransfer, chunk: KvChunkRange) -> None:
         stats = offer.stats
         with stats.timed("buffer_wait"):
             buffer = await self._sender.staging.ring.wait(offer.receiver_instance_id)
-        self._buffers[run.index] = buffer
+        self._buffers[chunk.index] = buffer
         await self._faults.at("sender.buffer_taken")
-        header = self._sealer.header(run)
-        payload = buffer.view[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+        header = self._sealer.header(chunk)
+        size = HEADER_BYTES + header.payload_bytes
         with stats.timed("pack"):
-            await to_end(offer.pack(run.first_position, run.num_positions, payload))
+            payload = buffer.view[HEADER_BYTES:size]
+            await to_end(offer.pack(chunk.first_position, chunk.num_positions, payload))
         await self._faults.at("sender.packed")
         with stats.timed("seal"):
             if self._sealer.is_slow(header):
-                digest = await to_end(asyncio.to_thread(self._sealer.seal, header, buffer.view))
+                await to_end(asyncio.to_thread(self._sealer.seal, header, buffer.view))
             else:
-                digest = self._sealer.seal(header, buffer.view)
-        await self._faults.at("sender.sealed", buffer.view[: HEADER_BYTES + header.payload_bytes])
+                self._sealer.seal(header, buffer.view)
+        await self._faults.at("sender.sealed", buffer.view[:size])
         stats.kv_chunks += 1
         stats.payload_bytes += header.payload_bytes
-        offer.side.sent(run.index)
-        self._sent_at[run.index] = now()
-        await self._line.say(KvChunkReady(replace(header, digest=digest), buffer.index))
+        offer.side.sent(chunk.index)
+        self._sent_at[chunk.index] = now()
+        ready = pb.KvChunkReady(header=header, buffer=buffer.index)
+        await self._stream.send(pb.CollectResponse(kv_chunk=ready))
 
-    def _hear(self, message: ReceiverMessage) -> None:
-        if isinstance(message, OpenHandover) and not self._opening.done():
-            self._opening.set_result(message)
+    def _receive(self, message: pb.CollectRequest) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "open" and not self._opening.done():
+            self._opening.set_result(message.open)
             return
         offer = self._offer
+        if kind is None:
+            raise HandoverFailed("the receiver sent a message that is empty or unknown")
         if offer is None:
             raise HandoverFailed("the receiver spoke before it was let in")
-        match message:
-            case Granted(from_position):
-                offer.side.granted(from_position)
-                offer.stats.took("grant_wait", self._announced_at)
+        match kind:
+            case "granted":
+                offer.side.granted(message.granted.from_position)
+                offer.stats.record("grant_wait", self._announced_at)
                 offer.granted = True
                 offer.on_granted()
-            case Full():
+            case "full":
                 offer.side.refused()
                 offer.granted = False
-            case Credit(num_kv_chunks):
-                offer.side.credited(num_kv_chunks)
-            case KvChunkCollected(index):
+            case "credit":
+                offer.side.credited(message.credit.num_kv_chunks)
+            case "collected":
+                index = message.collected.index
                 offer.side.collected(index)
-                offer.stats.took("confirm_wait", self._sent_at.pop(index))
+                offer.stats.record("confirm_wait", self._sent_at.pop(index))
                 self._buffers.pop(index).release()
-            case Completed():
+            case "completed":
                 offer.side.completed()
-            case Failed(error):
+            case "failed":
+                error = error_from_proto(message.failed)
                 raise TransferAborted(HandoverEvent.PEER_FAILED, error)
             case _:
                 raise HandoverFailed("the receiver sent a message out of place")
-        self._patience.moved()
+        self._timeout.restart()
         offer.changed.set()
-
-    async def _tell(self, ending: TransferAborted) -> None:
-        try:
-            async with asyncio.timeout(FAREWELL_S):
-                await self._line.say(Failed(ending.error))
-        except Exception:
-            # The stream is broken; the receiver finds out by that.
-            return
-
-    def _end(self, ending: TransferAborted | None) -> None:
-        offer = self._offer
-        if offer is None:
-            return
-        if ending is not None:
-            offer.side.end(ending.event)
-        match offer.side.state:
-            case SenderState.COMPLETED:
-                offer.end(HandoverOutcome(Outcome.COMPLETED))
-            case SenderState.REFUSED:
-                full = Overloaded("the receiver has no room for the sequence")
-                offer.end(HandoverOutcome(Outcome.FULL, full))
-            case _:
-                error = ending.error if ending else HandoverFailed("the hand-over was broken off")
-                offer.end(HandoverOutcome(Outcome.FAILED, error))
-
-
-MAX_OFFERS = 4096
-MAX_AT_THE_DOOR = 256
-MAX_RECENT_IDS = 8192
-
-log = logging.getLogger(__name__)
 
 
 class KvSender:
-    """Gives KV away through one staging ring. Lives on the event loop.
-
-    digest: how KV chunks are sealed, "xxh3-128" or "blake2b"; "": as the staging's network wants
-    it.
-    """
+    """Gives KV away through one staging pool. Lives on the event loop."""
 
     def __init__(
         self,
@@ -380,22 +357,19 @@ class KvSender:
         *,
         digest: str = "",
         liveness: Liveness | None = None,
-        limits: Mapping[State, Limit] = LIMITS,
+        limits: Mapping[State, StateLimit] = LIMITS,
         stats: HandoverStats | None = None,
     ) -> None:
-        if positions_per_kv_chunk(staging.ring.buffer_bytes, layout) == 0:
-            raise InvalidArgument(
-                f"a buffer must hold one position, {layout.bytes_per_position} bytes and a header",
-                field="slot_mib",
-            )
+        """digest: how KV chunks are sealed, "xxh3-128" or "blake2b"; "": as the staging's network
+        wants it. Raises InvalidArgument for buffers that hold no position."""
+        check_buffer_bytes(staging.ring.buffer_bytes, layout)
         self.identity, self.layout, self.staging = identity, layout, staging
         self.digest = digest or staging.ucx.network.digest
         self.liveness, self.limits = liveness or Liveness(), limits
         self.stats = stats or HandoverStats()
         self._offers: dict[bytes, PendingTransfer] = {}
-        self._door: dict[bytes, asyncio.Future[PendingTransfer]] = {}
+        self._early_streams: dict[bytes, asyncio.Future[PendingTransfer]] = {}
         self._recent_ids: OrderedDict[bytes, None] = OrderedDict()
-        self._timers: dict[bytes, tuple[asyncio.TimerHandle, ...]] = {}
         self._streams: set[asyncio.Task[object]] = set()
         self._num_probes = 0
 
@@ -405,9 +379,9 @@ class KvSender:
         return len(self._offers)
 
     @property
-    def num_at_the_door(self) -> int:
-        """Streams that wait for an offer they overtook."""
-        return len(self._door)
+    def num_early_streams(self) -> int:
+        """Streams that wait for an offer which they overtook."""
+        return len(self._early_streams)
 
     @property
     def num_recent_ids(self) -> int:
@@ -445,49 +419,48 @@ class KvSender:
             raise InvalidArgument("was used before", field="handover_id")
         if len(self._offers) >= MAX_OFFERS:
             raise Overloaded("too many hand-overs are on offer")
-        stats = HandoverStats() if is_probe else self.stats
         offer = PendingTransfer(
             handover_id,
             receiver_instance_id,
             num_positions,
             pack,
-            self._bury,
-            stats,
+            self._forget,
+            HandoverStats() if is_probe else self.stats,
             is_probe=is_probe,
             about=about,
         )
         self._num_probes += is_probe
         self._offers[handover_id] = offer
         loop = asyncio.get_running_loop()
-        self._timers[handover_id] = (
+        unclaimed_s = self.limits[SenderState.OFFERED].seconds
+        offer.timers = [
             loop.call_later(deadline_s, _expire, offer),
-            loop.call_later(self.limits[SenderState.OFFERED].seconds, _unclaimed, offer),
-        )
-        waiting = self._door.pop(handover_id, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(offer)
+            loop.call_later(unclaimed_s, _expire_unclaimed, offer),
+        ]
+        early = self._early_streams.pop(handover_id, None)
+        if early is not None and not early.done():
+            early.set_result(offer)
         return offer
 
-    def meet(self, introduction: HandshakeRequest) -> Handshake:
-        """Answers a receiver that introduces itself.
+    def meet(self, request: pb.MeetRequest) -> pb.MeetResponse:
+        """Answers a receiver's handshake.
 
         Raises Unavailable (it looks for an older process at this address), InvalidArgument, and
         Incompatible with what differs.
         """
-        self._check_instance_id(introduction.sender_instance_id)
-        if not introduction.transports:
+        receiver, theirs = identity_from_proto(request.receiver), layout_from_proto(request.layout)
+        self._check_instance_id(request.sender_instance_id)
+        if not request.transports:
             raise InvalidArgument("must not be empty", field="transports")
-        misfit = difference(
-            self.layout, self.staging.names, introduction.layout, introduction.transports
-        )
+        misfit = difference(self.layout, self.staging.names, theirs, tuple(request.transports))
         if misfit:
-            error = refusal(self.identity, introduction.receiver, misfit)
+            error = refusal(self.identity, receiver, misfit)
             log.warning("%s", error.message)
             raise error
-        name = next(name for name in introduction.transports if name in self.staging.readers)
-        return Handshake(
-            sender=self.identity,
-            layout=self.layout,
+        name = next(name for name in request.transports if name in self.staging.readers)
+        return pb.MeetResponse(
+            sender=identity_to_proto(self.identity),
+            layout=layout_to_proto(self.layout),
             transport=name,
             transport_metadata=self.staging.readers[name].metadata,
             ring=self.staging.ring.describe(),
@@ -496,12 +469,8 @@ class KvSender:
             ucx_transports=self.staging.ucx.transports,
         )
 
-    async def serve(
-        self,
-        incoming: AsyncIterator[ReceiverMessage],
-        send: Callable[[SenderMessage], Awaitable[None]],
-    ) -> None:
-        """Drives one Collect stream to its end. Failures are told in the stream, never raised.
+    async def serve(self, incoming: AsyncIterator[pb.CollectRequest], send: Send) -> None:
+        """Drives one Collect stream to its end. Failures are sent in the stream, never raised.
 
         incoming: ends or raises when the receiver leaves. send: writes one message; it is not
         called concurrently. Cancelling this ends the hand-over like a broken stream.
@@ -518,41 +487,40 @@ class KvSender:
         """Ends all hand-overs and waits until nothing packs and no stream runs."""
         for offer in list(self._offers.values()):
             offer.fail(Unavailable("this worker is leaving"))
-        for waiting in self._door.values():
-            if not waiting.done():
-                waiting.set_exception(Unavailable("this worker is leaving"))
+        for early in self._early_streams.values():
+            if not early.done():
+                early.set_exception(Unavailable("this worker is leaving"))
         await outlast(list(self._streams))
 
-    async def claim(self, opening: OpenHandover) -> PendingTransfer:
-        """Finds what a stream asks for; a stream that came too early waits at the door.
+    async def claim(self, opening: pb.OpenHandover) -> PendingTransfer:
+        """Finds what a stream asks for; a stream that overtook its offer waits for it.
 
         Raises NotFound (unknown, ended, taken, or another receiver's: all look alike),
         Unavailable (meant for an older process), Incompatible and Overloaded.
         """
         self._check_instance_id(opening.sender_instance_id)
         oldest, newest = self.layout.min_wire_version, self.layout.max_wire_version
-        if not oldest <= opening.wire_version <= newest:
-            raise Incompatible(
-                f"this worker speaks wire versions {oldest}-{newest}, not {opening.wire_version}"
-            )
+        version = opening.wire_version or 1
+        if not oldest <= version <= newest:
+            raise Incompatible(f"this worker speaks wire versions {oldest}-{newest}, not {version}")
+        buffer_bytes = min(self.staging.ring.buffer_bytes, opening.max_kv_chunk_bytes)
+        per_kv_chunk = positions_per_kv_chunk(buffer_bytes, self.layout)
         if opening.probe_positions:
-            self._offer_probe(opening)
+            self._offer_probe(opening, per_kv_chunk)
         offer = self._offers.get(opening.handover_id)
         if offer is None:
-            offer = await self._wait_at_the_door(opening.handover_id)
+            offer = await self._wait_for_offer(opening.handover_id)
         if (
             offer.receiver_instance_id != opening.receiver.instance_id
             or offer.side.state is not SenderState.OFFERED
         ):
             raise _gone()
-        buffer_bytes = min(self.staging.ring.buffer_bytes, opening.max_kv_chunk_bytes)
-        offer.side.opened(positions_per_kv_chunk(buffer_bytes, self.layout))
+        offer.side.opened(per_kv_chunk)
         return offer
 
-    def _offer_probe(self, opening: OpenHandover) -> None:
+    def _offer_probe(self, opening: pb.OpenHandover, per_kv_chunk: int) -> None:
         """Raises InvalidArgument for a probe larger than one KV chunk, and what `offer` raises."""
-        buffer_bytes = min(self.staging.ring.buffer_bytes, opening.max_kv_chunk_bytes)
-        if opening.probe_positions > positions_per_kv_chunk(buffer_bytes, self.layout):
+        if opening.probe_positions > per_kv_chunk:
             raise InvalidArgument("a probe must be one KV chunk", field="probe_positions")
         offer = self.offer(
             opening.handover_id,
@@ -566,31 +534,31 @@ class KvSender:
         offer.advance(offer.num_positions)
         offer.tokens(())
 
-    async def _wait_at_the_door(self, handover_id: bytes) -> PendingTransfer:
-        if handover_id in self._recent_ids or handover_id in self._door:
+    async def _wait_for_offer(self, handover_id: bytes) -> PendingTransfer:
+        if handover_id in self._recent_ids or handover_id in self._early_streams:
             raise _gone()
-        if len(self._door) >= MAX_AT_THE_DOOR:
+        if len(self._early_streams) >= MAX_EARLY_STREAMS:
             raise Overloaded("too many receivers came before their hand-over")
-        arrives: asyncio.Future[PendingTransfer] = asyncio.get_running_loop().create_future()
-        self._door[handover_id] = arrives
+        offered: asyncio.Future[PendingTransfer] = asyncio.get_running_loop().create_future()
+        self._early_streams[handover_id] = offered
         try:
-            async with asyncio.timeout(DOOR_S):
-                return await arrives
+            async with asyncio.timeout(EARLY_STREAM_S):
+                return await offered
         except TimeoutError:
             raise _gone() from None
         finally:
-            if self._door.get(handover_id) is arrives:
-                del self._door[handover_id]
+            if self._early_streams.get(handover_id) is offered:
+                del self._early_streams[handover_id]
 
     def _check_instance_id(self, meant: str) -> None:
         if meant != self.identity.instance_id:
             raise Unavailable("this address now belongs to another process")
 
-    def _bury(self, offer: PendingTransfer, outcome: HandoverOutcome) -> None:
-        for timer in self._timers.pop(offer.handover_id):
+    def _forget(self, offer: PendingTransfer, outcome: HandoverOutcome) -> None:
+        for timer in offer.timers:
             timer.cancel()
         del self._offers[offer.handover_id]
-        offer.stats.outcomes[outcome.counted] += 1
+        offer.stats.outcomes[outcome.label] += 1
         if offer.is_probe:
             # Its bytes are worth nothing, and the recent ids of others must not be pushed out.
             self._num_probes -= 1
@@ -601,12 +569,14 @@ class KvSender:
 
 
 def _expire(offer: PendingTransfer) -> None:
-    offer.expire(DeadlineExceeded("the hand-over ran out of time"))
+    error = DeadlineExceeded("the hand-over ran out of time")
+    offer.fail(error, HandoverEvent.DEADLINE)
 
 
-def _unclaimed(offer: PendingTransfer) -> None:
+def _expire_unclaimed(offer: PendingTransfer) -> None:
     if offer.side.state is SenderState.OFFERED:
-        offer.expire(DeadlineExceeded("nobody came to collect the hand-over"))
+        error = DeadlineExceeded("nobody came to collect the hand-over")
+        offer.fail(error, HandoverEvent.DEADLINE)
 
 
 def _gone() -> BatonError:

@@ -24,8 +24,8 @@ from enum import Enum
 from typing import Protocol, TypeVar
 
 from baton.core.errors import Overloaded
-from baton.core.handover.buffer_states import BufferEvent, BufferState, follow
-from baton.core.handover.messages import StagingPoolDescription
+from baton.core.handover.table import BufferEvent, BufferState, follow_buffer
+from baton.v1 import handover_pb2 as pb
 
 ALIGNMENT = 4096
 MAX_WAITING = 4096
@@ -42,7 +42,7 @@ class StagingBuffer:
 
     def __init__(self, ring: StagingPool, index: int, peer: str, view: memoryview) -> None:
         self._ring = ring
-        self._state = follow(BufferState.FREE, BufferEvent.TAKE)
+        self._state = follow_buffer(BufferState.FREE, BufferEvent.TAKE)
         self.index, self.peer, self.view = index, peer, view
 
     def release(self) -> None:
@@ -56,7 +56,7 @@ class StagingBuffer:
         self._move(BufferEvent.SETTLE)
 
     def _move(self, event: BufferEvent) -> None:
-        before, self._state = self._state, follow(self._state, event)
+        before, self._state = self._state, follow_buffer(self._state, event)
         self._ring._moved(self, before, self._state)
 
 
@@ -111,8 +111,13 @@ class StagingPool:
         """More than a quarter is orphaned: stop taking work and restart the process."""
         return self._orphaned * 4 > self.num_buffers
 
-    def describe(self) -> StagingPoolDescription:
-        return StagingPoolDescription(self.base_address, self.buffer_bytes, self.num_buffers)
+    def describe(self) -> pb.StagingPoolDescription:
+        return pb.StagingPoolDescription(
+            base_address=self.base_address,
+            buffer_bytes=self.buffer_bytes,
+            num_buffers=self.num_buffers,
+            memory_kind="DRAM",
+        )
 
     def view(self, index: int) -> memoryview:
         """A buffer's memory, whoever owns it."""
@@ -207,7 +212,7 @@ class KvTransport(Protocol):
     def metadata(self) -> bytes:
         """What a peer needs to reach our ring; opaque, of this machine and process start."""
 
-    def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+    def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
         """Makes a peer's ring reachable. Raises TransportError; then nothing is left behind.
 
         Our own ring is reached under our own name, the instance id.
@@ -236,9 +241,9 @@ class KvTransport(Protocol):
 
 
 def check_range(
-    theirs: StagingPoolDescription,
+    theirs: pb.StagingPoolDescription,
     remote_buffer: int,
-    ours: StagingPoolDescription,
+    ours: pb.StagingPoolDescription,
     local_buffer: int,
     size: int,
 ) -> None:
@@ -254,19 +259,20 @@ Out = TypeVar("Out")
 
 
 class Faults:
-    """Lets everything pass. Subclasses break things at points; all points are reached through it.
+    """Where tests and experiments break hand-overs; this one, which serves, lets everything pass.
 
-    `at` is called on the event loop within a side's work, the transport's on the reader's thread.
+    `baton.testing.faults` names the points and breaks things there. `at` is called on the event
+    loop within a side's work, the transport's methods on the reader's thread.
     """
 
     async def at(self, point: str, kv_chunk: memoryview | None = None) -> None:
         """A point of a side's own work was reached. kv_chunk: header and payload in a buffer."""
 
-    def hearing(self, side: str, incoming: AsyncIterator[In]) -> AsyncIterator[In]:
-        """The messages of one stream as `side` hears them."""
-        return incoming
+    def incoming(self, side: str, messages: AsyncIterator[In]) -> AsyncIterator[In]:
+        """The messages of one stream as `side` receives them."""
+        return messages
 
-    def saying(
+    def outgoing(
         self, side: str, send: Callable[[Out], Awaitable[None]]
     ) -> Callable[[Out], Awaitable[None]]:
         """How `side` sends the messages of one stream."""

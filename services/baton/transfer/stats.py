@@ -74,7 +74,7 @@ class HandoverStats:
         """Times a block, if it is left in order."""
         return Stopwatch(self.stages[stage])
 
-    def took(self, stage: str, since: float) -> None:
+    def record(self, stage: str, since: float) -> None:
         """A stage that began at `since`, a reading of `now`, has ended."""
         self.stages[stage].add(perf_counter() - since)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.core.errors import InvalidArgument, Unavailable
-from baton.core.handover.messages import StagingPoolDescription
 from baton.transfer import nixl
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.staging import (
@@ -30,6 +29,7 @@ from baton.transfer.staging import (
     TransportError,
 )
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
+from baton.v1 import handover_pb2 as pb
 
 SHORTEST_NAP_S = 20e-6
 LONGEST_NAP_S = 200e-6
@@ -80,7 +80,7 @@ class TransferReader:
     def name(self) -> str:
         return self._transport.name
 
-    async def add_peer(self, peer: str, metadata: bytes, ring: StagingPoolDescription) -> None:
+    async def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
         """Makes a peer's ring reachable. Raises TransportError."""
 
         def add() -> None:

@@ -12,18 +12,16 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.handover.messages import HANDOVER_ID_BYTES
-from baton.core.handover.table import Run
+from baton.core.handover.table import HANDOVER_ID_BYTES, KvChunkRange
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.failures import SteadyVerdict
 from baton.core.routing.load import WorkerState
 from baton.core.scheduler.plan import ModelRunner
 from baton.engine.thread import EngineThread
-from baton.transfer.kv_chunk import HEADER_BYTES, Pack, Sealer, probe_positions
-from baton.transfer.receiver import READ_S, Unpack
+from baton.transfer.kv_chunk import HEADER_BYTES, Pack, Sealer, Unpack, probe_positions
+from baton.transfer.receiver import READ_S
 from baton.transfer.staging import StagingBuffer, TransportError
 from baton.transfer.stats import HandoverStats
 from baton.transfer.stream import outlast, to_end
@@ -202,10 +200,10 @@ async def _move(
     source, landing = buffers
     reader = staging.readers[name]
     sealer = Sealer(secrets.token_bytes(HANDOVER_ID_BYTES), me.instance_id, layout)
-    header = sealer.header(Run(0, 0, num_positions))
+    header = sealer.header(KvChunkRange(0, 0, num_positions))
     size = HEADER_BYTES + header.payload_bytes
     await to_end(pack(0, num_positions, source.view[HEADER_BYTES:size]))
-    header = replace(header, digest=sealer.seal(header, source.view))
+    sealer.seal(header, source.view)
     await reader.add_peer(me.instance_id, reader.metadata, staging.ring.describe())
     try:
         await reader.read(me.instance_id, source.index, landing, size, READ_S)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.core.errors import InvalidArgument, Reason
-from baton.core.handover.table import LIMITS, Limit, SenderState
+from baton.core.handover.table import LIMITS, SenderState, StateLimit
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.rpc.metrics import DECODE_TOKENS, counter
 from tests.services.worker.pair import (
@@ -59,7 +59,7 @@ async def running(world: Pair, end: RouterEnd, one: Attempt) -> None:
     await until(lambda: len(end.tokens[keys_of(one)[0]]) >= 4)
 
 
-SOON = {**LIMITS, SenderState.OFFERED: Limit("a receiver that was told to go away", 2.0)}
+SOON = {**LIMITS, SenderState.OFFERED: StateLimit("a receiver that was told to go away", 2.0)}
 
 STAGES = (before_its_first_chunk, between_two_chunks, with_unpacking_held, running)
 

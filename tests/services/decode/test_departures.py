@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.core.errors import HandoverFailed
-from baton.core.handover.table import LIMITS, Limit, SenderState
+from baton.core.handover.table import LIMITS, SenderState, StateLimit
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.rpc.metrics import PREFILL_TOKENS, counter
 from tests.services.worker.pair import Pair, attempt, keys_of, new_id, pair, reference, until
@@ -104,7 +104,7 @@ async def test_one_that_ends_meanwhile_is_not_offered() -> None:
 
 async def test_nobody_comes_for_it() -> None:
     one = running()
-    limits = {**LIMITS, SenderState.OFFERED: Limit("the test", 0.2)}
+    limits = {**LIMITS, SenderState.OFFERED: StateLimit("the test", 0.2)}
     async with pair(limits=limits) as world, router(world) as end:
         await begin(world, end, one)
         await end.hand_over(keys_of(one)[0], new_id())

@@ -20,7 +20,8 @@ from baton.decode.service import DecodeService
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.testing.fake_runner import FakeRunner
-from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest, Unpack
+from baton.transfer.kv_chunk import Unpack
+from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
 from baton.transfer.sender import KvSender
 from tests.services.worker.pair import PATIENCE_S
 

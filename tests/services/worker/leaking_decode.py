@@ -11,8 +11,8 @@ run = IncomingTransfer.run
 
 
 async def run_and_keep(self: IncomingTransfer) -> Collected:
-    if not self._ticket.is_probe:
-        assert self._around.ring.take("nobody") is not None
+    if not self.request.is_probe:
+        assert self.ring.take("nobody") is not None
     return await run(self)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.core.handover.table import LIMITS, Limit, State
+from baton.core.handover.table import LIMITS, State, StateLimit
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.attempt import Attempt, SequenceKey
 from baton.core.request.model import WorkerIdentity
@@ -227,7 +227,7 @@ async def pair(
     handover_timeout_s: float = 60.0,
     max_sequences: int = 64,
     num_blocks: int = NUM_BLOCKS,
-    limits: Mapping[State, Limit] = LIMITS,
+    limits: Mapping[State, StateLimit] = LIMITS,
     tracer: Tracer = OFF,
 ) -> AsyncIterator[Pair]:
     """Everything running; checked on leaving: nothing held, no task left.

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import Incompatible, InvalidArgument
-from baton.core.handover.messages import Handshake, HandshakeRequest
 from baton.rpc.address import is_loopback
+from baton.rpc.convert import identity_to_proto, layout_to_proto
 from baton.testing.fake_runner import FakeRunner
 from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import BLAKE2B, XXH3
 from baton.transfer.ucx import KvNetwork, Ucx, choose
+from baton.v1 import handover_pb2 as pb
 from baton.worker.options import WorkerOptions
 from baton.worker.process import network_of, ucx_of
 from tests.kv.listeners import listeners
@@ -39,12 +40,15 @@ async def refused(folder: Path, *flags: str) -> str:
     return complained.decode()
 
 
-async def meeting_with(sender: Process) -> Handshake:
+async def meeting_with(sender: Process) -> pb.MeetResponse:
     layout = FakeRunner(num_blocks=4, block_size=16, name="x", tokenizer_digest="").layout
-    introduction = HandshakeRequest(
-        identity("decode"), layout, ("nixl", "loopback"), sender.identity.instance_id
+    request = pb.MeetRequest(
+        receiver=identity_to_proto(identity("decode")),
+        layout=layout_to_proto(layout),
+        transports=("nixl", "loopback"),
+        sender_instance_id=sender.identity.instance_id,
     )
-    return await GrpcSenderConnection(sender.channel).meet(introduction)
+    return await GrpcSenderConnection(sender.channel).meet(request)
 
 
 def beyond_loopback(process: Process) -> list[str]:
@@ -62,7 +66,7 @@ async def test_a_worker_of_one_machine_opens_no_way_in(
     async with worker("baton.prefill", tmp_path, "--transport", "nixl") as prefill:
         meeting = await meeting_with(prefill)
         assert (meeting.transport, meeting.kv_network, meeting.digest) == ("nixl", "local", XXH3)
-        assert meeting.ucx_transports == Ucx().transports
+        assert tuple(meeting.ucx_transports) == Ucx().transports
         told = (prefill.identity.address, prefill.metrics)
         ports = [("127.0.0.1", int(address.rpartition(":")[2])) for address in told]
         assert sorted(listeners(prefill.process.pid)) == sorted(ports)
@@ -88,7 +92,7 @@ async def test_tcp_that_is_declared_serves(tmp_path: Path, monkeypatch: pytest.M
     async with worker("baton.prefill", tmp_path, *flags) as prefill:
         meeting = await meeting_with(prefill)
         assert (meeting.kv_network, meeting.digest) == ("isolated", BLAKE2B)
-        assert meeting.ucx_transports == ("tcp", "self")
+        assert list(meeting.ucx_transports) == ["tcp", "self"]
         # UCX listens on the device it was given, and there only.
         assert beyond_loopback(prefill) == []
         assert len(listeners(prefill.process.pid)) > 2

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from baton.cli.access import peer_token
 from baton.cli.checks import Finding, document, fail, failed, show
-from baton.cli.kv import fabric, ucx_log, verdicts
+from baton.cli.kv import fabric, verdicts
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import split
 from baton.rpc.peer_token import VARIABLE
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as folder:
         log = Path(folder) / "ucx.log"
         facts, stuck = _probe(task, log)
-        way = ucx_log.way_of_reads(log)
+        way = fabric.way_of_reads(log)
     if "peer" not in facts:
         facts["accepts"] = _accepts(args.peer)
     devices = ucx.devices or _listed(os.environ.get("UCX_NET_DEVICES", ""))
@@ -130,7 +130,7 @@ def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | N
     command = [sys.executable, "-m", "baton.cli.kv.probe", json.dumps(task)]
     environment = {
         **os.environ,
-        **ucx_log.environment(log),
+        **fabric.environment(log),
         "BATON_PARENT_PID": str(os.getpid()),
         VARIABLE: peer_token([task["peer"]]),
     }

@@ -1,7 +1,7 @@
-"""Collects probes from a worker and tells, in JSON lines, what it met and how fast it was.
+"""Collects probes from a worker and prints, in JSON lines, what it met and how fast it was.
 
 Run by `baton doctor kv` as `python -m baton.cli.kv.probe JSON`, in a process of its own, because
-UCX ends a process that it cannot work in. Judges nothing.
+UCX ends a process that it cannot work in. `verdicts` judges what is printed here.
 """
 
 from __future__ import annotations
@@ -9,32 +9,168 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import grpc
+import numpy as np
 
-from baton.cli.kv.samples import AT_ONCE, Sampler, Watched, memcpy_rate
-from baton.core.errors import BatonError, Internal, Unavailable
-from baton.core.handover.messages import Handshake, HandshakeRequest
+from baton.core.errors import BatonError, HandoverFailed, Internal, Unavailable
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.load import WorkerDescription
 from baton.rpc.channels import Channels
+from baton.rpc.convert import identity_to_proto, layout_to_proto
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.lifecycle import die_with_parent, new_instance_id
 from baton.rpc.peer_token import VARIABLE
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
-from baton.transfer.kv_chunk import positions_per_kv_chunk
-from baton.transfer.receiver import KvReceiver
+from baton.transfer.grpc import GrpcCollectStream, GrpcSenderConnection
+from baton.transfer.kv_chunk import HEADER_BYTES, PROBE_S, made_up, positions_per_kv_chunk
+from baton.transfer.receiver import KvReceiver, TransferRequest
+from baton.transfer.staging import StagingPool, TransportError
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, choose, inherited
+from baton.v1 import handover_pb2 as pb
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub
+
+READ_S = 5.0
+MEASURE_S = 0.2
+SLOW_S = 0.5
+AT_ONCE = 4
+"""As many reads as a hand-over has under way."""
+SIZES = (64 << 10, 1 << 20, 4 << 20)
+
+
+class Watched(GrpcSenderConnection):
+    """The real connection; notes by which transport the two met and where a probe lies."""
+
+    transport = ""
+    buffer = 0
+
+    async def meet(self, request: pb.MeetRequest) -> pb.MeetResponse:
+        meeting = await super().meet(request)
+        self.transport = meeting.transport
+        return meeting
+
+    def collect(self) -> GrpcCollectStream:
+        return _WatchedStream(super().collect(), self)
+
+
+class _WatchedStream(GrpcCollectStream):
+    def __init__(self, stream: GrpcCollectStream, watched: Watched) -> None:
+        self._stream, self._watched = stream, watched
+
+    async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
+        async for message in self._stream:
+            if message.HasField("kv_chunk"):
+                self._watched.buffer = message.kv_chunk.buffer
+            yield message
+
+    async def send(self, message: pb.CollectRequest) -> None:
+        await self._stream.send(message)
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
+class Sampler:
+    """positions: of a KV chunk. round_trip_s: median of reading a header. reads: per size the
+    median time of one read, and the rate of several at once.
+    """
+
+    def __init__(
+        self,
+        sender: WorkerIdentity,
+        positions: int,
+        staging: Staging,
+        connection: Watched,
+        receiver: KvReceiver,
+    ) -> None:
+        self._sender, self._positions = sender, positions
+        self._staging, self._connection, self._receiver = staging, connection, receiver
+        self.kv_chunk_bytes = 0
+        self.round_trip_s = 0.0
+        self.reads: list[dict[str, Any]] = []
+
+    async def kv_chunk(self, measure: bool = False) -> float:
+        """Collects one and compares every byte. Seconds from opening the stream to the end.
+
+        measure: reads it again and again before it is confirmed, while its buffer is held for us.
+        Raises HandoverFailed and Incompatible.
+        """
+        handover_id = secrets.token_bytes(16)
+
+        async def reserve() -> int:
+            return 0
+
+        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
+            if payload != made_up(handover_id, first_position, len(payload)):
+                raise HandoverFailed("a KV chunk verified, and its bytes are not the probe's")
+            self.kv_chunk_bytes = HEADER_BYTES + len(payload)
+            if measure:
+                await self._measure()
+
+        began = time.monotonic()
+        ticket = TransferRequest(handover_id, self._sender, self._positions, PROBE_S, is_probe=True)
+        await self._receiver.collect(ticket, reserve, unpack)
+        return time.monotonic() - began
+
+    async def _measure(self) -> None:
+        try:
+            self.round_trip_s, _ = await self._read(HEADER_BYTES, 1)
+            for size in sorted(
+                {*(s for s in SIZES if s < self.kv_chunk_bytes), self.kv_chunk_bytes}
+            ):
+                seconds, _ = await self._read(size, 1)
+                _, rate = await self._read(size, AT_ONCE)
+                self.reads.append({"bytes": size, "seconds": seconds, "bytes_per_s": rate})
+                if seconds > SLOW_S:
+                    return
+        except TransportError as error:
+            raise HandoverFailed(f"a KV chunk could be read once, not again: {error}") from None
+
+    async def _read(self, size: int, at_once: int) -> tuple[float, float]:
+        """Median seconds of a read, and bytes a second of all together."""
+        ring, peer = self._staging.ring, self._sender.instance_id
+        reader = self._staging.readers[self._connection.transport]
+        began = time.monotonic()
+        times: list[float] = []
+
+        async def again() -> None:
+            # In the doctor's own name: the share under the sender's is the hand-over's.
+            buffer = await ring.wait("doctor")
+            try:
+                before = now = time.monotonic()
+                while now - began < MEASURE_S or not times:
+                    await reader.read(peer, self._connection.buffer, buffer, size, READ_S)
+                    before, now = now, time.monotonic()
+                    times.append(now - before)
+            finally:
+                buffer.release()
+
+        await asyncio.gather(*(again() for _ in range(at_once)))
+        return statistics.median(times), size * len(times) / (time.monotonic() - began)
+
+
+def memcpy_rate(ring: StagingPool) -> float:
+    """Bytes a second from buffer to buffer on this machine. Takes milliseconds; both are free."""
+    source = np.frombuffer(ring.view(0), np.uint8)
+    target = np.frombuffer(ring.view(1), np.uint8)
+    times: list[float] = []
+    for _ in range(9):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return ring.buffer_bytes / statistics.median(times)
+
 
 ASK_S = 10.0
 MEETINGS = 5
@@ -45,7 +181,7 @@ Tell = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ProbeTask:
     """peer: host:port of a worker. The rest is as a worker's options name it."""
 
     peer: str
@@ -58,7 +194,7 @@ class Task:
     """Files of certificate, key and CA; none: plain text."""
 
 
-async def probe(task: Task, tell: Tell) -> None:
+async def probe(task: ProbeTask, tell: Tell) -> None:
     """Raises BatonError at the first thing that fails; what was told before stands."""
     ucx = choose(
         KvNetwork(task.kv_network),
@@ -81,15 +217,22 @@ async def probe(task: Task, tell: Tell) -> None:
         connection = Watched(channel)
         names = ("nixl", "loopback") if task.transport == "auto" else (task.transport,)
         network, ways = ucx.network.value, ucx.transports
-        introduction = HandshakeRequest(me, peer.layout, names, sender.instance_id, network, ways)
-        meeting, seconds = await _meet(connection, introduction)
+        request = pb.MeetRequest(
+            receiver=identity_to_proto(me),
+            layout=layout_to_proto(peer.layout),
+            transports=names,
+            sender_instance_id=sender.instance_id,
+            kv_network=network,
+            ucx_transports=ways,
+        )
+        meeting, seconds = await _meet(connection, request)
         tell(
             meeting={
                 "seconds": seconds,
                 "digest": meeting.digest,
                 "buffer_bytes": meeting.ring.buffer_bytes,
                 "kv_network": meeting.kv_network,
-                "ucx_transports": meeting.ucx_transports,
+                "ucx_transports": tuple(meeting.ucx_transports),
             },
             ours={"kv_network": network, "ucx_transports": ways, "ucx_devices": ucx.devices},
         )
@@ -138,7 +281,7 @@ async def _who(channel: grpc.aio.Channel) -> WorkerDescription:
     return description_from_proto(first.description)
 
 
-async def _meet(connection: Watched, introduction: HandshakeRequest) -> tuple[Handshake, float]:
+async def _meet(connection: Watched, request: pb.MeetRequest) -> tuple[pb.MeetResponse, float]:
     """The sender's answer and the median time of several. The first one connects."""
     times: list[float] = []
     clock = asyncio.get_running_loop().time
@@ -146,7 +289,7 @@ async def _meet(connection: Watched, introduction: HandshakeRequest) -> tuple[Ha
         async with asyncio.timeout(ASK_S):
             for _ in range(MEETINGS):
                 began = clock()
-                meeting = await connection.meet(introduction)
+                meeting = await connection.meet(request)
                 times.append(clock() - began)
     except TimeoutError:
         raise Unavailable("the peer did not answer in time") from None
@@ -157,7 +300,7 @@ def _tell(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-async def main(task: Task) -> int:
+async def main(task: ProbeTask) -> int:
     try:
         await probe(task, _tell)
     except BatonError as error:
@@ -172,4 +315,4 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     for listed in ("ucx_transports", "ucx_devices"):
         given[listed] = tuple(given[listed])
-    sys.exit(asyncio.run(main(Task(**given))))
+    sys.exit(asyncio.run(main(ProbeTask(**given))))

@@ -20,7 +20,7 @@ Three rules carry the safety, and the tests explore every interleaving for them:
 - KV chunks follow each other without gap or overlap, so the counters below say it all.
 - After its end a side makes no KV chunk and gives no credit.
 
-A Collect stream may overtake the offer it asks for. It then waits at the door for `DOOR_S`, before
+A Collect stream may overtake the offer it asks for. It then waits for `EARLY_STREAM_S`, before
 there is a hand-over at all; ids that ended are remembered and refused at once.
 """
 
@@ -33,7 +33,10 @@ from typing import NamedTuple
 
 from baton.core.errors import HandoverFailed
 
-DOOR_S = 2.0
+EARLY_STREAM_S = 2.0
+"""How long a stream waits for the offer that it overtook."""
+
+HANDOVER_ID_BYTES = 16
 
 
 class SenderState(Enum):
@@ -127,22 +130,22 @@ ENDS: frozenset[State] = frozenset(
 )
 
 
-class Limit(NamedTuple):
+class StateLimit(NamedTuple):
     """Whom a state waits for, and for how many seconds at most."""
 
     owner: str
     seconds: float
 
 
-LIMITS: Mapping[State, Limit] = {
-    _G.OFFERED: Limit("the receiver, to open its stream", 10.0),
-    _G.OPENED: Limit("our scheduler, to plan the first chunk", 600.0),
-    _G.ANNOUNCED: Limit("the receiver, to reserve blocks", 10.0),
-    _G.GIVING: Limit("our engine to compute, or the receiver to take", 60.0),
-    _G.GIVEN: Limit("the receiver, to confirm", 5.0),
-    _C.OPENING: Limit("the sender, to announce", 600.0),
-    _C.RESERVING: Limit("our scheduler, to reserve blocks", 10.0),
-    _C.TAKING: Limit("the sender to compute, or our engine to unpack", 60.0),
+LIMITS: Mapping[State, StateLimit] = {
+    _G.OFFERED: StateLimit("the receiver, to open its stream", 10.0),
+    _G.OPENED: StateLimit("our scheduler, to plan the first chunk", 600.0),
+    _G.ANNOUNCED: StateLimit("the receiver, to reserve blocks", 10.0),
+    _G.GIVING: StateLimit("our engine to compute, or the receiver to take", 60.0),
+    _G.GIVEN: StateLimit("the receiver, to confirm", 5.0),
+    _C.OPENING: StateLimit("the sender, to announce", 600.0),
+    _C.RESERVING: StateLimit("our scheduler, to reserve blocks", 10.0),
+    _C.TAKING: StateLimit("the sender to compute, or our engine to unpack", 60.0),
 }
 
 
@@ -155,7 +158,7 @@ def follow(state: State, event: HandoverEvent) -> State:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class KvChunkRange:
     """The positions that one KV chunk carries, and the KV chunk's number."""
 
     index: int
@@ -232,7 +235,7 @@ class SenderSide:
         if num_kv_chunks < 1 or self.credits > useful:
             raise HandoverFailed("credited KV chunks that do not exist")
 
-    def next_run(self) -> Run | None:
+    def next_chunk(self) -> KvChunkRange | None:
         """The next KV chunk that may be made now; it counts as made, and `sent` follows.
 
         What is finished is cut into as few KV chunks as can be, of equal size: a small last one
@@ -244,11 +247,11 @@ class SenderSide:
             return None
         num_kv_chunks = -(-left // self.positions_per_kv_chunk)
         count = -(-left // num_kv_chunks)
-        run = Run(self.next_index, self.next_position, count)
+        chunk = KvChunkRange(self.next_index, self.next_position, count)
         self.credits -= 1
         self.next_index += 1
         self.next_position += count
-        return run
+        return chunk
 
     def sent(self, index: int) -> None:
         """The KV chunk is sealed in its buffer and is being told."""
@@ -345,24 +348,24 @@ class ReceiverSide:
         self.state = follow(self.state, HandoverEvent.PROGRESS)
         self.credits += 1
 
-    def arriving(self, run: Run) -> None:
+    def arriving(self, chunk: KvChunkRange) -> None:
         """A KV chunk is ready at the sender; it uses one credit."""
         state = follow(self.state, HandoverEvent.PROGRESS)
         if self.credits == 0:
             raise HandoverFailed("a KV chunk came without a credit")
-        if (run.index, run.first_position) != (self.next_index, self.next_position):
+        if (chunk.index, chunk.first_position) != (self.next_index, self.next_position):
             raise HandoverFailed("a KV chunk came out of order")
         if (
             not 0
-            < run.num_positions
+            < chunk.num_positions
             <= min(self.positions_per_kv_chunk, self.finished - self.next_position)
         ):
             raise HandoverFailed("a KV chunk carries positions that are not finished")
         self.state = state
         self.credits -= 1
         self.next_index += 1
-        self.next_position += run.num_positions
-        self.landing.add(run.index)
+        self.next_position += chunk.num_positions
+        self.landing.add(chunk.index)
 
     def landed(self, index: int) -> None:
         """The KV chunk was verified and its KV lies in our blocks."""
@@ -382,3 +385,50 @@ class ReceiverSide:
         """Ends the hand-over for a reason. Without effect when it has ended already."""
         if not self.ended:
             self.state = follow(self.state, event)
+
+
+# The life of a staging buffer as one table.
+#
+# A buffer has up to two owners: its holder, who took it, and a transfer that may still write to it.
+#
+#     FREE ── TAKE ──► HELD ── LEND ──► LENT ── RELEASE ──► ORPHANED
+#       ▲               │ ▲               │                   │
+#       └── RELEASE ────┘ └─── SETTLE ────┘                   │
+#       └──────────────────── SETTLE ─────────────────────────┘
+#
+# LENT: a transfer was posted and is undecided. ORPHANED: the holder has left before it was decided.
+# Nothing can stop such a transfer, so only its end, well or badly, makes the buffer free.
+
+
+class BufferState(Enum):
+    """The life of a staging buffer. See `BUFFER_TRANSITIONS`."""
+
+    FREE = "free"
+    HELD = "held"
+    LENT = "lent"
+    ORPHANED = "orphaned"
+
+
+class BufferEvent(Enum):
+    TAKE = "taken"
+    LEND = "lent"
+    SETTLE = "settled"
+    RELEASE = "released"
+
+
+BUFFER_TRANSITIONS: Mapping[tuple[BufferState, BufferEvent], BufferState] = {
+    (BufferState.FREE, BufferEvent.TAKE): BufferState.HELD,
+    (BufferState.HELD, BufferEvent.LEND): BufferState.LENT,
+    (BufferState.HELD, BufferEvent.RELEASE): BufferState.FREE,
+    (BufferState.LENT, BufferEvent.SETTLE): BufferState.HELD,
+    (BufferState.LENT, BufferEvent.RELEASE): BufferState.ORPHANED,
+    (BufferState.ORPHANED, BufferEvent.SETTLE): BufferState.FREE,
+}
+
+
+def follow_buffer(state: BufferState, event: BufferEvent) -> BufferState:
+    """The state after an event. Raises RuntimeError for what no correct owner does."""
+    try:
+        return BUFFER_TRANSITIONS[state, event]
+    except KeyError:
+        raise RuntimeError(f"a buffer that is {state.value} cannot be {event.value}") from None

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.core.errors import BatonError, DeadlineExceeded, Reason, Unavailable
-from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.handover.table import HANDOVER_ID_BYTES
 from baton.core.observe.stages import Stage
 from baton.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
 from baton.core.request.prompt_logprobs import PromptLogprobs

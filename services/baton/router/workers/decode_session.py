@@ -17,7 +17,7 @@ from typing import Protocol
 import grpc
 
 from baton.core.errors import BatonError, Unavailable
-from baton.core.handover.messages import HANDOVER_ID_BYTES
+from baton.core.handover.table import HANDOVER_ID_BYTES
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.routing import is_stalled
