@@ -18,7 +18,6 @@ OF_NO_REQUEST = {
     "decode/service.py": "a router's whole session",
     "decode/servicer.py": "a router's whole session",
     "detokenizer/__main__.py": "the process",
-    "engine/choice.py": "the model, while it loads",
     "engine/linear.py": "the model, while it loads",
     "engine/loader.py": "the model, while it loads",
     "engine/ranks/rank.py": "a whole step",

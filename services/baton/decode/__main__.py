@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
 from baton.decode.config import DecodeConfig
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
@@ -15,15 +12,12 @@ from baton.rpc import metrics
 from baton.rpc.config import load
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
-from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
+from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.receiver import KvReceiver
-from baton.transfer.sender import KvSender
 from baton.transfer.staging import NO_FAULTS, Faults
-from baton.transfer.stats import HandoverStats
-from baton.v1 import decode_pb2_grpc, handover_pb2_grpc
+from baton.v1 import decode_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.process import WorkerParts, run_worker
-from baton.worker.report import export_handovers
 
 
 def main() -> int:
@@ -42,15 +36,7 @@ def serve(
         limit=config.queue_limit,
     )
 
-    def scheduler(runner: ModelRunner, pool: BlockPool) -> Scheduler:
-        return Scheduler(
-            pool,
-            policy,
-            runner.model,
-            num_swap_blocks=runner.num_swap_blocks,
-        )
-
-    def service(parts: WorkerParts) -> tuple[DecodeService, list[Service]]:
+    def service(parts: WorkerParts) -> tuple[DecodeService, Service]:
         receiver = KvReceiver(
             parts.identity,
             parts.runner.layout,
@@ -59,12 +45,9 @@ def serve(
             stats=parts.stats,
         )
         receiver.start_probing(config.probe_interval_s)
-        given = HandoverStats()
-        export_handovers("sender", given)
-        sender = KvSender(parts.identity, parts.runner.layout, parts.staging, stats=given)
         made = DecodeService(
             parts.engine,
-            sender,
+            parts.sender,
             receiver,
             parts.grammars,
             handover_timeout_s=config.handover_timeout_s,
@@ -73,19 +56,12 @@ def serve(
         )
         metrics.gauge(metrics.STREAMS, lambda: {("decode",): len(made.sessions)})
         servicer = DecodeServicer(made, parts.engine, parts.identity)
-        handover = HandoverServicer(sender)
-        return made, [
-            Service(
-                "baton.v1.Decode",
-                lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server),
-            ),
-            Service(
-                "baton.v1.Handover",
-                lambda server: handover_pb2_grpc.add_HandoverServicer_to_server(handover, server),
-            ),
-        ]
+        return made, Service(
+            "baton.v1.Decode",
+            lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server),
+        )
 
-    return run(run_worker("decode", "receiver", config, scheduler, service, open_runner, faults))
+    return run(run_worker("decode", config, policy, service, open_runner, faults))
 
 
 if __name__ == "__main__":

@@ -5,19 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.policy import PREFILL, first_come, shortest_remaining
-from baton.core.scheduler.scheduler import Scheduler
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
-from baton.transfer.grpc import HandoverServicer
-from baton.transfer.sender import KvSender
 from baton.transfer.staging import NO_FAULTS, Faults
-from baton.v1 import handover_pb2_grpc, prefill_pb2_grpc
+from baton.v1 import prefill_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.process import WorkerParts, run_worker
 
@@ -41,32 +36,21 @@ def serve(
         quantum=config.turn_tokens,
     )
 
-    def scheduler(runner: ModelRunner, pool: BlockPool) -> Scheduler:
-        return Scheduler(pool, policy, runner.model)
-
-    def service(parts: WorkerParts) -> tuple[PrefillService, list[Service]]:
-        sender = KvSender(parts.identity, parts.runner.layout, parts.staging, stats=parts.stats)
+    def service(parts: WorkerParts) -> tuple[PrefillService, Service]:
         made = PrefillService(
             parts.engine,
-            sender,
+            parts.sender,
             parts.grammars,
             handover_timeout_s=config.handover_timeout_s,
             tracer=parts.tracer,
         )
-        handover = HandoverServicer(sender)
         servicer = PrefillServicer(made, parts.identity.instance_id)
-        return made, [
-            Service(
-                "baton.v1.Prefill",
-                lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server),
-            ),
-            Service(
-                "baton.v1.Handover",
-                lambda server: handover_pb2_grpc.add_HandoverServicer_to_server(handover, server),
-            ),
-        ]
+        return made, Service(
+            "baton.v1.Prefill",
+            lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server),
+        )
 
-    return run(run_worker("prefill", "sender", config, scheduler, service, open_runner, faults))
+    return run(run_worker("prefill", config, policy, service, open_runner, faults))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
+from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import MIB
 from baton.engine.ranks.runner import RankedRunner
@@ -44,14 +45,17 @@ from baton.rpc.model_folder import special_tokens
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
+from baton.transfer.grpc import HandoverServicer
+from baton.transfer.sender import KvSender
 from baton.transfer.staging import NO_FAULTS, Faults, StagingPool
 from baton.transfer.stats import HandoverStats
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
+from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.fitness import KvSelfTest
 from baton.worker.options import WorkerOptions
-from baton.worker.report import Report, count_step, describe
+from baton.worker.report import WorkerReport, count_step, describe, export_handovers
 from baton.worker.service import AttemptService
 
 # What a worker's options say of the network that KV moves on; the rules are
@@ -156,28 +160,31 @@ class WorkerParts:
     identity: WorkerIdentity
     staging: Staging
     stats: HandoverStats
+    """Of a prefill worker's sender, of a decode worker's receiver."""
+    sender: KvSender
     channels: Channels
     grammars: GrammarBook
     tracer: Tracer
 
 
-MakeScheduler = Callable[[ModelRunner, BlockPool], Scheduler]
-MakeService = Callable[[WorkerParts], tuple[AttemptService[Any], Sequence[Service]]]
+MakeService = Callable[[WorkerParts], tuple[AttemptService[Any], Service]]
+"""Makes a role's service and what serves it."""
 
 
 async def run_worker(
     role: str,
-    side: str,
     options: WorkerOptions,
-    make_scheduler: MakeScheduler,
+    policy: SchedulerPolicy,
     make_service: MakeService,
     open_runner: OpenRunner = open_runner,
     faults: Faults = NO_FAULTS,
 ) -> int:
     """Runs the worker until it is told to stop. Returns the exit code.
 
-    open_runner, faults: tests and experiments put their own in; see `baton.testing.worker`.
+    policy: of its scheduler. open_runner, faults: tests and experiments have their own, see
+    `baton.testing.worker`.
     """
+    side = "sender" if role == "prefill" else "receiver"
     options = replace(options, listen=_settled(options.listen))
     address = _advertised(options)
     ucx = ucx_of(options)
@@ -192,7 +199,9 @@ async def run_worker(
     def make_loop() -> EngineLoop:
         runner = open_runner(options, probes.startup.weights)
         pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
-        scheduler = make_scheduler(runner, pool)
+        # Where sequences stop after their first token nothing is preempted, so nothing is swapped.
+        swap_blocks = (0, 0) if policy.first_token_only else runner.num_swap_blocks
+        scheduler = Scheduler(pool, policy, runner.model, num_swap_blocks=swap_blocks)
         made.append(EngineLoop(runner, scheduler))
         return made[0]
 
@@ -234,17 +243,20 @@ async def run_worker(
         stats = HandoverStats()
         fitness = KvSelfTest(engine, runner, staging, identity, stats, options.probe_interval_s)
         await fitness.prove()
-        service, services = make_service(
-            WorkerParts(engine, runner, identity, staging, stats, channels, grammars, tracer)
+        given = stats if side == "sender" else HandoverStats()
+        sender = KvSender(identity, runner.layout, staging, stats=given)
+        handover = HandoverServicer(sender)
+        service, served = make_service(
+            WorkerParts(
+                engine, runner, identity, staging, stats, sender, channels, grammars, tracer
+            )
         )
         ends.push_async_callback(service.close)
-        report = Report(
-            engine, staging, stats, side, runner.num_blocks, scheduler,
-            state=lambda: fitness.limit(service.state),
-            num_attempts=lambda: service.num_attempts,
-            holdings=lambda: service.holdings,
-            probing=lambda: service.probing or fitness.probing,
-        )  # fmt: skip
+        report = WorkerReport(
+            engine, staging, stats, side, runner.num_blocks, scheduler, service, fitness
+        )
+        if given is not stats:
+            export_handovers("sender", given)
         report.export()
         if options.vllm_aliases:
             report.export_aliases(runner.model.name, runner.block_size)
@@ -254,7 +266,11 @@ async def run_worker(
         server = ProcessServer(
             listen=options.listen,
             services=[
-                *services,
+                served,
+                Service(
+                    "baton.v1.Handover",
+                    lambda server: add_HandoverServicer_to_server(handover, server),
+                ),
                 worker_service(lambda: description, report.worker_load, cache, service.use_through),
             ],
             reflection=options.reflection,

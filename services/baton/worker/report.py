@@ -1,13 +1,13 @@
-"""What a worker tells the router and the metrics about itself; decides nothing."""
+"""What a worker reports of itself to routers and metrics; decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from baton.core.observe.timings import Timings
 from baton.core.request.model import WorkerIdentity
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from baton.core.routing.load import WorkerDescription, WorkerLoad
 from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
@@ -15,6 +15,8 @@ from baton.rpc import aliases, metrics
 from baton.transfer.stats import MISMATCHES, HandoverStats
 from baton.transfer.transports import Staging
 from baton.worker.engine import is_exact
+from baton.worker.fitness import KvSelfTest
+from baton.worker.service import AttemptService
 
 Gauge = dict[tuple[str, ...], float]
 
@@ -24,30 +26,24 @@ _STEP_SEQUENCES = metrics.histogram(metrics.STEP_SEQUENCES)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Reads the worker's parts; every reading is of this moment.
-
-    side: sender or receiver. scheduler: the engine thread's own; only counts of it, and its
-    speed, are read here.
-    num_attempts: attempts the service knows of, whatever they wait for. holdings: what is held here
-    besides blocks and buffers, by kind. probing: whether a probe holds something of it now.
-    """
+class WorkerReport:
+    """Reads the worker's parts; every reading is of this moment."""
 
     engine: EngineThread
     staging: Staging
     stats: HandoverStats
     side: str
+    """sender or receiver."""
     num_blocks: int
     scheduler: Scheduler
-    state: Callable[[], WorkerState]
-    num_attempts: Callable[[], int]
-    holdings: Callable[[], Mapping[str, int]]
-    probing: Callable[[], bool]
+    """The engine thread's own; only counts of it, and its speed, are read here."""
+    service: AttemptService[Any]
+    self_test: KvSelfTest
 
     def worker_load(self) -> WorkerLoad:
         load = self.engine.load
         return WorkerLoad(
-            state=self.state(),
+            state=self.self_test.limit(self.service.state),
             waiting_sequences=load.waiting_sequences,
             waiting_tokens=load.waiting_tokens,
             running_sequences=load.running_sequences,
@@ -71,7 +67,7 @@ class Report:
         metrics.gauge(metrics.LEAKS, self._leaks)
         metrics.totals(metrics.PREEMPTIONS, self._preemptions)
         export_handovers(self.side, self.stats)
-        metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.num_attempts()})
+        metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.service.num_attempts})
         metrics.totals(metrics.KV_CHUNKS_REFUSED, self._refused)
         metrics.totals(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
         metrics.totals(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
@@ -132,9 +128,9 @@ class Report:
             "swap_blocks": sum(load.swap_used),
             "sequences": load.waiting_sequences + load.running_sequences,
             "buffers": ring.num_buffers - ring.num_free - ring.num_orphaned,
-            **self.holdings(),
+            **self.service.holdings,
         }
-        busy = self.num_attempts() > 0 or self.probing()
+        busy = self.service.num_attempts > 0 or self.service.probing or self.self_test.probing
         return {(kind,): 0 if busy else number for kind, number in held.items()}
 
 
