@@ -11,8 +11,8 @@ from baton.cli.checks import Status
 from baton.cli.doctor_cluster import Json, Where, ask, pods, workers
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from baton.core.routing.load import WorkerDescription
-from tests.services.router import language
-from tests.services.router.workers import FakeTokenizer
+from baton.testing import language
+from baton.testing.scripted import ScriptedTokenizer
 
 MODEL = ModelDescription("m", "d1" * 16, 1000, 100, (2,), tokenizer_digest="t1" * 16)
 LAYOUT = KvLayout("d1" * 16, "float32", 2, 1, 8, 8)
@@ -126,7 +126,7 @@ def test_workers_that_differ(other: WorkerDescription, said: str) -> None:
 
 
 async def test_workers_are_asked_and_one_that_is_not_there_is_no_fault() -> None:
-    worker = FakeTokenizer()
+    worker = ScriptedTokenizer()
     try:
         here = Where("t", "tokenizer", await worker.start())
         told = await ask([here, Where("gone", "decode", "127.0.0.1:1")])

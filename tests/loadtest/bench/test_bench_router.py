@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from baton.cli.main import main
+from baton.testing.scripted import KvNetwork
 from baton.v1 import decode_pb2, types_pb2
 from baton.v1 import inference_pb2 as pb
 from baton_loadtest.bench.drains import Drained, GrpcDrain, Question, SseDrain
@@ -61,11 +61,11 @@ def test_server_sent_text_is_counted_however_it_is_cut(piece: int) -> None:
 
 
 async def test_unsent_steps_share_an_entry() -> None:
-    decode = Decode(Times(), defaultdict(asyncio.Event))
+    decode = Decode(KvNetwork(), Times())
     attempt = types_pb2.Attempt(request_id="r", choices=[0], token_ids=b"\x01\0\0\0")
     attempt.stop.max_tokens = 5
-    await decode._start(decode_pb2.StartSequence(attempt=attempt))
-    frames = [decode._frame(steps) for steps in (0, 1, 2, 9, 1)]
+    await decode.prefill(decode_pb2.StartSequence(attempt=attempt))
+    frames = [decode.frame(steps) for steps in (0, 1, 2, 9, 1)]
     entries = [[(t.position, len(t.token_ids) // 4) for t in frame.tokens] for frame in frames]
     assert entries == [[(0, 1)], [(1, 1)], [(2, 2)], [(4, 1)], []]
     assert frames[3].tokens[0].finish_reason == types_pb2.FINISH_REASON_LENGTH

@@ -20,11 +20,16 @@ from baton.router.workers.discovery import Discovery
 from baton.router.workers.fleet import Fleet
 from baton.rpc.channels import Channels
 from baton.rpc.tracing import OFF, Tracer
-from tests.services.router.decode_worker import FakeDecode
-from tests.services.router.detokenizer_worker import FakeDetokenizer
+from baton.testing.scripted import (
+    KvNetwork,
+    ScriptedDecode,
+    ScriptedDetokenizer,
+    ScriptedPrefill,
+    ScriptedTokenizer,
+    ScriptedWorker,
+)
 from tests.services.router.gateway import Gateway, gateway_of
 from tests.services.router.listed import Listed
-from tests.services.router.workers import FakePrefill, FakeTokenizer, FakeWorker, KvNetwork
 
 PATIENCE_S = 20.0
 """Nothing here takes so long; what does has hung."""
@@ -85,10 +90,10 @@ class World:
     """The workers of one test, and the router's pipeline over them."""
 
     network: KvNetwork = field(default_factory=KvNetwork)
-    tokenizers: list[FakeTokenizer] = field(default_factory=list)
-    prefills: list[FakePrefill] = field(default_factory=list)
-    decodes: list[FakeDecode] = field(default_factory=list)
-    detokenizers: list[FakeDetokenizer] = field(default_factory=list)
+    tokenizers: list[ScriptedTokenizer] = field(default_factory=list)
+    prefills: list[ScriptedPrefill] = field(default_factory=list)
+    decodes: list[ScriptedDecode] = field(default_factory=list)
+    detokenizers: list[ScriptedDetokenizer] = field(default_factory=list)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
     listed: dict[str, Listed] = field(default_factory=dict)
     """Where the router is told that workers are; a test may change it."""
@@ -106,11 +111,11 @@ class World:
         assert self.router is not None
         return self.router
 
-    def new_prefill(self) -> FakePrefill:
-        return FakePrefill(self.network)
+    def new_prefill(self) -> ScriptedPrefill:
+        return ScriptedPrefill(self.network)
 
-    def new_decode(self) -> FakeDecode:
-        return FakeDecode(self.network)
+    def new_decode(self) -> ScriptedDecode:
+        return ScriptedDecode(self.network)
 
     async def start(
         self,
@@ -129,10 +134,10 @@ class World:
         self, tokenizers: int = 1, prefills: int = 1, decodes: int = 1, detokenizers: int = 1
     ) -> None:
         """Makes so many workers of each role."""
-        self.tokenizers += [FakeTokenizer() for _ in range(tokenizers)]
+        self.tokenizers += [ScriptedTokenizer() for _ in range(tokenizers)]
         self.prefills += [self.new_prefill() for _ in range(prefills)]
         self.decodes += [self.new_decode() for _ in range(decodes)]
-        self.detokenizers += [FakeDetokenizer() for _ in range(detokenizers)]
+        self.detokenizers += [ScriptedDetokenizer() for _ in range(detokenizers)]
 
     async def run(self, config: RouterConfig | None = None) -> Pipeline:
         """Starts the workers there are, and the router; returns when it has met all of them."""
@@ -157,7 +162,7 @@ class World:
 
     async def serve(self) -> None:
         """Starts the workers there are, without a router."""
-        groups: dict[str, list[FakeWorker]] = {
+        groups: dict[str, list[ScriptedWorker]] = {
             "tokenizer": [*self.tokenizers],
             "prefill": [*self.prefills],
             "decode": [*self.decodes],

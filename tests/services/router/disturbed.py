@@ -6,9 +6,9 @@ import asyncio
 
 from baton.core.request.request import Delta, Finished, Request, TextPrompt
 from baton.core.routing.load import WorkerState
-from tests.services.router import language
+from baton.testing import language
+from baton.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import PATIENCE_S, Answer, Stream, World
-from tests.services.router.decode_worker import FakeDecode
 
 PROMPT = "the cat sat on the mat"
 IDS = tuple(PROMPT.encode())
@@ -50,7 +50,7 @@ async def finish(stream: Stream, answer: Answer) -> Answer:
     return answer
 
 
-def busy(world: World) -> FakeDecode:
+def busy(world: World) -> ScriptedDecode:
     return next(decode for decode in world.decodes if decode.holds())
 
 

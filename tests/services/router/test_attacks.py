@@ -32,9 +32,10 @@ from baton.router.api.http.app import HttpApp
 from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
 from baton.rpc.server import ProcessServer
+from baton.testing import language
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
-from tests.services.router import gateway, language
+from tests.services.router import gateway
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, check
 from tests.services.router_http.test_bodies import Client

@@ -17,9 +17,9 @@ from baton.core.errors import (
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.request.request import SamplingParams
 from baton.router.config import RouterConfig
-from tests.services.router import language
+from baton.testing import language
+from baton.testing.scripted import ScriptedDetokenizer
 from tests.services.router.conftest import PATIENCE_S, Answer, World, read, until
-from tests.services.router.detokenizer_worker import FakeDetokenizer
 from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
 
 
@@ -214,7 +214,7 @@ async def test_the_only_detokenizer_dies_at_every_point_and_comes_back(world: Wo
     stream, answer = await begin(world, REQUEST)
     for _ in range(3):
         await world.detokenizers[-1].kill()
-        world.detokenizers.append(FakeDetokenizer())
+        world.detokenizers.append(ScriptedDetokenizer())
         await world.detokenizers[-1].start(address)
         before = len(answer.token_ids[0])
         async with asyncio.timeout(PATIENCE_S):
@@ -269,7 +269,7 @@ async def test_random_deaths(world: World, seed: int) -> None:
     makers: dict[str, Any] = {
         "prefill": world.new_prefill,
         "decode": world.new_decode,
-        "detokenizer": FakeDetokenizer,
+        "detokenizer": ScriptedDetokenizer,
     }
     for _ in range(5):
         await asyncio.sleep(draw.uniform(0.02, 0.12))

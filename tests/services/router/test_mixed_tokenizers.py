@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from baton.router.config import RouterConfig
-from tests.services.router import language
+from baton.testing import language
+from baton.testing.scripted import ScriptedDetokenizer, ScriptedTokenizer
 from tests.services.router.conftest import World, read
-from tests.services.router.detokenizer_worker import FakeDetokenizer
 from tests.services.router.disturbed import EXPECTED, REQUEST
-from tests.services.router.workers import FakeTokenizer
 
 REQUESTS = 8
 
@@ -20,8 +19,8 @@ REQUESTS = 8
 async def test_only_workers_with_the_models_tokenizer_are_asked(world: World) -> None:
     """As while a new version of a tokenizer rolls out."""
     old, new = (replace(language.MODEL, tokenizer_digest=name) for name in ("old", "new"))
-    world.tokenizers += [FakeTokenizer(model=model) for model in (old, new, old)]
-    world.detokenizers += [FakeDetokenizer(model=model) for model in (old, new, old)]
+    world.tokenizers += [ScriptedTokenizer(model=model) for model in (old, new, old)]
+    world.detokenizers += [ScriptedDetokenizer(model=model) for model in (old, new, old)]
     world.prefills.append(world.new_prefill())
     world.decodes.append(world.new_decode())
     for worker in (*world.prefills, *world.decodes):

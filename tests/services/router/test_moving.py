@@ -10,9 +10,9 @@ from baton.core.errors import Overloaded
 from baton.core.request.request import Request
 from baton.core.routing.load import WorkerState
 from baton.router.request.migration import AT_ONCE
-from tests.services.router import language
+from baton.testing import language
+from baton.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import Answer, Stream, World, until
-from tests.services.router.decode_worker import FakeDecode
 from tests.services.router.disturbed import (
     EXPECTED,
     IDS,
@@ -28,7 +28,7 @@ from tests.services.router.disturbed import (
 
 async def started(
     world: World, request: Request = REQUEST, *, decodes: int = 2
-) -> tuple[Stream, Answer, FakeDecode]:
+) -> tuple[Stream, Answer, ScriptedDecode]:
     """A stream under way, and the worker it decodes on."""
     await world.start(decodes=decodes)
     for decode in world.decodes:
@@ -37,7 +37,7 @@ async def started(
     return stream, answer, busy(world)
 
 
-def other(world: World, one: FakeDecode) -> FakeDecode:
+def other(world: World, one: ScriptedDecode) -> ScriptedDecode:
     return next(decode for decode in world.decodes if decode is not one)
 
 
@@ -91,7 +91,9 @@ async def test_with_nobody_to_go_to_it_finishes_where_it_is(world: World) -> Non
 
 
 async def test_a_worker_whose_kv_differs_is_nobody_to_go_to(world: World) -> None:
-    world.decodes.append(FakeDecode(world.network, layout=replace(language.LAYOUT, num_layers=3)))
+    world.decodes.append(
+        ScriptedDecode(world.network, layout=replace(language.LAYOUT, num_layers=3))
+    )
     world.decodes[0].state = WorkerState.DRAINING
     stream, answer, leaving = await started(world, decodes=1)
     assert leaving is not world.decodes[0]

@@ -23,7 +23,7 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.router.config import RouterConfig
-from tests.services.router import language
+from baton.testing import language
 from tests.services.router.conftest import PATIENCE_S, World, until
 
 PROMPT = "once upon a time"

@@ -24,7 +24,7 @@ from baton.core.request.request import (
 )
 from baton.router.config import RouterConfig
 from baton.router.request.texts import MAX_DELTA_TOKENS
-from tests.services.router import language
+from baton.testing import language
 from tests.services.router.conftest import World, until
 
 PROMPT = "once upon a time"

@@ -9,8 +9,8 @@ from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
 from baton.router.workers.decode_session import DecodeSession
 from baton.router.workers.fleet import Pool
+from baton.testing.scripted import ScriptedWorker
 from tests.services.router.conftest import World, until
-from tests.services.router.workers import FakeWorker
 
 REQUEST = Request(TextPrompt("once upon a time"), seed=7, max_tokens=40, ignore_eos=True)
 LOCAL = RouterConfig(local_prefill_tokens=1000)
@@ -107,7 +107,7 @@ async def test_every_state_is_the_workers_word(world: World) -> None:
 
 async def test_a_worker_of_another_role_gets_no_work(world: World) -> None:
     await world.start(LOCAL)
-    wrong: FakeWorker = world.prefills[0]
+    wrong: ScriptedWorker = world.prefills[0]
     world.listed["decode"].set([*world.addresses["decode"], wrong.identity.address])
     await until(lambda: len(decodes(world)._links) == 2)
     assert len((await world.ask(REQUEST)).token_ids[0]) == 40

@@ -11,9 +11,9 @@ import pytest
 from baton.core.request.request import Request, TokenPrompt
 from baton.router.config import RouterConfig
 from baton.router.workers.fleet import Pool
-from tests.services.router import language
+from baton.testing import language
+from baton.testing.scripted import ScriptedWorker
 from tests.services.router.conftest import World, until
-from tests.services.router.workers import FakeWorker
 
 UNITS = 8
 PROMPTS = [tuple(b"%d" % number * (64 * UNITS)) for number in range(2)]
@@ -36,7 +36,7 @@ async def known(pool: Pool[Any], units: int) -> None:
 async def test_a_prefix_goes_where_it_is_cached(world: World) -> None:
     await world.start(RouterConfig(local_prefill_tokens=32), prefills=2, decodes=2)
     assert world.fleet is not None
-    groups: list[tuple[Pool[Any], list[FakeWorker]]] = [
+    groups: list[tuple[Pool[Any], list[ScriptedWorker]]] = [
         (world.fleet.prefills, [*world.prefills]),
         (world.fleet.decodes, [*world.decodes]),
     ]

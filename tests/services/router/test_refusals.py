@@ -14,10 +14,9 @@ from baton.core.errors import (
 )
 from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
+from baton.testing.scripted import ScriptedDecode, ScriptedPrefill
 from tests.services.router.conftest import World, until
-from tests.services.router.decode_worker import FakeDecode
 from tests.services.router.disturbed import EXPECTED, REQUEST, begin, check, finish
-from tests.services.router.workers import FakePrefill
 
 
 async def test_another_tokenizer_is_asked(world: World) -> None:
@@ -40,7 +39,9 @@ async def test_a_prompt_at_fault_is_not_tried_again(world: World) -> None:
 async def test_an_overloaded_worker_is_waited_for(world: World, role: str) -> None:
     """However often it refuses: that is no failure, and prefill's load is not decode's."""
     await world.start()
-    worker: FakePrefill | FakeDecode = world.prefills[0] if role == "prefill" else world.decodes[0]
+    worker: ScriptedPrefill | ScriptedDecode = (
+        world.prefills[0] if role == "prefill" else world.decodes[0]
+    )
     worker.refusals = [Overloaded("full", retry_after_s=0.01) for _ in range(6)]
     check(await world.ask(REQUEST))
     assert worker.refusals == []

@@ -17,7 +17,7 @@ from baton.core.request.request import (
 )
 from baton.router.config import RouterConfig
 from baton.router.request.preparation import check_size
-from tests.services.router import language
+from baton.testing import language
 from tests.services.router.conftest import Answer, World, read, until
 
 TEXT = "The words of this prompt are known, and how likely each of them is."

@@ -21,9 +21,9 @@ from baton.router.request.pipeline import EventStream
 from baton.router.request.texts import MAX_DELTA_TOKENS
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer
+from baton.testing import language
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
-from tests.services.router import language
 from tests.services.router.conftest import World, until
 
 PROMPT = "in the beginning"

@@ -13,11 +13,10 @@ import pytest
 from baton.core.errors import Unavailable
 from baton.core.routing.load import WorkerState
 from baton.router.config import RouterConfig
-from tests.services.router import language
+from baton.testing import language
+from baton.testing.scripted import ScriptedDetokenizer, ScriptedTokenizer
 from tests.services.router.conftest import World, until
-from tests.services.router.detokenizer_worker import FakeDetokenizer
 from tests.services.router.disturbed import EXPECTED, REQUEST, STEP_S, begin, busy, check, finish
-from tests.services.router.workers import FakeTokenizer
 
 NEW_WIRE = replace(language.LAYOUT, min_wire_version=2, max_wire_version=2)
 NEW_MODEL = replace(language.MODEL, digest="another", tokenizer_digest="another")
@@ -27,8 +26,8 @@ async def test_two_wire_versions_are_never_paired(world: World) -> None:
     world.prefills += [world.new_prefill(), world.new_prefill()]
     world.decodes += [world.new_decode(), world.new_decode()]
     world.prefills[1].layout = world.decodes[1].layout = NEW_WIRE
-    world.tokenizers.append(FakeTokenizer())
-    world.detokenizers.append(FakeDetokenizer())
+    world.tokenizers.append(ScriptedTokenizer())
+    world.detokenizers.append(ScriptedDetokenizer())
     await world.run(RouterConfig(local_prefill_tokens=0))
     answers = await asyncio.gather(*(world.ask(REQUEST) for _ in range(16)))
     assert all(tuple(answer.token_ids[0]) == EXPECTED for answer in answers)
@@ -45,8 +44,8 @@ async def test_without_a_prefill_worker_that_fits_decode_prefills(
     world.decodes.append(world.new_decode())
     new = world.prefills if upgraded == "prefill" else world.decodes
     new[0].layout = NEW_WIRE
-    world.tokenizers.append(FakeTokenizer())
-    world.detokenizers.append(FakeDetokenizer())
+    world.tokenizers.append(ScriptedTokenizer())
+    world.detokenizers.append(ScriptedDetokenizer())
     await world.run(RouterConfig(local_prefill_tokens=0))
     check(await world.ask(REQUEST))
     assert not world.prefills[0].runs
@@ -82,8 +81,8 @@ async def test_a_stream_is_computed_again_where_its_kv_does_not_fit(world: World
 @pytest.mark.deep
 async def test_new_requests_go_to_the_model_that_can_be_served(world: World) -> None:
     """Another model under the same name: the old decode worker drains, its texts are gone."""
-    world.tokenizers.append(FakeTokenizer(model=NEW_MODEL))
-    world.detokenizers.append(FakeDetokenizer(model=NEW_MODEL))
+    world.tokenizers.append(ScriptedTokenizer(model=NEW_MODEL))
+    world.detokenizers.append(ScriptedDetokenizer(model=NEW_MODEL))
     world.decodes += [world.new_decode() for _ in range(3)]
     world.decodes[1].model = NEW_MODEL
     world.decodes[2].state = WorkerState.DRAINING

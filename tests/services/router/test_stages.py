@@ -8,9 +8,9 @@ import pytest
 
 from baton.core.observe.stages import StageTimes
 from baton.router.config import RouterConfig
+from baton.testing.scripted import ScriptedWorker
 from tests.services.router.conftest import Answer, World
 from tests.services.router.disturbed import REQUEST, begin, busy, check, finish, moved
-from tests.services.router.workers import FakeWorker
 
 
 def stages_of(answer: Answer) -> StageTimes:
@@ -26,7 +26,7 @@ def served(times: StageTimes) -> set[str]:
     return {worker.instance_id for worker in times.workers}
 
 
-def instance_ids(*workers: FakeWorker) -> set[str]:
+def instance_ids(*workers: ScriptedWorker) -> set[str]:
     return {worker.identity.instance_id for worker in workers}
 
 

@@ -30,10 +30,10 @@ from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
 from baton.router.api.http.server import serve_http
 from baton.router.config import RouterConfig
-from tests.services.router import language
+from baton.testing import language
+from baton.testing.language import says
+from baton.testing.scripted import ScriptedTokenizer
 from tests.services.router.conftest import World, until
-from tests.services.router.scripts import says
-from tests.services.router.workers import FakeTokenizer
 from tests.services.router_http.scripted import openai_client
 
 TOOLS: Any = [
@@ -65,7 +65,7 @@ class Face:
 @pytest.fixture
 async def face(world: World) -> AsyncIterator[Face]:
     model = replace(language.MODEL, answer_format=AnswerFormat(reasoning="think"))
-    world.tokenizers.append(FakeTokenizer(model=model))
+    world.tokenizers.append(ScriptedTokenizer(model=model))
     await world.start(RouterConfig(local_prefill_tokens=0), tokenizers=0, decodes=2, detokenizers=2)
     access = HttpAccess(OpenAuthenticator(), open_metrics=False)
     server = await serve_http(HttpApp(world.pipeline, CollectorRegistry(), access), "127.0.0.1:0")

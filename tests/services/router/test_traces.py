@@ -18,9 +18,9 @@ from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.config import RouterConfig
 from baton.rpc.server import ProcessServer
 from baton.rpc.tracing import metadata_of
+from baton.testing import language
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.recorded import Recorded, is_below, seconds
-from tests.services.router import language
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish, moved
 from tests.services.router.gateway import gateway_of, request

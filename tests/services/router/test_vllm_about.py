@@ -23,7 +23,7 @@ from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
 from baton.rpc.digest import tokenizer_digest
 from baton.rpc.errors import from_rpc_error
-from tests.services.router import language
+from baton.testing import language
 from tests.services.router.conftest import World, until
 from tests.services.router.gateway import Gateway, gateway_of, request
 from tests.services.router.test_keys import Kept

@@ -14,7 +14,7 @@ from baton.router.api.vllm.engine import Running
 from baton.router.config import RouterConfig
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.options import PUBLIC_STREAMS
-from tests.services.router import language
+from baton.testing import language
 from tests.services.router.conftest import World, until
 from tests.services.router.gateway import IDS, TEXT, Gateway, gateway_of, request, sampling
 from tests.services.router.test_default_deny import IndexAuthenticator

@@ -1,17 +1,18 @@
 """A made-up model: the next token is a hash of everything before it.
 
 Token ids below 256 are bytes, EOS ends an answer. The same input, seed and choice always give the
-same answer, so whatever a test does to the workers, the answer is known.
+same answer, so whatever a test does to the workers, the answer is known. A test may also write the
+answer itself: the text between two signs in the last message is the answer to it (`says`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from baton.core.request.model import KvLayout, ModelDescription
 from baton.core.request.request import FinishReason
-from tests.services.router.scripts import scripted
 
 EOS = 256
 VOCAB = 257
@@ -24,7 +25,7 @@ LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
 def next_token(input_ids: Sequence[int], seed: int, choice: int, *, may_end: bool) -> int:
     """The token after input_ids (prompt and output): as scripted, else one in 64 ends the answer,
     if it may."""
-    told = scripted(input_ids)
+    told = _said(input_ids)
     if told is not None:
         return told
     text = f"{seed} {choice} {' '.join(map(str, input_ids))}"
@@ -63,3 +64,22 @@ def stopped(token_ids: Sequence[int], stop: str) -> tuple[tuple[int, ...], str] 
     if found < 0:
         return None
     return tuple(token_ids[: found + len(stop)]), text[:found]
+
+
+BEGIN, END = "\x02", "\x03"
+_SCRIPT = re.compile(rb"\x02([^\x03]*)\x03\n")
+
+
+def says(text: str) -> str:
+    """A message that is answered with the text."""
+    return f"{BEGIN}{text}{END}"
+
+
+def _said(input_ids: Sequence[int]) -> int | None:
+    """The byte that a script says next, 256 at its end; None when there is no script."""
+    said = bytes(token for token in input_ids if token < 256)
+    found = _SCRIPT.search(said)
+    if found is None:
+        return None
+    so_far = len(said) - found.end()
+    return found[1][so_far] if so_far < len(found[1]) else 256
