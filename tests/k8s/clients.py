@@ -10,9 +10,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 
-from baton.client import AsyncClient
-from baton.client.requests import Options
-from baton.client.tries import Retries
+from baton.client import AsyncClient, Options, Retries
 from baton.core.errors import BatonError
 from baton.core.request.request import Delta
 from tests.k8s.asks import Ask

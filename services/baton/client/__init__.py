@@ -10,13 +10,13 @@ A call returns a stream at once. It yields events (`Accepted`, `Delta`, `Finishe
 `retry_after_s`, all of them BatonErrors.
 """
 
-from baton.client.aio import AsyncClient as AsyncClient
-from baton.client.aio import AsyncStream as AsyncStream
-from baton.client.answer import Answer as Answer
-from baton.client.blocking import Client as Client
-from baton.client.blocking import Stream as Stream
-from baton.client.requests import Options as Options
-from baton.client.tries import Retries as Retries
+from baton.client.client import Answer as Answer
+from baton.client.client import AsyncClient as AsyncClient
+from baton.client.client import AsyncStream as AsyncStream
+from baton.client.client import Client as Client
+from baton.client.client import Retries as Retries
+from baton.client.client import Stream as Stream
+from baton.client.messages import Options as Options
 from baton.core.errors import BatonError as BatonError
 from baton.core.errors import Cancelled as Cancelled
 from baton.core.errors import ContextLengthExceeded as ContextLengthExceeded

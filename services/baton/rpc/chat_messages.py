@@ -12,10 +12,10 @@ def chat_to_proto(chat: ChatPrompt) -> tokenizer_pb2.Chat:
     """All that a chat template sees of it: no tools where none may be called."""
     tools = chat.tools if chat.tool_choice.use is not ToolUse.NONE else ()
     return tokenizer_pb2.Chat(
-        messages=[_message_to_proto(message) for message in chat.messages],
+        messages=[message_to_proto(message) for message in chat.messages],
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
-        tools=[_tool_to_proto(tool) for tool in tools],
+        tools=[tool_to_proto(tool) for tool in tools],
         template_kwargs=chat.template_kwargs,
         template=chat.template,
     )
@@ -54,7 +54,7 @@ def tools_from_proto(tools: Iterable[types_pb2.Tool]) -> tuple[Tool, ...]:
     return tuple(Tool(tool.name, tool.description, tool.parameters) for tool in tools)
 
 
-def _message_to_proto(message: Message) -> tokenizer_pb2.ChatMessage:
+def message_to_proto(message: Message) -> tokenizer_pb2.ChatMessage:
     calls = [
         types_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
         for call in message.tool_calls
@@ -69,5 +69,5 @@ def _message_to_proto(message: Message) -> tokenizer_pb2.ChatMessage:
     )
 
 
-def _tool_to_proto(tool: Tool) -> types_pb2.Tool:
+def tool_to_proto(tool: Tool) -> types_pb2.Tool:
     return types_pb2.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
