@@ -20,8 +20,7 @@ from baton.testing.faults import (
     parse,
 )
 from baton.transfer.kv_chunk import Sealer
-from baton_loadtest.chaos.corruptions import INJECTIONS
-from baton_loadtest.chaos.requests import with_settings
+from baton_loadtest.chaos.corruptions import INJECTIONS, with_settings
 from tests.kv.rig import POSITIONS_PER_BUFFER, Pool, expected, rig
 
 POSITIONS = 5 * POSITIONS_PER_BUFFER

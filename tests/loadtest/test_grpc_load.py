@@ -21,9 +21,7 @@ from baton_loadtest.drive import (
     Run,
     TokenIds,
 )
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import fixed
-from baton_loadtest.load.workload import Drawn
+from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 
 
 class Inference(inference_pb2_grpc.InferenceServicer):

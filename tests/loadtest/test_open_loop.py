@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from baton_loadtest import drive
 from baton_loadtest.drive import ANSWERED, NOT_SENT, REFUSED, UNENDED, LoadLimits
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import fixed
+from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.load.workload import Drawn
 from baton_loadtest.report import quantile
 from tests.loadtest.load.model_client import Asked, ModelClient, even, virtually
 from tests.sim.virtual_loop import VirtualLoop

@@ -22,10 +22,8 @@ from baton_loadtest.bench.known import known
 from baton_loadtest.bench.known_server import Latencies, Record
 from baton_loadtest.bench.process import say
 from baton_loadtest.drive import HttpLoadClient, LoadLimits, OpenLoop, TokenIds
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import fixed
+from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.load.workload import Drawn
 from baton_loadtest.report import Report, Result, at_most, quantile
 
 PROMPT_TOKENS = 64

@@ -23,9 +23,7 @@ from baton_loadtest.bench import shapes
 from baton_loadtest.bench.process import say
 from baton_loadtest.bench.real import Real, started
 from baton_loadtest.drive import Workload
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import Lengths, fixed, named
-from baton_loadtest.load.workload import Drawn
+from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, Lengths, fixed, named
 from baton_loadtest.planner.measured import calibration_of
 from baton_loadtest.report import Report, Result, at_most, quantile
 from baton_loadtest.simulator.calibration import Calibration

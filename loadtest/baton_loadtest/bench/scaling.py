@@ -15,8 +15,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.routing.scaling import Bounds, ScalingPolicy, ScalingRule
 from baton_loadtest.bench.process import say
 from baton_loadtest.bench.simulator import KV_BYTES, SPEED
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import named
+from baton_loadtest.load.scenario import Arrivals, Kind, named
 from baton_loadtest.report import Chart, Line, Report, Result, quantile
 from baton_loadtest.simulator.autoscaler import Autoscaler, Choice, Leading, Reactive
 from baton_loadtest.simulator.requests import Record, Request

@@ -26,11 +26,9 @@ from baton_loadtest.bench import shapes
 from baton_loadtest.bench.process import say
 from baton_loadtest.bench.real import Real, started
 from baton_loadtest.drive import Workload
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import fixed
+from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from baton_loadtest.load.search import Range, Verdict, highest
 from baton_loadtest.load.summary import Summary
-from baton_loadtest.load.workload import Drawn
 from baton_loadtest.planner.fleet import Targets
 from baton_loadtest.planner.measured import calibration_of
 from baton_loadtest.planner.split import SHARE, Advice, Answer, Carried, Splitting, of_100

@@ -21,9 +21,8 @@ from baton.cli.layout import APART, UpOptions
 from baton.cli.supervisor import Child
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
-from baton_loadtest.chaos.calls import call, read
-from baton_loadtest.chaos.cluster import Cluster, cluster
-from baton_loadtest.chaos.peers import Broken
+from baton_loadtest.chaos.cluster import Cluster, call, cluster, read
+from baton_loadtest.chaos.world import Broken
 from baton_loadtest.report import Result, at_most, quantile
 
 CONCURRENCY = 24

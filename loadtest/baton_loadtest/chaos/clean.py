@@ -6,7 +6,7 @@ import argparse
 import random
 from dataclasses import replace
 
-from baton_loadtest.chaos.settings import Settings
+from baton_loadtest.chaos.sides import Settings
 from baton_loadtest.chaos.world import World, right
 from baton_loadtest.report import Result, at_most, compared
 

@@ -15,9 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.testing.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
-from baton_loadtest.chaos.peers import Broken, Peer, PeerGone, Said, until
-from baton_loadtest.chaos.settings import Settings
-from baton_loadtest.chaos.world import World, right
+from baton_loadtest.chaos.sides import Settings
+from baton_loadtest.chaos.world import Broken, Peer, PeerGone, Said, World, right, until
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 

@@ -22,8 +22,7 @@ from baton.cli.layout import APART, UpOptions
 from baton.cli.supervisor import Child
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
-from baton_loadtest.chaos.calls import call
-from baton_loadtest.chaos.cluster import Cluster, cluster
+from baton_loadtest.chaos.cluster import Cluster, call, cluster
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 

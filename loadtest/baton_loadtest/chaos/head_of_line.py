@@ -21,8 +21,7 @@ from statistics import median
 from baton.cli.layout import APART, UpOptions
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
-from baton_loadtest.chaos.calls import call, read
-from baton_loadtest.chaos.cluster import Cluster, cluster
+from baton_loadtest.chaos.cluster import Cluster, call, cluster, read
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, compared
 

@@ -11,9 +11,8 @@ import argparse
 import random
 
 from baton.transfer.kv_chunk import HEADER_BYTES
-from baton_loadtest.chaos.peers import Broken, Peer, result, until
-from baton_loadtest.chaos.settings import Settings
-from baton_loadtest.chaos.world import World, right
+from baton_loadtest.chaos.sides import Settings
+from baton_loadtest.chaos.world import Broken, Peer, World, result, right, until
 from baton_loadtest.report import Result, at_most, compared
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from baton.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from baton_loadtest.load.runs import Runs
-    from baton_loadtest.load.workload import Source
+    from baton_loadtest.load.scenario import Source
 
 DEFAULT_ADDRESSES = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:50051"}
 STOPPED = 130

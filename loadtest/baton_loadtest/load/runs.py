@@ -9,19 +9,69 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from baton.cli.access import Access
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.rpc.address import split
 from baton.rpc.loop import Loop
-from baton_loadtest.drive import GrpcLoadClient, HttpLoadClient, LoadLimits, OpenLoop, TokenIds
+from baton_loadtest.drive import GrpcLoadClient, HttpLoadClient, LoadLimits, OpenLoop, Run, TokenIds
+from baton_loadtest.load.scenario import Source
 from baton_loadtest.load.search import Found, Range, Verdict, highest
-from baton_loadtest.load.shown import Shown
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.load.workload import Source
+
+# Shows on stderr how far a run is: a bar on a terminal, a line now and then elsewhere.
+
+
+LOOK_S, SAY_S = 0.5, 10.0
+
+
+class Shown:
+    """Close it. total: requests that may come to be due."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self._console = Console(file=sys.stderr, highlight=False)
+        self._total, self._what = total, what
+        self._looked = self._said = time.monotonic()
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("due, {task.fields[open]} open"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            # Its thread would take the time that requests need.
+            auto_refresh=False,
+            disable=not self._console.is_terminal,
+        )
+        self._bar = self._bars.add_task(what, total=total, open=0)
+        self._bars.start()
+
+    def __call__(self, run: Run, num_open: int) -> None:
+        """Often, and mostly does nothing."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        if self._console.is_terminal:
+            self._bars.update(self._bar, completed=len(run.samples), open=num_open, refresh=True)
+        elif now - self._said >= SAY_S:
+            self._said = now
+            self._console.print(
+                f"{self._what}: {len(run.samples)} of {self._total} due, {num_open} open"
+            )
+
+    def close(self) -> None:
+        self._bars.stop()
+
 
 CONNECT_S = 5.0
 OTHER_FILES = 64

@@ -9,16 +9,349 @@
 from __future__ import annotations
 
 import math
+import random
 import tomllib
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidArgument
 from baton_loadtest import traces
-from baton_loadtest.load import lengths
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.workload import Drawn, Replay, Source
+from baton_loadtest.drive import Piece, Session, Turn, Workload
+from baton_loadtest.traces import BLOCK, Recorded, Trace
+
+# When requests are due: Poisson, constant, bursts, ramps, or a trace's own times; draws nothing
+# else and knows no clock.
+#
+# Times are in seconds from the beginning. Rates are per second.
+
+
+MOST = 10_000_000
+"""Arrivals of one run: what is recorded of them has to fit into memory."""
+
+
+class Kind(StrEnum):
+    CONSTANT = "constant"
+    POISSON = "poisson"
+    BURSTS = "bursts"
+    RAMP = "ramp"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """rate: at the beginning, and outside bursts. to_rate: at the end of a ramp. burst_rate: for
+    the first burst_s of every period_s. All kinds but constant are Poisson processes.
+
+    Raises InvalidArgument naming the field.
+    """
+
+    kind: Kind
+    rate: float
+    seconds: float
+    to_rate: float = 0.0
+    burst_rate: float = 0.0
+    burst_s: float = 0.0
+    period_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "seconds", *_NEEDS[self.kind]):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InvalidArgument("must be a number above 0", field=f"arrivals.{name}")
+        if self.kind is Kind.BURSTS and self.burst_s > self.period_s:
+            raise InvalidArgument("must be at most period_s", field="arrivals.burst_s")
+        if self.mean_rate * self.seconds > MOST:
+            raise InvalidArgument(f"would be more than {MOST:,} arrivals", field="arrivals.rate")
+
+    @property
+    def mean_rate(self) -> float:
+        """Over all of the time."""
+        if self.kind is Kind.RAMP:
+            return (self.rate + self.to_rate) / 2
+        if self.kind is Kind.BURSTS:
+            periods, rest = divmod(self.seconds, self.period_s)
+            burst = (periods * self.burst_s + min(rest, self.burst_s)) / self.seconds
+            return self.rate + (self.burst_rate - self.rate) * burst
+        return self.rate
+
+    @property
+    def highest_rate(self) -> float:
+        return max(self.rate, self.to_rate, self.burst_rate)
+
+    def scaled(self, factor: float) -> Arrivals:
+        """So many times as many arrivals, in the same time and shape."""
+        return replace(
+            self,
+            rate=self.rate * factor,
+            to_rate=self.to_rate * factor,
+            burst_rate=self.burst_rate * factor,
+        )
+
+    def rate_at(self, at: float) -> float:
+        if self.kind is Kind.RAMP:
+            return self.rate + (self.to_rate - self.rate) * at / self.seconds
+        if self.kind is Kind.BURSTS and at % self.period_s < self.burst_s:
+            return self.burst_rate
+        return self.rate
+
+    def times(self, draw: random.Random) -> list[float]:
+        """In order, from 0 to below `seconds`."""
+        if self.kind is Kind.CONSTANT:
+            count = int(self.rate * self.seconds)
+            return [at for n in range(count + 1) if (at := n / self.rate) < self.seconds]
+        found = []
+        highest = self.highest_rate
+        at = draw.expovariate(highest)
+        while at < self.seconds:
+            # Thinning: a process of the highest rate, of which each arrival stays by its chance.
+            if self.rate_at(at) >= highest * draw.random():
+                found.append(at)
+            at += draw.expovariate(highest)
+        return found
+
+
+_NEEDS: dict[Kind, tuple[str, ...]] = {
+    Kind.CONSTANT: (),
+    Kind.POISSON: (),
+    Kind.RAMP: ("to_rate",),
+    Kind.BURSTS: ("burst_rate", "burst_s", "period_s"),
+}
+
+
+def replayed(times: Iterable[float], speed: float) -> list[float]:
+    """A trace's times, counted from its first one and passing `speed` times as fast, in order."""
+    ordered = sorted(times)
+    return [(at - ordered[0]) / speed for at in ordered]
+
+
+# How long prompts and answers are: quantile tables of real traffic under a name; draws from them,
+# and knows no prompt.
+#
+# Where the numbers come from (facts about published traces; the traces are no part of Baton):
+#
+# chat   all 19 366 requests of the conversation part of the Azure LLM inference trace 2023 (of the
+#        Splitwise paper, CC-BY 4.0)
+# code   all 8 819 requests of its code part
+# rag    the 7 373 requests of Mooncake's conversation trace (12 031 requests, FAST 2025,
+#        Apache-2.0) whose blocks, but for the first, no earlier request had: somebody asks
+# something
+#        something about a long text. A stand-in: the trace does not say which were retrieval
+# agent  the other 4 658, which go on from an earlier request: what a turn adds to the prompt (the
+#        3 780 where that is more than nothing), and what it is answered. A stand-in likewise
+#
+# Prompt and answer are drawn independently: what ties them together in real traffic is in the
+# traces only.
+
+
+SHARES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """tokens: the length that each of SHARES stays at or below; straight lines in between."""
+
+    tokens: tuple[float, ...]
+
+    def at(self, share: float) -> float:
+        """share: from 0 to 1."""
+        place = min(bisect_right(SHARES, share), len(SHARES) - 1)
+        low, high = SHARES[place - 1], SHARES[place]
+        here, there = self.tokens[place - 1], self.tokens[place]
+        return here + (there - here) * (share - low) / (high - low)
+
+    def draw(self, draw: random.Random, scale: float) -> int:
+        """At least one token."""
+        return max(1, round(self.at(draw.random()) * scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    prompt: Quantiles
+    output: Quantiles
+
+
+def _quantiles(*tokens: float) -> Quantiles:
+    return Quantiles(tokens)
+
+
+NAMED = {
+    "chat": Lengths(
+        _quantiles(2, 29, 181, 207, 387, 403, 703, 1020, 1071, 1130, 1315, 2735, 4083, 4142, 14050),
+        _quantiles(7, 16, 41, 54, 77, 91, 103, 129, 177, 384, 400, 424, 451, 601, 1000),
+    ),
+    "code": Lengths(
+        _quantiles(3, 17, 75, 147, 385, 770, 1075, 1469, 1909, 2433, 3193, 5194, 7315, 7436, 7437),
+        _quantiles(6, 6, 6, 7, 8, 9, 11, 13, 16, 20, 29, 55, 90, 252, 1899),
+    ),
+    "rag": Lengths(
+        _quantiles(
+            *(891, 894, 897, 905, 1092, 1756, 3914, 5264, 7417, 10775),
+            *(15871, 25561, 38538, 89869, 126195),
+        ),
+        _quantiles(1, 3, 9, 22, 97, 214, 293, 351, 398, 445, 499, 585, 674, 1019, 2000),
+    ),
+    "agent": Lengths(
+        _quantiles(1, 4, 6, 8, 11, 16, 25, 46, 135, 463, 2218, 5059, 7907, 19077, 91467),
+        _quantiles(1, 3, 13, 29, 104, 212, 287, 349, 401, 453, 513, 618, 739, 1338, 2000),
+    ),
+}
+
+
+def named(name: str) -> Lengths:
+    """Raises InvalidArgument."""
+    if name not in NAMED:
+        raise InvalidArgument(f"{name!r} is none of {', '.join(NAMED)}", field="lengths.of")
+    return NAMED[name]
+
+
+def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
+    """All the same."""
+    each = len(SHARES)
+    return Lengths(Quantiles((prompt_tokens,) * each), Quantiles((output_tokens,) * each))
+
+
+# What is asked, by whom and when: sessions of turns, drawn for a scenario before anything leaves.
+#
+# A session's first turn is due at a time of its own; each further one a pause after the answer to
+# the one before, whose prompt and answer it begins with. Lengths are in tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Requests that are drawn. shared_tokens: of the beginning that all sessions of a group have in
+    common, besides the prompt's own. pause_s: on average; exponential."""
+
+    arrivals: Arrivals
+    lengths: Lengths
+    scale: float = 1.0
+    most_tokens: int | None = None
+    shared_tokens: int = 0
+    shared_groups: int = 1
+    turns: int = 1
+    pause_s: float = 0.0
+
+    @property
+    def mean_rate(self) -> float:
+        """Sessions a second."""
+        return self.arrivals.mean_rate
+
+    def scaled(self, factor: float) -> Drawn:
+        return replace(self, arrivals=self.arrivals.scaled(factor))
+
+    def workload(self, seed: int) -> Workload:
+        draw = random.Random(f"workload {seed}")
+        sessions, shortened = [], 0
+        for number, due_s in enumerate(self.arrivals.times(draw)):
+            turns, left_out = self._turns(draw, number)
+            sessions.append(Session(due_s, turns))
+            shortened += left_out
+        return Workload(tuple(sessions), self.arrivals.seconds, shortened)
+
+    def _turns(self, draw: random.Random, number: int) -> tuple[tuple[Turn, ...], int]:
+        context, shortened = 0, 0
+        turns: list[Turn] = []
+        for index in range(self.turns):
+            prompt = self.lengths.prompt.draw(draw, self.scale)
+            output = self.lengths.output.draw(draw, self.scale)
+            pause_s = draw.expovariate(1 / self.pause_s) if index and self.pause_s else 0.0
+            pieces = []
+            if not index and self.shared_tokens:
+                group = draw.randrange(self.shared_groups)
+                pieces.append(Piece(f"shared {group}", self.shared_tokens))
+            pieces.append(Piece(f"own {number} {index}", prompt))
+            turn = Turn(tuple(pieces), output, pause_s)
+            if index and self.most_tokens is not None:
+                if context + turn.prompt_tokens + output > self.most_tokens:
+                    return tuple(turns), shortened + self.turns - index
+            else:
+                turn, cut = _fitted(turn, self.most_tokens)
+                shortened += cut
+            turns.append(turn)
+            context += turn.prompt_tokens + turn.output_tokens
+        return tuple(turns), shortened
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Requests of a trace. speed: how many times as fast as they came. seconds: of the replay, None
+    for all of it."""
+
+    trace: Trace
+    speed: float = 1.0
+    scale: float = 1.0
+    most_tokens: int | None = None
+    seconds: float | None = None
+    own_s: float = field(default=0.0, init=False)
+    """The trace's own length, to its last request."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed < float("inf"):
+            raise InvalidArgument("must be a number above 0", field="trace.speed")
+        times = [request.at_s for request in self.trace.requests]
+        object.__setattr__(self, "own_s", max(times) - min(times))
+
+    @property
+    def mean_rate(self) -> float:
+        """Requests a second, over all of the trace."""
+        return len(self.trace.requests) * self.speed / self.own_s if self.own_s else 1.0
+
+    def scaled(self, factor: float) -> Replay:
+        """In the same time, if there is one."""
+        return replace(self, speed=self.speed * factor)
+
+    def workload(self, seed: int) -> Workload:
+        """seed: chance has no part in it."""
+        requests = sorted(self.trace.requests, key=lambda one: one.at_s)
+        times = replayed((one.at_s for one in requests), self.speed)
+        sessions, shortened = [], 0
+        for number, (due_s, request) in enumerate(zip(times, requests, strict=True)):
+            if self.seconds is not None and due_s >= self.seconds:
+                break
+            output = max(1, round(request.output_tokens * self.scale))
+            pieces = tuple(_pieces(request, number, self.scale))
+            turn, cut = _fitted(Turn(pieces, output), self.most_tokens)
+            sessions.append(Session(due_s, (turn,)))
+            shortened += cut
+        seconds = self.own_s / self.speed
+        if self.seconds is not None:
+            seconds = min(seconds, self.seconds)
+        return Workload(tuple(sessions), seconds, shortened)
+
+
+Source = Drawn | Replay
+
+
+def _pieces(request: Recorded, number: int, scale: float) -> Iterator[Piece]:
+    """A block stays one when it is scaled: equal ids have equal tokens."""
+    left = max(1, round(request.prompt_tokens * scale))
+    if not request.blocks:
+        yield Piece(f"own {number} 0", left)
+        return
+    size = max(1, round(BLOCK * scale))
+    for place, block in enumerate(request.blocks, 1):
+        # The last one takes what rounding left over.
+        tokens = left if place == len(request.blocks) else min(size, left)
+        if tokens:
+            yield Piece(f"block {block}", tokens)
+        left -= tokens
+
+
+def _fitted(turn: Turn, most_tokens: int | None) -> tuple[Turn, bool]:
+    """A turn of at most so many tokens, answer included, and whether it was longer. The answer
+    gives way only where it has more than half of them."""
+    if most_tokens is None or turn.prompt_tokens + turn.output_tokens <= most_tokens:
+        return turn, False
+    output = min(turn.output_tokens, most_tokens // 2)
+    left = most_tokens - output
+    pieces = []
+    for piece in turn.pieces:
+        if taken := min(left, piece.tokens):
+            pieces.append(Piece(piece.key, taken))
+        left -= taken
+    return Turn(tuple(pieces), output, turn.pause_s), True
+
 
 _FIELDS = {
     "arrivals": {"kind", "rate", "seconds", "to_rate", "burst_rate", "burst_s", "period_s"},
@@ -137,11 +470,11 @@ def _replay(table: _Table, folder: Path, changes: Changes) -> Replay:
     return replay
 
 
-def _lengths(table: _Table) -> lengths.Lengths:
+def _lengths(table: _Table) -> Lengths:
     name = table.get("lengths", "of", None)
     if name is not None:
-        return lengths.named(str(name))
-    return lengths.fixed(
+        return named(str(name))
+    return fixed(
         table.count("lengths", "prompt_tokens", None, 1),
         table.count("lengths", "output_tokens", None, 1),
     )

@@ -11,8 +11,7 @@ import pytest
 
 from baton.cli.main import main
 from baton.testing.faults import POINTS
-from baton_loadtest.chaos.guards import Guarded
-from baton_loadtest.chaos.pattern import Pool, kv_of
+from baton_loadtest.chaos.sides import Guarded, Pool, kv_of
 
 # What is told in these is a benchmark's to judge, not a test's.
 TIMES = ("s", "ms")

@@ -17,13 +17,17 @@ from hypothesis import strategies as st
 from baton.cli.main import main
 from baton.cli.ports import HOST, free_ports
 from baton.v1 import inference_pb2
-from baton_loadtest.chaos.streams.answer import Answer, differences, is_shifted
-from baton_loadtest.chaos.streams.callers import caller
-from baton_loadtest.chaos.streams.hits import hits
+from baton_loadtest.chaos.streams.fleet import WORKER_ROLES, hits
 from baton_loadtest.chaos.streams.kills import victims
-from baton_loadtest.chaos.streams.proxy import Edge, Proxy
-from baton_loadtest.chaos.streams.roles import WORKER_ROLES
-from baton_loadtest.chaos.streams.workload import KINDS, streams
+from baton_loadtest.chaos.streams.load import (
+    KINDS,
+    Answer,
+    caller,
+    differences,
+    is_shifted,
+    streams,
+)
+from baton_loadtest.chaos.streams.network import Edge, Proxy
 
 SLOWEST_S = 900
 """Of a short run on a machine that has much else to do; on a quiet one it is seconds."""

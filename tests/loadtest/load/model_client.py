@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton_loadtest.drive import ANSWERED, Clock, LoadLimits, OpenLoop, Run, TokenIds, Workload
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import fixed
-from baton_loadtest.load.workload import Drawn
+from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from tests.sim.virtual_loop import VirtualLoop
 
 Asked = tuple[tuple[int, ...], int]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton_loadtest.load.arrivals import Arrivals, Kind, replayed
+from baton_loadtest.load.scenario import Arrivals, Kind, replayed
 
 RATES = st.floats(0.5, 50)
 

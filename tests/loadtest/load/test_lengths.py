@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton_loadtest.load.lengths import NAMED, SHARES, Quantiles, fixed, named
+from baton_loadtest.load.scenario import NAMED, SHARES, Quantiles, fixed, named
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
 from baton_loadtest.drive import LONGEST_CACHED, Piece, TokenIds
-from baton_loadtest.load.arrivals import Arrivals, Kind
-from baton_loadtest.load.lengths import NAMED, fixed
-from baton_loadtest.load.workload import Drawn, Replay
+from baton_loadtest.load.scenario import NAMED, Arrivals, Drawn, Kind, Replay, fixed
 from baton_loadtest.traces import BLOCK, Recorded, Trace
 
 IDS = TokenIds(3, 64, 1899)

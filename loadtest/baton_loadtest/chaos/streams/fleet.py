@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 
 from baton.cli import state
 from baton.cli.http_client import met, scrape, total
@@ -22,10 +26,46 @@ from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_row
 from baton.cli.supervisor import FIRST_BACKOFF_S, Child, Supervisor
 from baton_loadtest.chaos.cluster import environment
-from baton_loadtest.chaos.peers import Broken
 from baton_loadtest.chaos.streams.network import Network
-from baton_loadtest.chaos.streams.roles import WORKER_ROLES
+from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import say, supervised
+
+# The roles of workers, in the order in which a request meets them.
+
+
+WORKER_ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
+
+
+# Which streams lost something to a failure, and when, as the routers' logs tell.
+
+
+BUSY = "OVERLOADED"
+"""A worker that is full refuses: nothing is lost by that."""
+
+
+@dataclass(slots=True)
+class Hit:
+    """first: when the first loss was noticed, by the monotonic clock. roles: of who was lost."""
+
+    first: float
+    roles: set[str] = field(default_factory=set)
+
+
+def hits(log: Path) -> dict[str, Hit]:
+    """By request id. The log is that of this boot, in JSON lines."""
+    found: dict[str, Hit] = {}
+    to_monotonic = time.monotonic() - time.time()
+    for line in log.read_text(errors="replace").splitlines():
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(said, dict) or not said.get("lost_at") or said["reason"] == BUSY:
+            continue
+        noticed = datetime.fromisoformat(said["time"]).timestamp() + to_monotonic
+        found.setdefault(said["request_id"], Hit(noticed)).roles.add(said["lost_at"])
+    return found
+
 
 OF_EACH = 2
 KV_MEMORY_MIB = 64

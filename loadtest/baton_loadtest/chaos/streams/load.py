@@ -1,21 +1,279 @@
-"""Asks for streams, so many at a time, and follows them."""
+"""Streams whose answers are known, driven while processes die, and what became of them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import os
+import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
 from typing import TypeAlias
 
 import grpc
 
 from baton.rpc.transport import open_channel
-from baton.v1 import inference_pb2_grpc
-from baton_loadtest.chaos.streams.answer import Answer
-from baton_loadtest.chaos.streams.workload import Wanted
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from baton_loadtest.launch import say
+from baton_loadtest.report import Result, at_most, compared
+
+# The streams of a run, all drawn from its seed; asks nobody.
+
+
+SHORTEST, LONGEST = 128, 256
+"""Output tokens of a stream. Stop strings are looked for after the shortest."""
+
+PROMPT_WORDS = (20, 90)
+PROMPT_TOKENS = (60, 300)
+TOKEN_IDS = (64, 1900)
+"""Ordinary tokens of the bundled model."""
+
+STOP_STRINGS = ("and", "ing", "ed", "ou", "ea", "th", "al", "is")
+"""Two of them end nearly every text between the shortest and the longest."""
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Kind(Enum):
+    """What sort of stream it is; the value is its name in tables."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled, with penalties"
+    STOPPED = "with stop strings"
+    LOGPROBS = "with log-probabilities"
+    CHOICES = "with n = 2"
+
+
+KINDS = tuple(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One stream: what is asked, and how many choices come of it."""
+
+    number: int
+    kind: Kind
+    request: inference_pb2.GenerateRequest
+
+
+def streams(seed: int, count: int) -> list[Wanted]:
+    """As many streams of all kinds, half of texts and half of token ids, the same for a seed."""
+    draw = random.Random(f"streams {seed}")
+    return [_stream(draw, number) for number in range(count)]
+
+
+def short(draw: random.Random) -> Wanted:
+    """A stream of two tokens after a prompt that nobody asked before."""
+    ids = [draw.randrange(*TOKEN_IDS) for _ in range(PROMPT_TOKENS[0])]
+    options = inference_pb2.GenerationOptions(
+        stop=types_pb2.StopParams(max_tokens=2, ignore_eos=True)
+    )
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=ids), options=options
+    )
+    return Wanted(-1, Kind.GREEDY, request)
+
+
+def _stream(draw: random.Random, number: int) -> Wanted:
+    kind = KINDS[number % len(KINDS)]
+    request = inference_pb2.GenerateRequest(
+        options=inference_pb2.GenerationOptions(
+            sampling=types_pb2.SamplingParams(temperature=0.0, seed=draw.getrandbits(53)),
+            stop=types_pb2.StopParams(max_tokens=draw.randint(SHORTEST, LONGEST), ignore_eos=True),
+            return_token_ids=True,
+        )
+    )
+    if draw.random() < 0.5:
+        request.text = " ".join(_word(draw) for _ in range(draw.randint(*PROMPT_WORDS)))
+    else:
+        length = draw.randint(*PROMPT_TOKENS)
+        request.token_ids.ids.extend(draw.randrange(*TOKEN_IDS) for _ in range(length))
+    _OF_KIND[kind](request.options, draw)
+    return Wanted(number, kind, request)
+
+
+def _word(draw: random.Random) -> str:
+    return "".join(draw.choice(LETTERS) for _ in range(draw.randint(1, 8)))
+
+
+def _greedy(options: inference_pb2.GenerationOptions, draw: random.Random) -> None:
+    pass
+
+
+def _sampled(options: inference_pb2.GenerationOptions, draw: random.Random) -> None:
+    options.sampling.temperature = draw.choice((0.7, 1.0, 1.3))
+    options.sampling.top_p = 0.95
+    options.sampling.repetition_penalty = 1.1
+    options.sampling.frequency_penalty = 0.1
+
+
+def _stopped(options: inference_pb2.GenerationOptions, draw: random.Random) -> None:
+    options.sampling.temperature = draw.choice((0.0, 1.0))
+    options.stop.min_tokens = SHORTEST
+    options.stop.max_tokens = LONGEST
+    options.stop.stop_strings.extend(draw.sample(STOP_STRINGS, 2))
+    options.stop.include_stop_string = draw.random() < 0.5
+
+
+def _logprobs(options: inference_pb2.GenerationOptions, draw: random.Random) -> None:
+    options.sampling.temperature = draw.choice((0.0, 1.0))
+    options.sampling.top_logprobs = 3
+
+
+def _choices(options: inference_pb2.GenerationOptions, draw: random.Random) -> None:
+    options.sampling.temperature = 1.0
+    options.n = 2
+
+
+_OF_KIND: dict[Kind, Callable[[inference_pb2.GenerationOptions, random.Random], None]] = {
+    Kind.GREEDY: _greedy,
+    Kind.SAMPLED: _sampled,
+    Kind.STOPPED: _stopped,
+    Kind.LOGPROBS: _logprobs,
+    Kind.CHOICES: _choices,
+}
+
+
+# What one stream gave, and whether that is what another one gave; asks nobody.
+
+
+PARTS = ("tokens", "text", "log-probabilities", "ends")
+"""What is compared: token ids; text by its bytes; log-probabilities with their tokens' bytes; and
+finish reasons, stop strings and usage."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """By choice. times: when it was asked and when each event came, in seconds of one clock.
+
+    ends: finish reason and stop string. usage: prompt and output tokens. failed: the code that
+    ended the stream early, with gRPC's words for it.
+    """
+
+    times: list[float]
+    request_id: str = ""
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[bytes]] = field(default_factory=dict)
+    ends: dict[int, tuple[int, str]] = field(default_factory=dict)
+    usage: tuple[int, int] | None = None
+    failed: grpc.StatusCode | None = None
+    words: str = ""
+
+    def take(self, event: inference_pb2.GenerationEvent, now: float) -> None:
+        self.times.append(now)
+        match event.WhichOneof("event"):
+            case "accepted":
+                self.request_id = event.accepted.request_id
+            case "finished":
+                self.usage = (event.finished.prompt_tokens, event.finished.completion_tokens)
+            case "delta":
+                self._take_delta(event.delta)
+
+    def _take_delta(self, delta: inference_pb2.ChoiceDelta) -> None:
+        choice = delta.choice
+        self.tokens.setdefault(choice, []).extend(delta.token_ids)
+        self.text[choice] = self.text.get(choice, "") + delta.text
+        self.logprobs.setdefault(choice, []).extend(
+            entry.SerializeToString(deterministic=True) for entry in delta.logprobs
+        )
+        if delta.finish_reason:
+            self.ends[choice] = (delta.finish_reason, delta.stop_string)
+
+    @property
+    def finished(self) -> bool:
+        return self.usage is not None and self.failed is None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    def silence(self, since: float) -> float:
+        """The longest time without an event, of those that ended after a time."""
+        gaps = [later - earlier for earlier, later in pairwise(self.times) if later > since]
+        return max(gaps, default=0.0)
+
+    def gaps(self) -> list[float]:
+        """Between events with tokens: the first one, the acceptance, is none."""
+        return [later - earlier for earlier, later in pairwise(self.times[2:])]
+
+
+def differences(got: Answer, expected: Answer) -> set[str]:
+    """The parts in which a stream differs from its reference."""
+    found = {
+        "tokens": got.tokens == expected.tokens,
+        "text": _bytes(got.text) == _bytes(expected.text),
+        "log-probabilities": got.logprobs == expected.logprobs,
+        "ends": (got.ends, got.usage) == (expected.ends, expected.usage),
+    }
+    return {part for part in PARTS if not found[part]}
+
+
+def is_shifted(got: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether tokens differ by a run that was left out, or told twice: all others are there."""
+    short, long = sorted((got, expected), key=len)
+    if len(short) == len(long):
+        return False
+    same = next(
+        (i for i, pair in enumerate(zip(short, long, strict=False)) if len(set(pair)) > 1),
+        len(short),
+    )
+    left = len(short) - same
+    return list(short[same:]) == list(long[len(long) - left :])
+
+
+def _bytes(text: dict[int, str]) -> dict[int, bytes]:
+    return {choice: said.encode() for choice, said in text.items()}
+
+
+# Which of our processes holds the other end of a TCP connection on this machine (Linux).
+#
+# The kernel's tables name the socket of a port, and a process's open files name its sockets;
+# neither needs more rights than one has on one's own processes.
+
+
+TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+"""gRPC speaks IPv4 through sockets of IPv6."""
+
+
+def caller(local_port: int, remote_port: int, processes: Mapping[int, str]) -> str:
+    """The name of the process, of those given by id, that connected from one port to another on
+    loopback; "" when it is none of them."""
+    inode = _inode(local_port, remote_port)
+    for pid, name in processes.items():
+        if inode and f"socket:[{inode}]" in _open_files(pid):
+            return name
+    return ""
+
+
+def _inode(local_port: int, remote_port: int) -> str:
+    """Of the connected socket, as the kernel's table has it: addresses are hexadecimal."""
+    ends = (f":{local_port:04X}", f":{remote_port:04X}")
+    for table in TABLES:
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            columns = line.split()
+            if columns[1].endswith(ends[0]) and columns[2].endswith(ends[1]):
+                return columns[9]
+    return ""
+
+
+def _open_files(pid: int) -> set[str]:
+    """What a process's open files are; none when it is gone."""
+    found = set()
+    with suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            # It may be closed by now.
+            with suppress(OSError):
+                found.add(os.readlink(file))
+    return found
+
 
 TIMEOUT_S = 300.0
 
@@ -125,3 +383,61 @@ class Load:
         finally:
             del self.open[number]
         self.answers.append((wanted, answer))
+
+
+# Figures that every schedule has: what streams gave against their reference, and what stayed.
+
+
+def compared_with(
+    wanted: Sequence[Wanted], reference: Sequence[Answer], answers: Sequence[Answer]
+) -> list[Result]:
+    """All three belong together by their places. What differs is told on the way."""
+    differing: Counter[str] = Counter()
+    equal: Counter[str] = Counter()
+    shifted = 0
+    for one, expected, got in zip(wanted, reference, answers, strict=True):
+        found = differences(got, expected)
+        differing.update(found)
+        equal[one.kind.value] += not found
+        shifted += _is_shifted(got, expected)
+        if found or not (got.finished and expected.finished):
+            _tell(one, expected, got, found)
+    count, kinds = len(answers), Counter(one.kind.value for one in wanted)
+    return [
+        Result("streams", count, ""),
+        Result("tokens of these", sum(answer.num_tokens for answer in answers), ""),
+        compared("finished", sum(a.finished for a in answers), "", count, 1.0),
+        *(compared(f"equal {part}", count - differing[part], "", count, 1.0) for part in PARTS),
+        at_most("streams with tokens left out or told twice", shifted, "", 0),
+        *(
+            compared(f"equal in everything: {kind.value}", equal[kind.value], "", number, 1.0)
+            for kind in KINDS
+            if (number := kinds[kind.value])
+        ),
+    ]
+
+
+def left_behind(held: float, unasked: int) -> list[Result]:
+    """What holds for the processes once all streams have ended."""
+    return [
+        at_most("held on workers when all streams had ended", held, "", 0),
+        at_most("processes that ended by themselves", unasked, "", 0),
+    ]
+
+
+def _is_shifted(got: Answer, expected: Answer) -> bool:
+    return any(
+        is_shifted(got.tokens.get(choice, []), ids)
+        for choice, ids in expected.tokens.items()
+        if got.finished
+    )
+
+
+def _tell(wanted: Wanted, expected: Answer, got: Answer, found: set[str]) -> None:
+    parts = ", ".join(sorted(found)) or "nothing"
+    failed = f"; failed with {got.failed.name}: {got.words}" if got.failed else ""
+    missing = "" if expected.finished else "; its reference did not finish"
+    say(
+        f"stream {wanted.number} ({wanted.kind.value}, {got.request_id}) differs in {parts}"
+        f"{failed}{missing}"
+    )

@@ -14,12 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from baton_loadtest.chaos.streams.fleet import Fleet, fleet
-from baton_loadtest.chaos.streams.hits import hits
-from baton_loadtest.chaos.streams.load import Load, client_of
-from baton_loadtest.chaos.streams.roles import WORKER_ROLES
-from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
-from baton_loadtest.chaos.streams.workload import streams
+from baton_loadtest.chaos.streams.fleet import WORKER_ROLES, Fleet, fleet, hits
+from baton_loadtest.chaos.streams.load import Load, client_of, compared_with, left_behind, streams
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, quantile
 

@@ -17,13 +17,19 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton_loadtest.chaos.peers import Broken
-from baton_loadtest.chaos.streams.answer import Answer
-from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, Fleet, fleet
-from baton_loadtest.chaos.streams.load import Load, Stub, client_of, follow
-from baton_loadtest.chaos.streams.roles import WORKER_ROLES
-from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
-from baton_loadtest.chaos.streams.workload import Wanted, streams
+from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, WORKER_ROLES, Fleet, fleet
+from baton_loadtest.chaos.streams.load import (
+    Answer,
+    Load,
+    Stub,
+    Wanted,
+    client_of,
+    compared_with,
+    follow,
+    left_behind,
+    streams,
+)
+from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 

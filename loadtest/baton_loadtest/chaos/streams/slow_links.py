@@ -10,13 +10,10 @@ import argparse
 import asyncio
 import random
 
-from baton_loadtest.chaos.streams.fleet import fleet
-from baton_loadtest.chaos.streams.hits import hits
-from baton_loadtest.chaos.streams.load import Load, client_of
+from baton_loadtest.chaos.streams.fleet import fleet, hits
+from baton_loadtest.chaos.streams.load import Load, client_of, compared_with, left_behind, streams
 from baton_loadtest.chaos.streams.network import ProxiedNetwork
 from baton_loadtest.chaos.streams.partitions import pairs_of
-from baton_loadtest.chaos.streams.verdict import compared_with, left_behind
-from baton_loadtest.chaos.streams.workload import streams
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, quantile
 

@@ -1,0 +1,476 @@
+"""One side of a hand-over in a process of its own: what a worker runs, without a model.
+
+A guarded staging pool shows what was written where it must not be; a pattern stands for what an
+engine computes. The experiment on the other end of the pipe says what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from baton.core.errors import BatonError
+from baton.core.request.attempt import ChoiceTokens, SequenceKey
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.rpc.channels import Channels
+from baton.rpc.interceptors import ErrorInterceptor
+from baton.rpc.lifecycle import die_with_parent, new_instance_id
+from baton.rpc.options import INTERNAL_SERVER
+from baton.rpc.transport import bind
+from baton.testing.faults import FaultInjector, parse
+from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
+from baton.transfer.loopback import LoopbackTransport
+from baton.transfer.nixl import NixlTransport
+from baton.transfer.receiver import KvReceiver, TransferRequest
+from baton.transfer.sender import KvSender, PendingTransfer
+from baton.transfer.staging import KvTransport, StagingBuffer, StagingPool
+from baton.transfer.stats import HandoverStats
+from baton.transfer.stream import Liveness
+from baton.transfer.transports import Staging, TransferReader
+from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
+from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+
+# What the two processes of an experiment are made of; plain values.
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """layers: 128 bytes per position each. positions: of the longest input. chunk: positions that
+    are computed at a time. heartbeat_s and missed: see `baton.transfer.stream.Liveness`.
+    """
+
+    transport: str = "nixl"
+    num_buffers: int = 8
+    buffer_bytes: int = 4096
+    layers: int = 2
+    positions: int = 90
+    chunk: int = 30
+    heartbeat_s: float = 0.1
+    missed: int = 10
+    faults: str = ""
+
+
+# KV whose every byte is known, and a pool to put it in that shows what else was written.
+#
+# A hash stands for a model's KV: what lies at a position follows from the hand-over's id and the
+# position, so that bytes of another hand-over, position or time are never right by chance.
+
+
+CANARY = 0xEE
+HEADS, HEAD_SIZE = 2, 8
+
+
+def layout(layers: int) -> KvLayout:
+    """128 bytes per position and layer."""
+    return KvLayout("ab" * 32, "float32", layers, HEADS, HEAD_SIZE, HEAD_SIZE)
+
+
+def kv_of(handover_id: bytes, position: int, size: int) -> bytes:
+    """The KV of one position of one hand-over."""
+    return hashlib.shake_128(handover_id + position.to_bytes(4, "little")).digest(size)
+
+
+class Pool:
+    """Stands for an engine's blocks: room for one input, and as much around it for nobody."""
+
+    def __init__(self, positions: int, bytes_per_position: int) -> None:
+        self._size, self._margin = bytes_per_position, positions * bytes_per_position
+        self._clean = bytes([CANARY]) * (3 * self._margin)
+        self._memory = bytearray(self._clean)
+        self._unpacked: set[int] = set()
+
+    async def unpack(self, first_position: int, count: int, payload: memoryview) -> None:
+        start = self._margin + first_position * self._size
+        self._memory[start : start + count * self._size] = payload
+        self._unpacked.update(range(first_position, first_position + count))
+
+    @property
+    def num_unpacked(self) -> int:
+        return len(self._unpacked)
+
+    def num_wrong(self, handover_id: bytes) -> int:
+        """Positions that were unpacked and do not hold what they must."""
+        return sum(
+            self._at(position) != kv_of(handover_id, position, self._size)
+            for position in self._unpacked
+        )
+
+    def num_changed(self) -> int:
+        """Bytes that nobody unpacked and that are not what they were."""
+        left = bytearray(self._memory)
+        for position in self._unpacked:
+            start = self._margin + position * self._size
+            left[start : start + self._size] = self._clean[: self._size]
+        return differing(left, self._clean)
+
+    def contents(self) -> bytes:
+        """All of it, as it is now."""
+        return bytes(self._memory)
+
+    def clear(self) -> None:
+        """Only when nothing unpacks."""
+        self._memory[:] = self._clean
+        self._unpacked.clear()
+
+    def _at(self, position: int) -> bytes:
+        start = self._margin + position * self._size
+        return bytes(self._memory[start : start + self._size])
+
+
+def differing(one: bytes | bytearray | memoryview, other: bytes | bytearray | memoryview) -> int:
+    """How many bytes differ."""
+    return int(np.count_nonzero(np.frombuffer(one, np.uint8) != np.frombuffer(other, np.uint8)))
+
+
+# A ring between two memories that nobody may write, which tells what changed where it must not.
+
+
+TRIES = 32
+
+
+class WatchedRing(StagingPool):
+    """Remembers which buffers anybody has had."""
+
+    taken: set[int]
+
+    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
+        self.taken = set()
+        super().__init__(num_buffers, buffer_bytes)
+
+    def take(self, peer: str) -> StagingBuffer | None:
+        buffer = super().take(peer)
+        if buffer is not None:
+            self.taken.add(buffer.index)
+        return buffer
+
+
+class Guarded:
+    """A ring and its guards, each as large as the ring itself.
+
+    adjacent: how many guards lie right next to the ring. The system puts equal memories one below
+    the other unless a gap ends between them; so gaps are filled up until it does.
+    """
+
+    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
+        size = num_buffers * buffer_bytes
+        self._canary = bytes([CANARY]) * size
+        self._buffer_canary = bytes([CANARY]) * buffer_bytes
+        self._before: dict[int, bytes] = {}
+        fillers = []
+        for _ in range(TRIES):
+            self._above = mmap.mmap(-1, size)
+            self.ring = WatchedRing(num_buffers, buffer_bytes)
+            self._below = mmap.mmap(-1, size)
+            self.adjacent = sum(
+                _address(guard) - self.ring.base_address == distance
+                for guard, distance in zip(self._guards, (size, -size), strict=True)
+            )
+            if self.adjacent == 2:
+                break
+            fillers.append((self._above, self.ring, self._below))
+        for _, ring, _ in fillers:
+            ring.close()
+        for guard in self._guards:
+            guard[:] = self._canary
+
+    @property
+    def _guards(self) -> tuple[mmap.mmap, mmap.mmap]:
+        return self._above, self._below
+
+    def clear(self) -> None:
+        """Fills all buffers. Only when every one is free."""
+        for index in range(self.ring.num_buffers):
+            self.ring.view(index)[:] = self._buffer_canary
+        self.ring.taken.clear()
+
+    def num_changed(self) -> int:
+        """Bytes that changed in the guards and in buffers that nobody has had since `clear`."""
+        changed = sum(differing(guard[:], self._canary) for guard in self._guards)
+        for index in set(range(self.ring.num_buffers)) - self.ring.taken:
+            changed += differing(self.ring.view(index), self._buffer_canary)
+        return changed
+
+    def snapshot(self) -> None:
+        """Remembers what lies in every buffer now."""
+        self._before = {i: bytes(self.ring.view(i)) for i in range(self.ring.num_buffers)}
+
+    def num_late(self) -> int:
+        """Bytes that changed in buffers since `snapshot`."""
+        return sum(differing(self.ring.view(i), old) for i, old in self._before.items())
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+# What both sides' processes have: a guarded ring, a transport, faults, and counts of it all.
+
+
+Said = dict[str, Any]
+Do = Callable[[Said], Awaitable[Said]]
+
+
+class Side(ABC):
+    """What both sides can do: arm, reset, state, snapshot, late."""
+
+    def __init__(self, role: str, settings: Settings) -> None:
+        self.settings, self.layout = settings, layout(settings.layers)
+        self.faults = FaultInjector(parse(settings.faults))
+        self.guarded = Guarded(settings.num_buffers, settings.buffer_bytes)
+        self.ring = self.guarded.ring
+        self.stats = HandoverStats()
+        self.liveness = Liveness(settings.heartbeat_s, settings.missed)
+        self.me = WorkerIdentity(role, new_instance_id(), "")
+
+    async def open(self) -> None:
+        # Both processes are ours, whatever they use to reach each other.
+        tls = inherited()
+        ucx = choose(KvNetwork.TRUSTED if tls else KvNetwork.LOCAL, inherited=tls)
+        reader = TransferReader(lambda: self.faults.transport(self._transport(ucx)))
+        await reader.start()
+        self.staging = Staging(
+            self.ring, {self.settings.transport: reader}, ucx, faults=self.faults
+        )
+
+    async def do(self, command: Said) -> Said:
+        """Raises BatonError, KeyError for what it does not know."""
+        known: dict[str, Do] = {
+            "arm": self.arm,
+            "reset": self.reset,
+            "state": self.state,
+            "snapshot": self.snapshot,
+            "late": self.late,
+            **self.commands(),
+        }
+        return await known[command["do"]](command)
+
+    @abstractmethod
+    def commands(self) -> dict[str, Do]:
+        """What only this side can do."""
+
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """No hand-over is under way, and nothing is left of one."""
+
+    async def arm(self, command: Said) -> Said:
+        self.faults.arm(parse(command["faults"]))
+        return {}
+
+    async def reset(self, command: Said) -> Said:
+        self.guarded.clear()
+        return {}
+
+    async def snapshot(self, command: Said) -> Said:
+        self.guarded.snapshot()
+        return {}
+
+    async def late(self, command: Said) -> Said:
+        return {"bytes": self.guarded.num_late()}
+
+    async def state(self, command: Said) -> Said:
+        return {
+            "idle": self.is_idle(),
+            "free": self.ring.num_free,
+            "buffers": self.ring.num_buffers,
+            "orphaned": self.ring.num_orphaned,
+            "injected": self.faults.injected.total(),
+            "mismatches": dict(self.stats.mismatches),
+            "changed": self.guarded.num_changed() if command.get("look") else 0,
+            "guards": self.guarded.adjacent,
+        }
+
+    def _transport(self, ucx: Ucx) -> KvTransport:
+        if self.settings.transport == "loopback":
+            return LoopbackTransport(self.ring)
+        return NixlTransport(self.ring, self.me.instance_id, ucx)
+
+
+# The giving side of an experiment: puts KV on offer as a prefill worker does.
+#
+# A pattern stands for what an engine computes, everything else is what a worker runs.
+
+
+TOKENS = (ChoiceTokens(SequenceKey("request", 0, 1), 0, (17,)),)
+MAX_OFFERS = 64
+
+
+class GivingSide(Side):
+    """Also: offer, outcome."""
+
+    async def open(self) -> None:
+        await super().open()
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=INTERNAL_SERVER)
+        address = f"127.0.0.1:{bind(self.server, '127.0.0.1:0')}"
+        self.me = WorkerIdentity(self.me.role, self.me.instance_id, address)
+        self.sender = KvSender(
+            self.me, self.layout, self.staging, liveness=self.liveness, stats=self.stats
+        )
+        add_HandoverServicer_to_server(HandoverServicer(self.sender), self.server)
+        await self.server.start()
+        self._offers: OrderedDict[str, PendingTransfer] = OrderedDict()
+        self._computing: set[asyncio.Task[None]] = set()
+
+    def commands(self) -> dict[str, Do]:
+        return {"offer": self.offer, "outcome": self.outcome}
+
+    def is_idle(self) -> bool:
+        return self.sender.num_offers == self.sender.num_early_streams == 0 and not self._computing
+
+    async def offer(self, command: Said) -> Said:
+        if "faults" in command:
+            await self.arm(command)
+        handover_id, size = bytes.fromhex(command["id"]), self.layout.bytes_per_position
+
+        async def pack(first_position: int, count: int, out: memoryview) -> None:
+            out[:] = b"".join(kv_of(handover_id, first_position + i, size) for i in range(count))
+
+        offer = self.sender.offer(
+            handover_id,
+            command["receiver"],
+            command["positions"],
+            pack,
+            deadline_s=command["deadline_s"],
+        )
+        self._offers[command["id"]] = offer
+        while len(self._offers) > MAX_OFFERS:
+            self._offers.popitem(last=False)
+        task = asyncio.create_task(self._compute(offer))
+        self._computing.add(task)
+        task.add_done_callback(self._computing.discard)
+        return {"injected": self.faults.injected.total()}
+
+    async def outcome(self, command: Said) -> Said:
+        """Answered when the hand-over has ended."""
+        ended = await self._offers.pop(command["id"]).wait()
+        return {
+            "outcome": ended.label,
+            "error": type(ended.error).__name__ if ended.error else "",
+        }
+
+    async def _compute(self, offer: PendingTransfer) -> None:
+        offer.announce()
+        for finished in range(0, offer.num_positions, self.settings.chunk):
+            offer.advance(min(finished + self.settings.chunk, offer.num_positions))
+            await asyncio.sleep(0)
+        offer.tokens(TOKENS)
+
+
+# The collecting side of an experiment: takes KV as a decode worker does, into a pool that tells.
+#
+# A pool of bytes stands for an engine's blocks, everything else is what a worker runs.
+
+
+class CollectingSide(Side):
+    """Also: collect."""
+
+    async def open(self) -> None:
+        await super().open()
+        self.channels = Channels()
+        self.receiver = KvReceiver(
+            self.me,
+            self.layout,
+            self.staging,
+            lambda sender: GrpcSenderConnection(self.channels.get(sender.address)),
+            liveness=self.liveness,
+            stats=self.stats,
+        )
+        self.pool = Pool(self.settings.positions, self.layout.bytes_per_position)
+        self._blocks = b""
+
+    def commands(self) -> dict[str, Do]:
+        return {"collect": self.collect}
+
+    def is_idle(self) -> bool:
+        return self.receiver.idle
+
+    async def snapshot(self, command: Said) -> Said:
+        self._blocks = self.pool.contents()
+        return await super().snapshot(command)
+
+    async def late(self, command: Said) -> Said:
+        blocks = differing(self.pool.contents(), self._blocks)
+        return {**await super().late(command), "blocks": blocks}
+
+    async def collect(self, command: Said) -> Said:
+        """full: there is no room. Raises nothing: how it ended is in the answer."""
+        if "faults" in command:
+            await self.arm(command)
+        handover_id = bytes.fromhex(command["id"])
+        sender = WorkerIdentity("prefill", command["instance_id"], command["address"])
+        ticket = TransferRequest(handover_id, sender, command["positions"], command["deadline_s"])
+
+        async def reserve() -> int | None:
+            return None if command.get("full") else 0
+
+        self.pool.clear()
+        clock = asyncio.get_running_loop().time
+        began, outcome, message = clock(), "completed", ""
+        try:
+            await self.receiver.collect(ticket, reserve, self.pool.unpack)
+        except BatonError as error:
+            outcome, message = type(error).__name__, error.message
+        return {
+            "outcome": outcome,
+            "message": message,
+            "seconds": clock() - began,
+            "unpacked": self.pool.num_unpacked,
+            "wrong": self.pool.num_wrong(handover_id),
+            "changed": self.pool.num_changed(),
+            "injected": self.faults.injected.total(),
+            "mismatches": self.stats.mismatches.total(),
+        }
+
+
+# One side of hand-overs as a process of its own, told what to do by lines of JSON on stdin.
+#
+# Every line has a number `n`, and what is answered to it carries the same one. Arguments: ROLE
+# (sender or receiver) and SETTINGS as JSON.
+
+
+async def serve(role: str, settings: Settings) -> None:
+    """Answers until standard input ends."""
+    made = GivingSide if role == "sender" else CollectingSide
+    side: Side = made(role, settings)
+    await side.open()
+    say(n=0, instance_id=side.me.instance_id, address=side.me.address)
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(command: Said) -> None:
+        try:
+            said = await side.do(command)
+        except Exception as error:
+            said = {"failed": f"{type(error).__name__}: {error}"}
+        say(n=command["n"], **said)
+
+    while line := await lines.readline():
+        task = asyncio.create_task(answer(json.loads(line)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def say(**values: object) -> None:
+    print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asyncio.run(serve(sys.argv[1], Settings(**json.loads(sys.argv[2]))))
+    # Whatever is left belongs to an experiment that is over.
+    os._exit(0)
