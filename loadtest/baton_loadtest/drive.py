@@ -407,6 +407,8 @@ class HttpLoadClient:
             **(fields or {}),
         }
         self._idle: list[HttpConnection] = []
+        self.retry_after_s: list[float] = []
+        """What refusals gave as Retry-After."""
 
     def prepare(self, ids: Sequence[int], output_tokens: int) -> bytes:
         body = {"prompt": list(ids), "max_tokens": output_tokens, **self._fields}
@@ -427,8 +429,11 @@ class HttpLoadClient:
             return "no connection"
         except ConnectionLost:
             return "connection lost"
+        if head.status == 429:
+            self.retry_after_s.append(float(head.headers.get("retry-after", 0)))
+            return REFUSED
         if head.status != 200:
-            return REFUSED if head.status == 429 else f"status {head.status}"
+            return f"status {head.status}"
         if events.failed:
             return "failed while it streamed"
         return ANSWERED if events.done else "ended early"

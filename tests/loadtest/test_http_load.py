@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from baton.cli.access import Access
 from baton.core.errors import InvalidArgument
-from baton_loadtest.bench.known import Known, known
-from baton_loadtest.bench.known_server import Latencies, Record
+from baton_loadtest.bench.known_server import KnownServer, Latencies, known
 from baton_loadtest.drive import (
     ANSWERED,
     LONGEST_EVENT,
@@ -27,33 +26,30 @@ from baton_loadtest.drive import (
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 
 
-@contextmanager
-def serving(**every: int) -> Iterator[Known]:
-    with known(replace(Latencies(first_s=0.02, between_s=0.005), **every)) as server:
+@asynccontextmanager
+async def serving(**every: int) -> AsyncIterator[KnownServer]:
+    async with known(replace(Latencies(first_s=0.02, between_s=0.005), **every)) as server:
         yield server
 
 
-def asked(address: str, rate: float = 100, turns: int = 1, seconds: float = 1.0) -> Run:
+async def asked(address: str, rate: float = 100, turns: int = 1, seconds: float = 1.0) -> Run:
     source = Drawn(Arrivals(Kind.CONSTANT, rate, seconds), fixed(20, 4), turns=turns)
 
-    async def main() -> Run:
-        client = HttpLoadClient(Access(address), "")
-        try:
-            runner = OpenLoop(client, TokenIds(0, 64, 1899), LoadLimits(request_s=30.0))
-            return await runner.run(source.workload(0))
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
+    client = HttpLoadClient(Access(address), "")
+    try:
+        runner = OpenLoop(client, TokenIds(0, 64, 1899), LoadLimits(request_s=30.0))
+        return await runner.run(source.workload(0))
+    finally:
+        await client.close()
 
 
 @pytest.mark.deep
-def test_what_is_told_is_what_was() -> None:
+async def test_what_is_told_is_what_was() -> None:
     """A client cannot see a token before it was written, nor a request arrive before it left: so
     each of its times is at least the server's, and both have one for each request."""
-    with serving() as server:
-        run = asked(server.address)
-        records = server.records()
+    async with serving() as server:
+        run = await asked(server.address)
+        records = await server.records()
     assert len(run.samples) == len(records) == 100
     assert all(one.end == ANSWERED and one.tokens == 4 for one in run.samples)
     for theirs, ours in zip(
@@ -74,10 +70,10 @@ def test_what_is_told_is_what_was() -> None:
 
 
 @pytest.mark.deep
-def test_every_end_has_its_name() -> None:
-    with serving(refuse_every=5, fail_every=7, cut_every=9, close_every=4) as server:
-        run = asked(server.address)
-        records = server.records()
+async def test_every_end_has_its_name() -> None:
+    async with serving(refuse_every=5, fail_every=7, cut_every=9, close_every=4) as server:
+        run = await asked(server.address)
+        records = await server.records()
     ends = [one.end for one in run.samples]
     # The number of a request is that of its arrival at the server.
     refused = sum(n % 5 == 0 for n in range(1, 101))
@@ -91,15 +87,15 @@ def test_every_end_has_its_name() -> None:
 
 
 @pytest.mark.deep
-def test_the_answer_is_part_of_the_next_turn() -> None:
-    with serving() as server:
-        run = asked(server.address, rate=5, turns=3)
-        assert len(server.records()) == 15
+async def test_the_answer_is_part_of_the_next_turn() -> None:
+    async with serving() as server:
+        run = await asked(server.address, rate=5, turns=3)
+        assert len(await server.records()) == 15
     assert sorted(one.prompt_tokens for one in run.samples) == [20] * 5 + [44] * 5 + [68] * 5
 
 
-def test_nobody_listens() -> None:
-    assert {one.end for one in asked("127.0.0.1:1", rate=5).samples} == {"no connection"}
+async def test_nobody_listens() -> None:
+    assert {one.end for one in (await asked("127.0.0.1:1", rate=5)).samples} == {"no connection"}
 
 
 async def test_an_end_without_done_is_no_answer() -> None:
@@ -157,7 +153,3 @@ def test_an_event_without_end_is_not_kept() -> None:
     events = Events(lambda ids, count: None)
     events.feed(b"x" * (LONGEST_EVENT + 1))
     assert events.failed and not events._unread
-
-
-def test_a_record_has_what_the_server_says() -> None:
-    assert Record(0.1).gaps_s == []

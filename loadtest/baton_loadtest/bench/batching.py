@@ -11,47 +11,50 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.child import progress
-from baton_loadtest.bench.engine import OUTPUT_TOKENS, PROMPT_TOKENS
-from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.serving import open_loop, open_runner, policy, positions_for, serve
-from baton_loadtest.bench.workload import Workload
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.engine import OUTPUT_TOKENS, PROMPT_TOKENS, STEP_TOKENS
+from baton_loadtest.bench.options import DEVICE, engine, option
+from baton_loadtest.child import progress
+from baton_loadtest.launch import call, cores
 from baton_loadtest.report import Chart, Line, Report, Result, compared
 
-STEP_TOKENS = 512
+PLOTS = True
+OPTIONS = (
+    *engine(threads=1),
+    DEVICE,
+    option("--seed", 42),
+    option("--requests", 32),
+    option("--batch", 8, "sequences at once"),
+)
+
 DEADLINE_S = 600.0
 
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises ContenderFailed when the engine cannot run."""
-    threads = min(args.threads, cores())
-    model = shapes.folder(args.shape)
-    vocab = shapes.config(model)["vocab_size"]
-    workload = Workload.draw(args.seed, args.requests, PROMPT_TOKENS, OUTPUT_TOKENS, vocab)
+    threads = min(args.threads, len(cores()))
+    model = engines.folder(args.shape)
+    vocab = engines.config_of(model)["vocab_size"]
+    requests = engines.EngineRequests.draw(
+        args.seed, args.requests, PROMPT_TOKENS, OUTPUT_TOKENS, vocab
+    )
     job = {
         "model": str(model),
         "threads": threads,
         "device": args.device,
         "batch": args.batch,
-        "workload": asdict(workload),
+        "requests": asdict(requests),
     }
-    served = call("batching", job, threads=threads, deadline_s=DEADLINE_S)
+    served = call(run, job, threads=threads, deadline_s=DEADLINE_S)
     ours, static = served["continuous"], served["static"]
     equal = sum(a == b for a, b in zip(ours["tokens"], static["tokens"], strict=True))
-
-    def speed(one: dict[str, Any]) -> float:
-        return workload.output_tokens / float(one["seconds"])
-
-    def occupied(one: dict[str, Any]) -> float:
-        sequences: list[int] = one["occupancy"]
-        return 100 * mean(sequences) / int(args.batch)
-
+    speeds = [requests.output_tokens / one["seconds"] for one in (ours, static)]
+    occupied = [100 * mean(one["occupancy"]) / args.batch for one in (ours, static)]
     results = [
         Result("sequences at once", args.batch, ""),
-        compared("continuous against static: output", speed(ours), "tokens/s", speed(static)),
+        compared("continuous against static: output", speeds[0], "tokens/s", speeds[1]),
         compared("steps", len(ours["occupancy"]), "", len(static["occupancy"])),
-        compared("batch places that get a token, mean", occupied(ours), "%", occupied(static)),
+        compared("batch places that get a token, mean", occupied[0], "%", occupied[1]),
         Result("requests with equal tokens", 100 * equal / args.requests, "%"),
     ]
     lines = tuple(
@@ -63,23 +66,19 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """job: model, threads, device, batch, workload. Returns a `Served` for each way."""
-    workload = Workload.from_json(job["workload"])
-    size, requests = job["batch"], len(workload.prompts)
-    runner = open_runner(
-        job["model"],
-        job["threads"],
-        positions_for(workload, size),
-        exact=True,
-        device=job["device"],
+    """job: model, threads, device, batch, requests. Returns a `Served` for each way."""
+    requests = engines.from_json(job["requests"])
+    size, count = job["batch"], len(requests.prompts)
+    runner = engines.open_runner(
+        job["model"], job["threads"], requests.positions(size), device=job["device"]
     )
-    rules = policy(size, STEP_TOKENS)
     ways = {
         "continuous": None,
-        "static": [range(i, min(i + size, requests)) for i in range(0, requests, size)],
+        "static": [range(i, min(i + size, count)) for i in range(0, count, size)],
     }
     found = {}
     for name, batches in ways.items():
-        found[name] = asdict(serve(open_loop(runner, rules), workload, batches))
+        loop = engines.engine_loop(runner, engines.policy(size, STEP_TOKENS))
+        found[name] = asdict(engines.serve(loop, requests, batches))
         progress(f"{name}: {found[name]['seconds']:.1f} s")
     return found

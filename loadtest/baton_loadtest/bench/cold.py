@@ -1,9 +1,9 @@
 """`baton bench cold`: how long weights take to be read, checked and loaded.
 
-One reader that hashes all in one go with BLAKE2b, as versions before had it, against the pieces
-that the engine reads with several threads and hashes with xxh3; each with the files in memory and
-not. Files are put out of memory by asking the kernel to forget their pages, which a disk's or a
-host's own cache survives. Knows files and the loader.
+One reader that hashes all files in one go with BLAKE2b, as versions before had it, against the
+pieces that the engine reads with several threads and hashes with xxh3; each with the files in
+memory and not. Files are put out of memory by asking the kernel to forget their pages, which a
+disk's or a host's own cache survives.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.child import progress
-from baton_loadtest.bench.process import call, cores
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.options import engine, option
+from baton_loadtest.child import progress
+from baton_loadtest.launch import call, cores
 from baton_loadtest.report import Report, Result, compared
+
+PLOTS = False
+OPTIONS = (*engine(threads=2, shape="500m"), option("--rounds", 3, "interleaved"))
 
 DEADLINE_S = 900.0
 SERIAL_BYTES = 8 << 20
@@ -30,10 +34,10 @@ WAYS = ("serial", "parallel")
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises ContenderFailed when the model cannot be loaded."""
-    threads = min(args.threads, cores())
-    folder = shapes.folder(args.shape)
+    threads = min(args.threads, len(cores()))
+    folder = engines.folder(args.shape)
     job = {"model": str(folder), "threads": threads, "rounds": args.rounds}
-    found = call("cold", job, threads=threads, deadline_s=DEADLINE_S)
+    found = call(run, job, threads=threads, deadline_s=DEADLINE_S)
     gigabytes = found["bytes"] / 1e9
     results = [Result("weights", gigabytes, "GB")]
     for name, times in found["times"].items():
@@ -41,7 +45,7 @@ def measure(args: argparse.Namespace) -> Report:
         if name.startswith("read"):
             results.append(compared(name, gigabytes / parallel, "GB/s", gigabytes / serial))
         else:
-            results.append(Result(name, parallel, "s", serial, parallel / serial))
+            results.append(compared(name, parallel, "s", serial))
     return Report(results)
 
 
@@ -62,10 +66,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         model_digest(folder / "config.json", weights)
 
     def serial() -> None:
-        _read_serially([folder / "config.json", *weights])
+        digest = blake2b(digest_size=16)
+        for file in (folder / "config.json", *weights):
+            with file.open("rb") as stream:
+                while piece := stream.read(SERIAL_BYTES):
+                    digest.update(piece)
 
     def load(read: Callable[[], None]) -> None:
-        """The loader as it is, but for who reads."""
+        """The loader as it is, with another reader."""
         with patch.object(loader, "model_digest", lambda *_: read()):
             loader.load(config)
 
@@ -88,17 +96,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": sum(file.stat().st_size for file in weights), "times": times}
 
 
-def _read_serially(files: Sequence[Path]) -> str:
-    digest = blake2b(digest_size=16)
-    for file in files:
-        with file.open("rb") as stream:
-            while piece := stream.read(SERIAL_BYTES):
-                digest.update(piece)
-    return digest.hexdigest()
-
-
 def _forget(files: Sequence[Path]) -> None:
-    """Their pages leave memory; those not written yet are written first."""
+    """Puts files out of memory; pages that are not written yet are written first."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:

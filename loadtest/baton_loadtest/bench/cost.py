@@ -1,21 +1,57 @@
 """`baton bench cost`: what a decode step, a prompt, the scheduler and the blocks cost.
 
-Decode steps are timed for each batch and context whose KV fits; prompts in chunks of each size. The
-scheduler is timed alone, with made-up results.
+Decode steps are timed for each batch and context whose KV fits, prompts in chunks of each size. The
+scheduler and its block pool are measured alone, with made-up tokens and no KV: everything is read
+from the StepPlans, whose chunks name their blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.child import progress
-from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.serving import BLOCK_SIZE, open_runner
-from baton_loadtest.bench.steps import StepTimer
+from baton.core.errors import BatonError, InvalidArgument
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt
+from baton.core.request.model import ModelDescription
+from baton.core.scheduler.events import AttemptFailed, Event, KvComplete, NewTokens
+from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
+from baton.rpc import garbage
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.engines import BLOCK_SIZE, EVERYTHING, StepTimer, attempt
+from baton_loadtest.bench.options import DEVICE, engine, option
+from baton_loadtest.child import progress
+from baton_loadtest.launch import call, cores
 from baton_loadtest.report import Chart, Line, Report, Result, at_most, quantile
+
+PLOTS = True
+OPTIONS = (
+    *engine(threads=1),
+    DEVICE,
+    option("--exact", True, action=argparse.BooleanOptionalAction),
+    option("--contexts", (128, 512, 2048, 8192), "positions"),
+    option("--batches", (1, 4, 16, 64)),
+    option("--prompts", (128, 512, 2048, 8192)),
+    option("--chunks", (512, 2048)),
+    option("--kv-gb", 8.0, "larger batches are left out"),
+    option("--sequences", 256, "of the scheduler"),
+    option(
+        "--lengths",
+        None,
+        "real requests' lengths, columns ContextTokens and GeneratedTokens (default: drawn)",
+        type=Path,
+        metavar="CSV",
+    ),
+)
 
 DEADLINE_S = 600.0
 SCHEDULER_US = 300.0
@@ -23,46 +59,59 @@ UNUSED_PERCENT = 4.0
 REPEATED = 1024
 """Prompts up to this long are timed three times."""
 
+POOL_BLOCKS = 65536
+AT_ONCE = 64
+LONGEST = 8192
+VOCAB = 32000
+TIMED_STEPS = 400
+REQUESTS = 256
+STEP_S = 0.05
+
+RequestLengths = list[tuple[int, int]]
+"""(prompt tokens, output tokens) of each request."""
+
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises ContenderFailed when the engine cannot run."""
-    threads = min(args.threads, cores())
-    model = shapes.folder(args.shape)
-    settings = shapes.config(model)
-    room = int(args.kv_gb * 1e9 / shapes.kv_bytes(settings))
+    threads = min(args.threads, len(cores()))
+    model = engines.folder(args.shape)
+    room = int(args.kv_gb * 1e9 / engines.kv_bytes(engines.config_of(model)))
     grid = [batch * (context + BLOCK_SIZE) for batch in args.batches for context in args.contexts]
-    positions = max([max(args.prompts), *(wanted for wanted in grid if wanted <= room)])
     job = {
         "model": str(model),
         "threads": threads,
         "device": args.device,
         "exact": args.exact,
-        "positions": positions,
+        "positions": max([max(args.prompts), *(wanted for wanted in grid if wanted <= room)]),
         "contexts": args.contexts,
         "batches": args.batches,
         "prompts": args.prompts,
         "chunks": args.chunks,
     }
-    steps = call("cost", job, threads=threads, deadline_s=DEADLINE_S)
+    steps = call(run_steps, job, threads=threads, deadline_s=DEADLINE_S)
     lengths = str(args.lengths.resolve()) if args.lengths else ""
     job = {"seed": args.seed, "sequences": args.sequences, "lengths": lengths}
-    books = call("bookkeeping", job, threads=1, deadline_s=DEADLINE_S)
+    alone = call(run_scheduler, job, threads=1, deadline_s=DEADLINE_S)
     return Report(
-        [*_steps(steps), *_scheduler(books, args.sequences), *_waste(books), *_sharing(books)],
+        [*_steps(steps), *_scheduler(alone, args.sequences), *_blocks(alone)],
         (_decode_chart(steps, args), _prefill_chart(steps, args)),
     )
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+# Steps of the engine.
+
+
+def run_steps(job: dict[str, Any]) -> dict[str, Any]:
     """job: model, threads, device, exact, positions, contexts, batches, prompts, chunks.
 
     Returns decode as (batch, context, seconds) and prefill as (chunk, prompt tokens, seconds), for
     what fits.
     """
-    runner = open_runner(
-        job["model"], job["threads"], job["positions"], exact=job["exact"], device=job["device"]
+    timer = StepTimer(
+        engines.open_runner(
+            job["model"], job["threads"], job["positions"], exact=job["exact"], device=job["device"]
+        )
     )
-    timer = StepTimer(runner)
     decode, prefill = [], []
     for batch in job["batches"]:
         fitting = [context for context in job["contexts"] if timer.fits(batch, context)]
@@ -72,9 +121,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         fitting = [length for length in job["prompts"] if timer.fits(1, length)]
         for length in fitting:
             repeats = 3 if length <= REPEATED else 1
-            prefill.append(
-                (chunk, length, min(timer.prefill(length, chunk) for _ in range(repeats)))
-            )
+            seconds = min(timer.prefill(length, chunk) for _ in range(repeats))
+            prefill.append((chunk, length, seconds))
         progress(f"prefill in chunks of {chunk}: {fitting} tokens")
     return {"decode": decode, "prefill": prefill}
 
@@ -92,8 +140,232 @@ def _steps(steps: dict[str, Any]) -> list[Result]:
     return decode + prefill
 
 
-def _scheduler(books: dict[str, Any], sequences: int) -> list[Result]:
-    times = [1e6 * seconds for seconds in books["step_s"]]
+def _decode_chart(steps: dict[str, Any], args: argparse.Namespace) -> Chart:
+    lines = []
+    for batch in args.batches:
+        points = [(context, 1000 * s) for b, context, s in steps["decode"] if b == batch]
+        if points:
+            lines.append(Line(f"batch {batch}", *zip(*points, strict=True)))
+    return Chart(f"decode, {args.shape}", "context", "ms a step", tuple(lines), log=True)
+
+
+def _prefill_chart(steps: dict[str, Any], args: argparse.Namespace) -> Chart:
+    lines = []
+    for chunk in args.chunks:
+        points = [(length, length / s) for c, length, s in steps["prefill"] if c == chunk]
+        lines.append(Line(f"chunks of {chunk}", *zip(*points, strict=True)))
+    return Chart(f"prefill, {args.shape}", "prompt tokens", "tokens/s", tuple(lines), log=True)
+
+
+# The scheduler and its blocks.
+
+
+@dataclass(slots=True)
+class BlockWaste:
+    """Positions, summed over all steps and the sequences that decode in them."""
+
+    owned: int = 0
+    unused: int = 0
+    """Of a last block that is partly filled."""
+    ahead: int = 0
+    """Of whole blocks that were taken so that the sequence can grow."""
+    slabs: int = 0
+    """What the same sequences would own if each had room for the longest request of all."""
+
+
+@dataclass(slots=True)
+class BlockSharing:
+    """Blocks and tokens, summed over all steps."""
+
+    named: int = 0
+    """Blocks of all sequences' tables."""
+    different: int = 0
+    """How many different blocks these are."""
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    """Input tokens whose KV was there."""
+
+
+def run_scheduler(job: dict[str, Any]) -> dict[str, Any]:
+    """job: seed, sequences (of the scheduler that is timed), lengths (a CSV file or "").
+
+    Returns step_s, the scheduler's own seconds of every step; waste of each mix of lengths; and
+    sharing of each kind of shared prefix.
+    """
+    draw = random.Random(job["seed"])
+    mixes = {
+        "short requests": [(draw.randint(32, 512), draw.randint(16, 256)) for _ in range(REQUESTS)]
+    }
+    if job["lengths"]:
+        mixes["recorded requests"] = read_lengths(Path(job["lengths"]), REQUESTS)
+    else:
+        mixes["chat requests"] = _chat_lengths(job["seed"])
+    kinds = {
+        "8 system prompts, 256 users": _users_of_system_prompts(job["seed"]),
+        "4 choices of each request": _four_choices(job["seed"]),
+    }
+    return {
+        "step_s": step_times(job["sequences"], job["seed"]),
+        "waste": {name: asdict(waste(lengths, job["seed"])) for name, lengths in mixes.items()},
+        "sharing": {name: asdict(sharing(asked)) for name, asked in kinds.items()},
+    }
+
+
+def _chat_lengths(seed: int) -> RequestLengths:
+    """Log-normal lengths, as in public traces of chat: median 900 in, 150 out, long tails."""
+    draw = random.Random(seed)
+
+    def length(middle: int, spread: float, most: int) -> int:
+        return min(most, max(8, round(middle * draw.lognormvariate(0.0, spread))))
+
+    return [(length(900, 0.9, 4096), length(150, 0.8, 1024)) for _ in range(REQUESTS)]
+
+
+def read_lengths(path: Path, requests: int) -> RequestLengths:
+    """The first requests of a CSV file. Raises InvalidArgument."""
+    try:
+        with path.open(newline="") as opened:
+            found = [
+                (int(row["ContextTokens"]), max(1, int(row["GeneratedTokens"])))
+                for row, _ in zip(csv.DictReader(opened), range(requests), strict=False)
+            ]
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise InvalidArgument(f"cannot be read: {error}", field="lengths") from None
+    return [pair for pair in found if sum(pair) <= LONGEST]
+
+
+def _users_of_system_prompts(seed: int) -> list[Attempt]:
+    """256 users of 8 system prompts of 512 tokens each, with a question of their own."""
+    draw = random.Random(seed)
+    systems = [_drawn(draw, 512) for _ in range(8)]
+    return [
+        attempt(
+            str(user),
+            [*systems[draw.randrange(8)], *_drawn(draw, draw.randint(32, 256))],
+            draw.randint(64, 128),
+        )
+        for user in range(256)
+    ]
+
+
+def _four_choices(seed: int) -> list[Attempt]:
+    """64 requests for 4 choices each."""
+    draw = random.Random(seed)
+    return [
+        attempt(str(i), _drawn(draw, draw.randint(128, 512)), draw.randint(64, 128), (0, 1, 2, 3))
+        for i in range(64)
+    ]
+
+
+def _drawn(draw: random.Random, length: int) -> list[int]:
+    return [draw.randrange(VOCAB) for _ in range(length)]
+
+
+def new_scheduler(max_sequences: int = AT_ONCE) -> Scheduler:
+    """A decode worker's, with more blocks than it needs."""
+    rules = SchedulerPolicy(max_sequences=max_sequences, limit=EVERYTHING)
+    model = ModelDescription(
+        name="none", digest="", max_model_len=LONGEST, vocab_size=VOCAB, eos_token_ids=()
+    )
+    return Scheduler(BlockPool(POOL_BLOCKS, BLOCK_SIZE), rules, model)
+
+
+def replay(
+    scheduler: Scheduler, attempts: Iterable[Attempt], at_once: int = AT_ONCE
+) -> Iterator[tuple[StepPlan, list[Event]]]:
+    """Keeps so many sequences inside until all attempts are done. Yields each step's plan and its
+    events. Raises BatonError when the scheduler gets stuck."""
+    waiting = iter(attempts)
+    inside, now = 0, 0.0
+    while True:
+        while inside < at_once and (following := next(waiting, None)) is not None:
+            scheduler.add(following, now)
+            inside += len(following.choices)
+        plan = scheduler.plan(now)
+        if plan is None:
+            break
+        events = scheduler.apply(_made_up(plan), now)
+        yield plan, events
+        for event in events:
+            if isinstance(event, AttemptFailed):
+                raise BatonError(event.error.message)
+            if isinstance(event, NewTokens):
+                inside -= sum(made.finish_reason is not None for made in event.tokens)
+        now += STEP_S
+    if scheduler.has_work:
+        raise BatonError("the scheduler plans nothing and has work")
+
+
+def _made_up(plan: StepPlan) -> StepResult:
+    """The same token for every sample."""
+    rows = (row for chunk in plan.chunks for row in chunk.samples)
+    tokens = tuple(SampledToken(row.sequence_id, row.choice, 7) for row in rows)
+    return StepResult(plan.step, tokens)
+
+
+def waste(lengths: RequestLengths, seed: int) -> BlockWaste:
+    """Over a replay in which no prompt shares a prefix."""
+    draw = random.Random(seed)
+    slab = max(map(sum, lengths))
+    found = BlockWaste()
+    decoding: set[int] = set()
+    attempts = (
+        attempt(str(index), _drawn(draw, prompt), output)
+        for index, (prompt, output) in enumerate(lengths)
+    )
+    for plan, _ in replay(new_scheduler(), attempts):
+        for chunk in plan.chunks:
+            if chunk.sequence_id in decoding:
+                owned = BLOCK_SIZE * sum(count for _, count in chunk.extents)
+                filled = -(-chunk.end_position // BLOCK_SIZE) * BLOCK_SIZE
+                found.owned += owned
+                found.ahead += owned - filled
+                found.unused += filled - chunk.end_position
+                found.slabs += slab
+            decoding.update(row.sequence_id for row in chunk.samples)
+    return found
+
+
+def sharing(attempts: Sequence[Attempt]) -> BlockSharing:
+    """Over a replay."""
+    found = BlockSharing(input_tokens=sum(len(one.token_ids) for one in attempts))
+    for plan, events in replay(new_scheduler(), attempts):
+        tables = [
+            {block for first, count in chunk.extents for block in range(first, first + count)}
+            for chunk in plan.chunks
+        ]
+        found.named += sum(map(len, tables))
+        found.different += len(set().union(*tables))
+        found.cached_tokens += sum(e.cached_tokens for e in events if isinstance(e, KvComplete))
+    return found
+
+
+def step_times(sequences: int, seed: int) -> list[float]:
+    """Seconds that planning and applying take together while so many sequences decode."""
+    draw = random.Random(seed)
+    scheduler = new_scheduler(sequences)
+    for index in range(sequences):
+        prompt = _drawn(draw, draw.randint(128, 512))
+        scheduler.add(attempt(str(index), prompt, sequences + TIMED_STEPS * 2), 0.0)
+    # As workers do once they are loaded.
+    garbage.settle()
+    times: list[float] = []
+    while len(times) < TIMED_STEPS:
+        began = time.perf_counter()
+        plan = scheduler.plan(0.0)
+        planned = time.perf_counter()
+        assert plan is not None
+        result = _made_up(plan)
+        resumed = time.perf_counter()
+        scheduler.apply(result, 0.0)
+        ended = time.perf_counter()
+        if sum(len(chunk.token_ids) == 1 for chunk in plan.chunks) == sequences:
+            times.append(planned - began + ended - resumed)
+    return times
+
+
+def _scheduler(alone: dict[str, Any], sequences: int) -> list[Result]:
+    times = [1e6 * seconds for seconds in alone["step_s"]]
     name = f"scheduler, per step of {sequences} sequences"
     return [
         at_most(f"{name}, p50", median(times), "µs", SCHEDULER_US),
@@ -101,45 +373,21 @@ def _scheduler(books: dict[str, Any], sequences: int) -> list[Result]:
     ]
 
 
-def _waste(books: dict[str, Any]) -> list[Result]:
+def _blocks(alone: dict[str, Any]) -> list[Result]:
     found = []
-    for mix, waste in books["waste"].items():
-        owned, used = waste["owned"], waste["owned"] - waste["unused"] - waste["ahead"]
-        unused, ahead = 100 * waste["unused"] / owned, 100 * waste["ahead"] / owned
-        slabs = 100 * (1 - used / waste["slabs"])
+    for mix, one in alone["waste"].items():
+        owned, used = one["owned"], one["owned"] - one["unused"] - one["ahead"]
+        slabs = 100 * (1 - used / one["slabs"])
+        unused = 100 * one["unused"] / owned
         found += [
             at_most(f"KV memory unused, {mix}", unused, "%", UNUSED_PERCENT),
-            Result(f"KV memory taken ahead to grow, {mix}", ahead, "%"),
+            Result(f"KV memory taken ahead to grow, {mix}", 100 * one["ahead"] / owned, "%"),
             Result(f"KV memory unused with slabs of the longest request, {mix}", slabs, "%"),
         ]
-    return found
-
-
-def _sharing(books: dict[str, Any]) -> list[Result]:
-    found = []
-    for kind, sharing in books["sharing"].items():
-        saved = 100 * (1 - sharing["different"] / sharing["named"])
+    for kind, one in alone["sharing"].items():
+        saved = 100 * (1 - one["different"] / one["named"])
         found.append(Result(f"blocks saved by sharing, {kind}", saved, "%"))
-        if sharing["cached_tokens"]:
-            cached = 100 * sharing["cached_tokens"] / sharing["input_tokens"]
+        if one["cached_tokens"]:
+            cached = 100 * one["cached_tokens"] / one["input_tokens"]
             found.append(Result(f"prompt tokens found in the cache, {kind}", cached, "%"))
     return found
-
-
-def _decode_chart(steps: dict[str, Any], args: argparse.Namespace) -> Chart:
-    lines = []
-    for batch in args.batches:
-        points = [(context, s) for b, context, s in steps["decode"] if b == batch]
-        if points:
-            times = [1000 * seconds for _, seconds in points]
-            lines.append(Line(f"batch {batch}", [context for context, _ in points], times))
-    return Chart(f"decode, {args.shape}", "context", "ms a step", tuple(lines), log=True)
-
-
-def _prefill_chart(steps: dict[str, Any], args: argparse.Namespace) -> Chart:
-    lines = []
-    for chunk in args.chunks:
-        points = [(length, s) for c, length, s in steps["prefill"] if c == chunk]
-        speeds = [length / seconds for length, seconds in points]
-        lines.append(Line(f"chunks of {chunk}", [length for length, _ in points], speeds))
-    return Chart(f"prefill, {args.shape}", "prompt tokens", "tokens/s", tuple(lines), log=True)

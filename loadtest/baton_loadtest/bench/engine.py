@@ -10,102 +10,294 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.contenders import (
-    CONTINUOUS,
-    DEADLINE_S,
-    EXACT,
-    INT8,
-    LLAMA,
-    PLAIN,
-    Ranking,
-    compete,
-    line_up,
-)
-from baton_loadtest.bench.process import call, cores, say
-from baton_loadtest.bench.workload import Workload
+from baton.core.scheduler.plan import ModelRunner
+from baton_loadtest.bench import engines, peers
+from baton_loadtest.bench.engines import EngineRequests, StepTimer
+from baton_loadtest.bench.options import engine, option
+from baton_loadtest.child import progress
+from baton_loadtest.launch import ContenderFailed, call, cores, say
 from baton_loadtest.report import Bars, Report, Result, at_most, compared
 
+PLOTS = True
+OPTIONS = (
+    *engine(threads=2),
+    option("--seed", 42),
+    option("--peers", False, "transformers and llama.cpp take part as well"),
+    option(
+        "--llama-python",
+        "",
+        "an interpreter that has llama_cpp (default: this one, if it has llama_cpp)",
+    ),
+    option("--quantize", "int8", "int8: Baton in int8 takes part too", choices=("none", "int8")),
+    option("--requests", 32),
+    option("--rounds", 2, "at most, interleaved"),
+    option("--seconds", 50.0, "no contender begins a round, or static batch, that would end later"),
+)
+
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 512), (16, 256)
-WARM = 4
+STEP_TOKENS = 512
+MAX_RUNNING = 64
+DEADLINE_S = 600.0
 AGAINST_CONTINUOUS, AGAINST_LLAMA, INT8_AGAINST_FLOAT = 3.0, 1.4, 1.4
 OF_BANDWIDTH, EXACT_COST = 0.70, 1.10
 BATCHES = (1, 8, 32)
+CONTEXT = 512
+ROUNDS = 3
+ALONE_PROMPT = 128
+
+EXACT = "Baton float32, exact"
+PLAIN = "Baton float32, not exact"
+INT8 = "Baton int8"
+CONTINUOUS = "transformers continuous batching"
+STATIC = {size: f"transformers generate, batches of {size}" for size in (8, 32)}
+LLAMA = "llama.cpp float16"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One that takes part."""
+
+    name: str
+    run: Callable[[dict[str, Any]], dict[str, Any]]
+    job: dict[str, Any]
+    """What it is given besides what all are given."""
+    python: str = ""
+    """The interpreter that runs it; "" for this one."""
+
+
+@dataclass(slots=True)
+class Ranking:
+    """What a contender has done so far."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    """Of its last round, for the requests that it answered."""
+    speeds: list[float] = field(default_factory=list)
+    """Output tokens a second of each round."""
+    cpu_speeds: list[float] = field(default_factory=list)
+    """Output tokens per second of processor time."""
+    seconds: float = 0.0
+
+    def add(self, answer: dict[str, Any]) -> None:
+        self.tokens = answer["tokens"]
+        count = sum(map(len, self.tokens))
+        self.speeds.append(count / answer["seconds"])
+        self.cpu_speeds.append(count / answer["cpu_seconds"])
+        self.seconds += answer["seconds"]
+
+    def has_time(self, seconds: float) -> bool:
+        """Whether one more round like the ones before stays below so many seconds in all."""
+        rounds = len(self.speeds)
+        return self.seconds * (rounds + 1) <= seconds * max(rounds, 1)
 
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises ContenderFailed when Baton itself cannot run."""
-    threads = min(args.threads, cores())
+    threads = min(args.threads, len(cores()))
     llama = args.llama_python or (sys.executable if importlib.util.find_spec("llama_cpp") else "")
     if args.peers and not llama:
         say("llama.cpp is left out: name an interpreter that has llama_cpp with --llama-python")
-    model = shapes.folder(args.shape)
-    settings = shapes.config(model)
-    small = args.shape == "tiny"
-    workload = Workload.draw(
-        args.seed,
-        args.requests,
-        PROMPT_TOKENS,
-        (16, 32) if small else OUTPUT_TOKENS,
-        settings["vocab_size"],
-    )
-    standings = compete(
-        line_up(
-            model,
-            int8=args.quantize == "int8",
-            peers=args.peers,
-            llama_python=llama if args.peers else "",
-        ),
+    model = engines.folder(args.shape)
+    config = engines.config_of(model)
+    small, vocab = args.shape == "tiny", config["vocab_size"]
+    outputs = (16, 32) if small else OUTPUT_TOKENS
+    requests = EngineRequests.draw(args.seed, args.requests, PROMPT_TOKENS, outputs, vocab)
+    shared = {
+        "model": str(model),
+        "threads": threads,
+        "step_tokens": STEP_TOKENS,
+        "seconds": args.seconds,
+        "requests": asdict(requests),
+        "warm": asdict(EngineRequests.draw(args.seed + 1, 4, (32, 64), (4, 4), vocab)),
+    }
+    contenders = line_up(
         model,
-        workload,
-        Workload.draw(args.seed + 1, WARM, (32, 64), (4, 4), settings["vocab_size"]),
-        threads=threads,
-        rounds=args.rounds,
-        seconds=args.seconds,
+        int8=args.quantize == "int8",
+        peers_too=args.peers,
+        llama_python=llama if args.peers else "",
     )
-    modes = call(
-        "modes",
-        {
-            "model": str(model),
-            "threads": threads,
-            "batches": BATCHES,
-            "context": 512,
-            "prefill": 128 if small else 1024,
-            "chunk": 512,
-            "tokens": 16 if small else 64,
-            "megabytes": 32 if small else 1024,
-        },
-        threads=threads,
-        deadline_s=DEADLINE_S,
-    )
+    rankings = _compete(contenders, shared, args.rounds)
+    small_job = {"prefill": 128, "tokens": 16, "megabytes": 32}
+    large_job = {"prefill": 1024, "tokens": 64, "megabytes": 1024}
+    job = {"model": str(model), "threads": threads, **(small_job if small else large_job)}
+    modes = call(run_modes, job, threads=threads, deadline_s=DEADLINE_S)
     results = [
         Result("threads of every contender", threads, ""),
         Result("requests", args.requests, ""),
-        Result("prompt tokens", workload.prompt_tokens, ""),
-        Result("output tokens", workload.output_tokens, ""),
-        *_speeds(standings, workload),
-        *_goals(standings),
-        *_alone(modes, model, settings),
+        Result("prompt tokens", requests.prompt_tokens, ""),
+        Result("output tokens", requests.output_tokens, ""),
+        *_speeds(rankings, args.requests),
+        *_goals(rankings),
+        *_alone(modes, model, config),
         *_exact(modes),
     ]
-    bars = tuple((name, standing.speed) for name, standing in standings.items())
+    bars = tuple((name, median(one.speeds)) for name, one in rankings.items())
     return Report(results, (Bars(f"{args.requests} requests, {args.shape}", "tokens/s", bars),))
 
 
-def _speeds(standings: dict[str, Ranking], workload: Workload) -> list[Result]:
-    ours = standings[EXACT].tokens
+def line_up(model: Path, *, int8: bool, peers_too: bool, llama_python: str) -> list[Contender]:
+    """The contenders in their order."""
+    found = [
+        Contender(EXACT, run_baton, {"exact": True, "quantize": "none"}),
+        Contender(PLAIN, run_baton, {"exact": False, "quantize": "none"}),
+    ]
+    if int8:
+        found.append(Contender(INT8, run_baton, {"exact": False, "quantize": "int8"}))
+    if peers_too:
+        found.append(Contender(CONTINUOUS, peers.run_transformers, {"batch": 0}))
+        for size, name in STATIC.items():
+            found.append(Contender(name, peers.run_transformers, {"batch": size}))
+    if llama_python:
+        gguf = {"gguf": str(model / "float16.gguf")}
+        found.append(Contender(LLAMA, peers.run_llama, gguf, llama_python))
+    return found
+
+
+def _compete(
+    contenders: list[Contender], shared: dict[str, Any], rounds: int
+) -> dict[str, Ranking]:
+    """Runs everyone's first round, then everyone's second, and so on, one at a time.
+
+    After its first round a contender runs only while all its rounds stay within the given time. One
+    that fails is left out; when Baton itself fails, ContenderFailed is raised.
+    """
+    rankings = {contender.name: Ranking() for contender in contenders}
+    for number in range(rounds):
+        for contender in contenders:
+            ranking = rankings.get(contender.name)
+            if ranking is None or not ranking.has_time(shared["seconds"]):
+                continue
+            try:
+                if contender.name == LLAMA:
+                    peers.write_gguf(Path(shared["model"]), Path(contender.job["gguf"]))
+                answer = call(
+                    contender.run,
+                    {**shared, **contender.job},
+                    threads=shared["threads"],
+                    deadline_s=DEADLINE_S,
+                    python=contender.python,
+                )
+            except (ContenderFailed, ImportError, ValueError) as error:
+                if contender.name in (EXACT, PLAIN):
+                    raise
+                say(f"{contender.name} is left out: {error}")
+                del rankings[contender.name]
+                continue
+            ranking.add(answer)
+            say(
+                f"round {number + 1}, {contender.name}: {ranking.speeds[-1]:.1f} tokens/s "
+                f"in {answer['seconds']:.0f} s"
+            )
+    return rankings
+
+
+def run_baton(job: dict[str, Any]) -> dict[str, Any]:
+    """The engine behind a decode worker's scheduler.
+
+    job: model, threads, exact, quantize, step_tokens, requests, warm. Returns a `Served`.
+    """
+    requests = engines.from_json(job["requests"])
+    runner = engines.open_runner(
+        job["model"],
+        job["threads"],
+        requests.positions(MAX_RUNNING),
+        exact=job["exact"],
+        quantize=job["quantize"],
+    )
+    rules = engines.policy(MAX_RUNNING, job["step_tokens"])
+    engines.serve(engines.engine_loop(runner, rules), engines.from_json(job["warm"]))
+    return asdict(engines.serve(engines.engine_loop(runner, rules), requests))
+
+
+def run_modes(job: dict[str, Any]) -> dict[str, Any]:
+    """Exact mode on and off side by side in one process, and the speed of memory.
+
+    job: model, threads, prefill (its length), tokens (at batch 1), megabytes (that bandwidth is
+    measured over). Returns for each mode the best seconds of three rounds, modes taking turns:
+    "decode BATCH" (a step), "prefill", and "alone" (one token at batch 1, through the scheduler, at
+    `alone_context` positions on average); read bandwidth in bytes a second; and whether the exact
+    runner is exact.
+    """
+    positions = max(
+        max(BATCHES) * (CONTEXT + engines.GROWTH),
+        job["prefill"],
+        ALONE_PROMPT + job["tokens"] + engines.GROWTH,
+    )
+    runners = {
+        mode: engines.open_runner(job["model"], job["threads"], positions, exact=mode == "exact")
+        for mode in ("exact", "not exact")
+    }
+    timers = {mode: StepTimer(runner) for mode, runner in runners.items()}
+    cases: dict[str, Callable[[StepTimer], float]] = {
+        f"decode {batch}": partial(StepTimer.decode, batch=batch, context=CONTEXT)
+        for batch in BATCHES
+    }
+    cases["prefill"] = lambda timer: timer.prefill(job["prefill"], STEP_TOKENS)
+    cases["alone"] = lambda timer: _time_alone(timer.runner, job["tokens"])
+    best = {mode: dict.fromkeys(cases, float("inf")) for mode in runners}
+    bandwidth = 0.0
+    for number in range(ROUNDS):
+        for case, measured in cases.items():
+            for mode, timer in timers.items():
+                best[mode][case] = min(best[mode][case], measured(timer))
+        bandwidth = max(bandwidth, _read_bandwidth(job["megabytes"]))
+        progress(f"exact and not exact, round {number + 1} of {ROUNDS}")
+    return {
+        "is_exact": runners["exact"].exact,
+        "bandwidth": bandwidth,
+        "alone_context": ALONE_PROMPT + job["tokens"] / 2,
+        **best,
+    }
+
+
+def _time_alone(runner: ModelRunner, tokens: int) -> float:
+    """Seconds per token of one sequence, without its first."""
+    loop = engines.engine_loop(runner, engines.policy(1, ALONE_PROMPT + 1))
+    prompt = range(3, 3 + ALONE_PROMPT)
+    loop.scheduler.add(engines.attempt("alone", prompt, tokens), time.monotonic())
+    while not engines.step(loop):
+        pass
+    began = time.perf_counter()
+    while loop.scheduler.has_work:
+        engines.step(loop)
+    return (time.perf_counter() - began) / (tokens - 1)
+
+
+def _read_bandwidth(megabytes: int) -> float:
+    """Bytes a second: the best of sums and of matrix-vector products over so much float32, with the
+    threads that torch has. It is memory's if that is more than the caches hold."""
+    import torch
+
+    width = 4096
+    matrix = torch.ones(max(1, megabytes * 250_000 // width), width)
+    vector = torch.ones(width)
+    works: list[Callable[[], object]] = [matrix.sum, lambda: torch.mv(matrix, vector)]
+    best = float("inf")
+    for work in works * 5:
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return matrix.numel() * matrix.element_size() / best
+
+
+def _speeds(rankings: dict[str, Ranking], requests: int) -> list[Result]:
+    ours = rankings[EXACT].tokens
     found = []
-    for name, standing in standings.items():
-        found.append(Result(f"{name}: output", standing.speed, "tokens/s"))
-        found.append(Result(f"{name}: output", standing.cpu_speed, "tokens/CPU-s"))
-        if len(standing.tokens) < len(workload.prompts):
-            done = float(len(standing.tokens))
+    for name, one in rankings.items():
+        found.append(Result(f"{name}: output", median(one.speeds), "tokens/s"))
+        found.append(Result(f"{name}: output", median(one.cpu_speeds), "tokens/CPU-s"))
+        if len(one.tokens) < requests:
+            done = len(one.tokens)
             found.append(Result(f"{name}: requests done in its time", done, ""))
         if name != EXACT:
-            equal, prefix = agreement(ours, standing.tokens)
+            equal, prefix = agreement(ours, one.tokens)
             found.append(Result(f"{name}: requests with tokens equal to exact", 100 * equal, "%"))
             if equal < 1:
                 found.append(Result(f"{name}: tokens until they differ, mean", prefix, ""))
@@ -126,31 +318,42 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, fl
     return equal, sum(prefixes) / len(pairs)
 
 
-def _goals(standings: dict[str, Ranking]) -> list[Result]:
-    def against(one: str, other: str, goal: float | None) -> list[Result]:
-        if one not in standings or other not in standings:
-            return []
-        name = f"{one} against {other}"
-        return [compared(name, standings[one].speed, "tokens/s", standings[other].speed, goal)]
+def _goals(rankings: dict[str, Ranking]) -> list[Result]:
+    pairs = [
+        (one, other, goal)
+        for one in (EXACT, PLAIN)
+        for other, goal in ((CONTINUOUS, AGAINST_CONTINUOUS), (LLAMA, AGAINST_LLAMA))
+    ]
+    return [
+        compared(
+            f"{one} against {other}",
+            median(rankings[one].speeds),
+            "tokens/s",
+            median(rankings[other].speeds),
+            goal,
+        )
+        for one, other, goal in (*pairs, (INT8, PLAIN, INT8_AGAINST_FLOAT))
+        if one in rankings and other in rankings
+    ]
 
-    found = []
-    for one in (EXACT, PLAIN):
-        found += against(one, CONTINUOUS, AGAINST_CONTINUOUS)
-        found += against(one, LLAMA, AGAINST_LLAMA)
-    found += against(INT8, PLAIN, INT8_AGAINST_FLOAT)
-    return found
 
-
-def _alone(modes: dict[str, Any], model: Path, settings: dict[str, Any]) -> list[Result]:
+def _alone(modes: dict[str, Any], model: Path, config: dict[str, Any]) -> list[Result]:
     """Batch 1 beside what memory allows: every weight and all KV is read for every token."""
-    kv = shapes.kv_bytes(settings) * modes["alone_context"]
-    bound = modes["bandwidth"] / (4 * shapes.weights_read(model, settings) + kv)
-    found = [Result("read bandwidth", modes["bandwidth"] / 1e9, "GB/s")]
-    for mode in ("exact", "not exact"):
-        name = f"one sequence, {mode}, against the bound of memory"
-        speed = 1 / modes[mode]["alone"]
-        found.append(compared(name, speed, "tokens/s", bound, OF_BANDWIDTH))
-    return found
+    kv = engines.kv_bytes(config) * modes["alone_context"]
+    bound = modes["bandwidth"] / (4 * engines.weights_read(model, config) + kv)
+    return [
+        Result("read bandwidth", modes["bandwidth"] / 1e9, "GB/s"),
+        *(
+            compared(
+                f"one sequence, {mode}, against the bound of memory",
+                1 / modes[mode]["alone"],
+                "tokens/s",
+                bound,
+                OF_BANDWIDTH,
+            )
+            for mode in ("exact", "not exact")
+        ),
+    ]
 
 
 def _exact(modes: dict[str, Any]) -> list[Result]:

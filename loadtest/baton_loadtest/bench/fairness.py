@@ -1,8 +1,8 @@
-"""`baton bench fairness`: what one tenant's flood does to another, with two routers.
+"""`baton bench fairness`: how one tenant's flood slows another tenant, with two routers.
 
 First neither tenant has a quota: B asks for a part of what the fleet can do, alone and then beside
-each of A's attacks (`attackers`), which want what comes before a place: bytes in the routers'
-memory, tokenizers, the routers' time. B must not be refused, and hardly notice.
+each of A's attacks, which want what comes before a place: bytes in the routers' memory, tokenizers,
+the routers' time. B must not be refused, and hardly be slower.
 
 Then both have the same quota, a part of what the fleet can do. First B alone asks for half of its
 quota. Then A asks for ten times its own as well, at both routers: B's objectives must be met all
@@ -13,151 +13,131 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from baton.cli.layout import Layout, UpOptions
-from baton.cli.ports import free_row
+from baton.cli.access import Access
+from baton.cli.http_client import ConnectionLost
+from baton.cli.layout import UpOptions
 from baton.core.errors import BatonError
-from baton_loadtest.bench.arrivals import ENGINE_CORE, MIB, OTHER_CORE, Arrivals, Phase, stream
-from baton_loadtest.bench.attackers import ATTACKS
-from baton_loadtest.bench.fleet import fleet
-from baton_loadtest.bench.process import say
-from baton_loadtest.report import Report, Result, at_most, compared
+from baton_loadtest.bench.options import option
+from baton_loadtest.bench.overload import LOAD_OPTIONS, MIB, FleetLoad, Phase, Stream, StreamLoad
+from baton_loadtest.child import answer
+from baton_loadtest.drive import ANSWERED, HttpLoadClient
+from baton_loadtest.launch import fleet, peer, say, stay_off_the_engine
+from baton_loadtest.report import Report, Result, at_most, compared, ms
 
-FLOODS, LIGHT = "a", "b"
+PLOTS = False
+OPTIONS = (*LOAD_OPTIONS, option("--seconds", 40.0, "of each load"))
+
 QUOTA = 0.3
 """Of what the fleet can do: each tenant's."""
 
 POLITE, NOTICED = 0.25, 1.5
-"""Of what the fleet can do: what B asks for beside attacks. Times its first token alone, p99."""
-
-ENDING_S = 60.0
-"""That attackers have to tell what they were answered."""
+"""What B asks for beside attacks, of what the fleet can do; and how many times its first token
+alone, p99, it may take then."""
 
 FLOOD, HALF, GREEDY = 10.0, 0.5, 2.0
 """Times the quota: what A asks for with B, what B asks for, what A asks for at one router."""
 
 SETTLING_S = 12.0
-"""Until what was saved up is spent, and routers have learnt where a tenant asks now."""
+"""Until what was saved up is spent, and routers know where a tenant asks now."""
 
 RELOAD_S = 5.0
 """Routers look at the file of keys more often than that."""
 
 ATTAINED, WHOLE = 0.99, 0.95
 
+ATTACKS = {"prompts": 14, "faults": 14, "texts": 60}
+"""How many connections each attack has: what was once enough to starve everybody else."""
+
+LONGEST_BYTES = (1 << 20) - 1024
+"""Of a text that a body has room for."""
+
+TOO_LONG_BYTES = 1 << 16
+PAUSE_S = 0.05
+"""Before a lost connection is made again."""
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "so", "on")
+
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError when the fleet answers nothing."""
-    os.sched_setaffinity(0, {int(OTHER_CORE)})
+    stay_off_the_engine()
     with tempfile.TemporaryDirectory() as folder:
         return Report(asyncio.run(_measure(args, Path(folder, "keys.json"))))
 
 
 async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
-    shown = {name: _new_key(keys, name) for name in (FLOODS, LIGHT)}
-    headers = [f"authorization: Bearer {key}\r\n" for key in shown.values()]
-    http_port, grpc_port = free_row(2), free_row(2)
+    key_a, key_b = _new_key(keys, "a"), _new_key(keys, "b")
     options = UpOptions(
         model=args.model,
         transport=args.transport,
         routers=2,
-        threads=1,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        engine_cpus=ENGINE_CORE,
-        other_cpus=OTHER_CORE,
         router_flags=(
             *("--max-queue-s", str(args.queue_s)),
             *("--keys", str(keys), "--metrics-open", "true"),
         ),
     )
-    async with fleet(options) as (layout, supervisor):
-        load = Arrivals(args, layout, supervisor, headers)
+    async with fleet(options, pin=True) as running:
+        load = FleetLoad(args, running, key_a)
         capacity = await load.capacity()
-        if not capacity:
-            raise BatonError("nothing was answered while capacity was looked for")
-        polite = stream(POLITE * capacity, 1, (0, 1))
+        polite = Stream(POLITE * capacity, key_b, (0, 1))
+        idle = [await load.phase("idle", args.seconds, streams=[polite])]
         attacked = []
-        for attack in ("", *ATTACKS, ""):
-            phase = {"name": attack or "idle", "seconds": args.seconds, "streams": [polite]}
-            async with _attacking(layout, attack, shown[FLOODS]):
-                attacked += await load.run([phase])
+        for attack in ATTACKS:
+            async with peer(attackers) as enemy:
+                await enemy.ask(routers=running.routers, attack=attack, key=key_a)
+                attacked.append(await load.phase(attack, args.seconds, streams=[polite]))
+                say(f"{attack}: A was answered {await enemy.ask()}")
+        idle.append(await load.phase("idle", args.seconds, streams=[polite]))
         quota = QUOTA * capacity
-        tokens = args.prompt_tokens + args.output_tokens
-        for name in (FLOODS, LIGHT):
-            _new_key(keys, name, "--tokens-per-minute", str(round(60 * quota * tokens)))
+        tokens = round(60 * quota * (args.prompt_tokens + args.output_tokens))
+        for tenant in ("a", "b"):
+            _new_key(keys, tenant, "--tokens-per-minute", str(tokens))
         say(f"each tenant's quota: {quota:.1f} requests/s of {capacity:.1f}")
         await asyncio.sleep(RELOAD_S)
-        light = stream(HALF * quota, 1, (0, 1))
-        phases = await load.run(
-            [
-                {"name": "B alone", "seconds": args.seconds, "streams": [light]},
-                {"name": "A floods both", "seconds": args.seconds,
-                 "streams": [light, stream(FLOOD * quota, 0, (0, 1))]},
-                {"name": "A at one router", "seconds": args.seconds,
-                 "streams": [stream(GREEDY * quota, 0, (0,))]},
-            ]
-        )  # fmt: skip
+        light = Stream(HALF * quota, key_b, (0, 1))
+        flood, greedy = Stream(FLOOD * quota, key_a, (0, 1)), Stream(GREEDY * quota, key_a, (0,))
+        alone = await load.phase("B alone", args.seconds, streams=[light])
+        flooded = await load.phase("A floods both", args.seconds, streams=[light, flood])
+        sticky = await load.phase("A at one router", args.seconds, streams=[greedy])
     return [
         Result("capacity", capacity, "requests/s"),
-        *_attacks_figures(capacity, attacked),
-        *_figures(args, quota, phases),
+        *_attacks_figures(capacity, idle, attacked),
+        *_quota_figures(args, quota, alone, flooded, sticky),
     ]
 
 
-@asynccontextmanager
-async def _attacking(layout: Layout, attack: str, key: str) -> AsyncIterator[None]:
-    """Whoever attacks does so within. attack: "" for none."""
-    if not attack:
-        yield
-        return
-    targets = [spec.metrics for spec in layout.processes if spec.role == "router"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "baton_loadtest.bench.attackers", "--attack", attack),
-        *("--targets", ",".join(targets), "--key", key),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    try:
-        yield
-        process.stdin.close()
-        async with asyncio.timeout(ENDING_S):
-            told, _ = await process.communicate()
-        say(f"{attack}: A was answered {json.loads(told)['statuses']}")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-def _attacks_figures(capacity: float, phases: list[Phase]) -> list[Result]:
+def _attacks_figures(capacity: float, idle: list[Phase], attacked: list[Phase]) -> list[Result]:
     """Of B alone, before and after, and beside each attack of A. What else the machine did while B
     was alone must not make A look harmless: the quicker time counts."""
-    *attacked, after = phases[1:]
-    idle = min(phases[0], after, key=lambda phase: phase.first_token(0.99))
-    alone = 1000 * idle.first_token(0.99)
+    before = min(idle, key=lambda phase: phase.whole.first_token_ms(0.99))
+    alone = before.whole
     found = [
         Result("B asks for beside attacks", POLITE * capacity, "requests/s"),
-        Result("B's first token, p50, idle", 1000 * idle.first_token(0.5), "ms"),
-        Result("the routers' memory, idle", _routers_rss(idle), "MiB"),
+        Result("B's first token, p50, idle", alone.first_token_ms(0.5), "ms"),
+        Result("the routers' memory, idle", _routers_rss(before), "MiB"),
     ]
     for phase in attacked:
-        num_refused = sum(one.status == 429 for one in phase.asked)
-        beside = 1000 * phase.first_token(0.99)
+        whole, name = phase.whole, phase.name
         found += [
-            at_most(f"B's first token, p99, {phase.name} / idle", beside, "ms", NOTICED, alone),
-            at_most(f"B's requests refused, {phase.name}", num_refused, "", 0),
-            at_most(f"B's requests failed otherwise, {phase.name}", phase.failed(), "", 0),
-            Result(f"the routers' memory, {phase.name}", _routers_rss(phase), "MiB"),
+            at_most(
+                f"B's first token, p99, {name} / idle",
+                whole.first_token_ms(0.99),
+                "ms",
+                NOTICED,
+                alone.first_token_ms(0.99),
+            ),
+            at_most(f"B's requests refused, {name}", whole.refused, "", 0),
+            at_most(f"B's requests failed otherwise, {name}", whole.failed, "", 0),
+            Result(f"the routers' memory, {name}", _routers_rss(phase), "MiB"),
         ]
     return found
 
@@ -167,50 +147,48 @@ def _routers_rss(phase: Phase) -> float:
     return sum(size for name, size in phase.rss.items() if name.startswith("router")) / MIB
 
 
-def _figures(args: argparse.Namespace, quota: float, phases: list[Phase]) -> list[Result]:
-    alone, flooded, sticky = phases
-    if not _attained(args, alone):
+def _quota_figures(
+    args: argparse.Namespace, quota: float, alone: Phase, flooded: Phase, sticky: Phase
+) -> list[Result]:
+    (b_alone,), (b_beside, a_both), (a_one,) = alone.streams, flooded.streams, sticky.streams
+    before, beside = (one.met(args) / max(1, len(one.samples)) for one in (b_alone, b_beside))
+    if not before:
         raise BatonError("nothing that B asked for alone was answered within its objectives")
-    before, beside = _attained(args, alone), _attained(args, flooded)
-    b_alone, b_beside = _of(alone, 1), _of(flooded, 1)
+    phases = (alone, flooded, sticky)
+
+    def rate(stream: StreamLoad) -> float:
+        """Requests a second that were answered once things had settled."""
+        settled = [one for one in stream.samples if one.due_s >= SETTLING_S]
+        answered = sum(one.end == ANSWERED for one in settled)
+        return answered / float(args.seconds - SETTLING_S)
+
     return [
         Result("each tenant's quota", quota, "requests/s"),
         Result("B asks for", HALF * quota, "requests/s"),
         Result("A asks for, at both routers", FLOOD * quota, "requests/s"),
         Result("B's requests within their objectives, alone", 100 * before, "%"),
         Result(
-            "B's requests within their objectives, beside A", 100 * beside, "%",
-            goal=100 * ATTAINED, met=beside >= ATTAINED,
+            "B's requests within their objectives, beside A",
+            100 * beside,
+            "%",
+            goal=100 * ATTAINED,
+            met=beside >= ATTAINED,
         ),
         compared(
             "B's first token, p99, beside A against alone",
-            1000 * b_beside.first_token(0.99), "ms", 1000 * b_alone.first_token(0.99),
+            b_beside.first_token_ms(0.99),
+            "ms",
+            b_alone.first_token_ms(0.99),
         ),
-        compared("A gets, at both routers, against its quota", _rate(flooded), "requests/s", quota),
+        compared("A gets, at both routers, against its quota", rate(a_both), "requests/s", quota),
         compared(
-            "A gets, at one router, against its quota", _rate(sticky), "requests/s", quota, WHOLE
+            "A gets, at one router, against its quota", rate(a_one), "requests/s", quota, WHOLE
         ),
-        Result("A's refusals, p99", 1000 * _of(flooded, 0).refusal(0.99), "ms"),
+        Result("A's refusals, p99", ms(a_both.refusals_s, 0.99), "ms"),
         Result("both routers' CPU beside A", flooded.cores("router"), "cores"),
-        Result("failed otherwise", sum(phase.failed() for phase in phases), ""),
-        Result("the load's own lag, p99", 1000 * max(p.lag(0.99) for p in phases), "ms"),
-    ]  # fmt: skip
-
-
-def _of(phase: Phase, tenant: int) -> Phase:
-    return Phase(phase.name, phase.seconds, [one for one in phase.asked if one.tenant == tenant])
-
-
-def _attained(args: argparse.Namespace, phase: Phase) -> float:
-    """Of all that B asked, what was answered within its objectives."""
-    asked = _of(phase, 1).asked
-    return sum(one.meets(args.first_s, args.between_s) for one in asked) / max(1, len(asked))
-
-
-def _rate(phase: Phase) -> float:
-    """Of A's requests, a second, how many were answered once things had settled."""
-    settled = [one for one in phase.asked if one.tenant == 0 and one.at >= SETTLING_S]
-    return sum(one.whole for one in settled) / (phase.seconds - SETTLING_S)
+        Result("failed otherwise", sum(phase.whole.failed for phase in phases), ""),
+        Result("the load's own lag, p99", max(p.whole.lag_ms(0.99) for p in phases), "ms"),
+    ]
 
 
 def _new_key(file: Path, tenant: str, *limits: str) -> str:
@@ -222,3 +200,70 @@ def _new_key(file: Path, tenant: str, *limits: str) -> str:
     if done.returncode:
         raise BatonError(f"no key could be made: {done.stderr.strip()}")
     return done.stdout.strip()
+
+
+# The attackers, in a process of their own.
+
+
+async def attackers() -> None:
+    """Connections of one tenant that ask for more than their share, again as soon as they are
+    answered, whatever the answers say of coming back later.
+
+    They stand for other machines, and have the lowest priority. The first command is routers
+    (host:port of each), attack and key; the second is answered with how many answers there were of
+    each status.
+
+        prompts   the longest prompts that a body can hold
+        faults    half of them too long for the model, half with a grammar that is none, another
+                  each time
+        texts     the longest texts, to /tokenize
+    """
+    os.nice(19)
+    statuses: Counter[int] = Counter()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def handle(command: dict[str, Any]) -> dict[str, Any]:
+        if not command:
+            return {str(status): count for status, count in statuses.items()}
+        for number in range(ATTACKS[command["attack"]]):
+            router = command["routers"][number % len(command["routers"])]
+            client = HttpLoadClient(Access(router, key=command["key"]))
+            attack = _attack(client, command["attack"], random.Random(number), statuses)
+            tasks.append(asyncio.create_task(attack))
+        return {}
+
+    try:
+        await answer(handle)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _attack(
+    client: HttpLoadClient, attack: str, draw: random.Random, statuses: Counter[int]
+) -> None:
+    while True:
+        try:
+            request = client.post(*_attack_of(attack, draw))
+            statuses[(await client.send(request, lambda _: None)).status] += 1
+        except (OSError, BatonError, ConnectionLost):
+            statuses[0] += 1
+            await asyncio.sleep(PAUSE_S)
+
+
+def _attack_of(attack: str, draw: random.Random) -> tuple[str, dict[str, Any]]:
+    if attack == "prompts":
+        return "/v1/completions", {"prompt": _text(draw, LONGEST_BYTES)}
+    if attack == "texts":
+        return "/tokenize", {"prompt": _text(draw, LONGEST_BYTES)}
+    if draw.random() < 0.5:
+        return "/v1/completions", {"prompt": _text(draw, TOO_LONG_BYTES)}
+    grammar = {"regex": f"({draw.getrandbits(64)}"}
+    return "/v1/completions", {"prompt": "x", "structured_outputs": grammar}
+
+
+def _text(draw: random.Random, size: int) -> str:
+    """No text like another: nothing of it was encoded before."""
+    start = " ".join(draw.choices(WORDS, k=512))
+    return (start * (size // len(start) + 1))[:size]

@@ -7,25 +7,33 @@ with and without masks take turns, on the same model and with as many sequences.
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from baton.cli.layout import resolve_model
-from baton.core.request.attempt import Attempt
-from baton.core.request.request import Grammar, SamplingParams, StopParams
+from baton.core.request.request import Grammar, GrammarKind, SamplingParams
 from baton.core.scheduler.plan import Matcher, ModelRunner
 from baton.grammar.compiler import compile_grammar
 from baton.grammar.matcher import Compiled
 from baton.grammar.vocabulary import load
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.child import progress
-from baton_loadtest.bench.grammar_asks import asks, write_tokenizer
-from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.serving import open_loop, open_runner, policy
-from baton_loadtest.report import Chart, Line, Report, Result, quantile
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.options import engine, option
+from baton_loadtest.child import progress
+from baton_loadtest.launch import call, cores
+from baton_loadtest.report import Chart, Line, Report, Result, ms
+
+PLOTS = True
+OPTIONS = (
+    *engine(threads=2, shape="wide"),
+    option("--batch", 16, "answers at once"),
+    option("--tokens", 120, "of an answer"),
+)
 
 DEADLINE_S = 280.0
 COMPILED = 5
@@ -36,54 +44,44 @@ PROMPT = 16
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises ContenderFailed when a model cannot run."""
-    bundled = resolve_model("")[0]
-    models = {"bundled model": bundled, f"{args.shape}, random weights": shapes.folder(args.shape)}
+    own = engines.folder(args.shape)
+    if not (own / "tokenizer.json").is_file():
+        _write_tokenizer(own, engines.config_of(own)["vocab_size"])
+    threads = min(args.threads, len(cores()))
+    job = {"threads": threads, "batch": args.batch, "tokens": args.tokens, "seed": args.seed}
     results: list[Result] = []
     lines: list[Line] = []
+    models = {"bundled model": resolve_model("")[0], f"{args.shape}, random weights": own}
     for name, folder in models.items():
-        own = folder / "tokenizer.json"
-        if not own.is_file():
-            write_tokenizer(folder, shapes.config(folder)["vocab_size"])
-        job = {
-            "model": str(folder),
-            "threads": min(args.threads, cores()),
-            "batch": args.batch,
-            "tokens": args.tokens,
-            "seed": args.seed,
-        }
-        found = call("grammar", job, threads=job["threads"], deadline_s=DEADLINE_S)
+        found = call(run, {**job, "model": str(folder)}, threads=threads, deadline_s=DEADLINE_S)
         results += _results(name, found)
         masks = [seconds for one in found["kinds"].values() for seconds in one["masks"]]
         shares = [percent / 1000 for percent in range(0, 1000, 2)]
-        lines.append(Line(name, [100 * s for s in shares], _ms(masks, shares)))
+        lines.append(Line(name, [100 * s for s in shares], [ms(masks, s) for s in shares]))
     chart = Chart("one mask", "% of masks take at most", "ms", tuple(lines))
     return Report(results, (chart,))
 
 
 def _results(name: str, found: dict[str, Any]) -> list[Result]:
-    said = [Result(f"{name}: tokens", found["vocab"], "")]
+    results = [Result(f"{name}: tokens", found["vocab"], "")]
     every: list[float] = []
     for kind, one in found["kinds"].items():
-        every += one["masks"]
-        said.append(Result(f"{name}, {kind}: compiled", 1000 * median(one["compile"]), "ms"))
-        said += [
-            Result(f"{name}, {kind}: mask, p{percent}", value, "ms")
-            for percent, value in zip((50, 99), _ms(one["masks"], (0.5, 0.99)), strict=True)
+        masks = one["masks"]
+        every += masks
+        results += [
+            Result(f"{name}, {kind}: compiled", 1000 * median(one["compile"]), "ms"),
+            Result(f"{name}, {kind}: mask, p50", ms(masks, 0.5), "ms"),
+            Result(f"{name}, {kind}: mask, p99", ms(masks, 0.99), "ms"),
         ]
-    p50, p99, most = _ms(every, (0.5, 0.99, 1.0))
     free, bound = (1000 * median(found[which]) for which in ("free", "bound"))
-    batch = found["batch"]
+    step = f"{name}: step of {found['batch']} under grammars"
     return [
-        *said,
-        Result(f"{name}, all kinds: mask, p50", p50, "ms"),
-        Result(f"{name}, all kinds: mask, p99", p99, "ms"),
-        Result(f"{name}, all kinds: mask, longest", most, "ms"),
-        Result(f"{name}: step of {batch} under grammars", bound, "ms", free, bound / free),
+        *results,
+        Result(f"{name}, all kinds: mask, p50", ms(every, 0.5), "ms"),
+        Result(f"{name}, all kinds: mask, p99", ms(every, 0.99), "ms"),
+        Result(f"{name}, all kinds: mask, longest", ms(every, 1.0), "ms"),
+        Result(step, bound, "ms", free, bound / free),
     ]
-
-
-def _ms(seconds: Sequence[float], shares: Sequence[float]) -> list[float]:
-    return [1000 * quantile(seconds, share) for share in shares]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +90,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     Returns vocab and batch; kinds: by name, seconds of every compilation and mask; free and bound:
     seconds of steps without and with masks.
     """
-    batch, tokens = job["batch"], job["tokens"]
-    positions = batch * (PROMPT + tokens + 32)
-    runner = open_runner(job["model"], job["threads"], positions, exact=True)
+    batch = job["batch"]
+    positions = batch * (PROMPT + job["tokens"] + 32)
+    runner = engines.open_runner(job["model"], job["threads"], positions)
     model = runner.model
     tokenizer = load(
         Path(job["model"]),
@@ -104,13 +102,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     )
     kinds: dict[str, Any] = {}
     timed = []
-    for kind, grammar in asks().items():
+    for kind, grammar in grammars().items():
         compile_s = []
         for _ in range(COMPILED):
             began = time.perf_counter()
             matcher = compile_grammar(tokenizer, grammar)
             compile_s.append(time.perf_counter() - began)
-        timed.append(Timed(grammar, Compiled(matcher)))
+        timed.append(_TimedGrammar(grammar, Compiled(matcher)))
         kinds[kind] = {"compile": compile_s, "masks": timed[-1].masks}
         progress(f"compiled: {kind}")
     for one in timed:
@@ -122,8 +120,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {"vocab": model.vocab_size, "batch": batch, "kinds": kinds, **steps}
 
 
-class Timed:
-    """A CompiledGrammar whose matchers say how long each mask took. masks: in seconds."""
+class _TimedGrammar:
+    """A compiled grammar whose matchers note in `masks` how many seconds each mask took."""
 
     def __init__(self, grammar: Grammar, compiled: Compiled) -> None:
         self.grammar = grammar
@@ -150,24 +148,21 @@ class _TimedMatcher:
         return mask
 
 
-def _answer(runner: ModelRunner, grammars: Sequence[Timed], job: dict[str, Any]) -> list[float]:
+def _answer(
+    runner: ModelRunner, grammars: Sequence[_TimedGrammar], job: dict[str, Any]
+) -> list[float]:
     """A batch of answers, the grammars in turn. Seconds of the steps in which all had a row."""
     batch = job["batch"]
-    loop = open_loop(runner, policy(batch, batch * (PROMPT + 1)))
+    loop = engines.engine_loop(runner, engines.policy(batch, batch * (PROMPT + 1)))
     for number in range(batch):
         timed = grammars[number % len(grammars)] if grammars else None
-        prompt = tuple((7 * number + 3 * i) % 200 + 5 for i in range(PROMPT))
-        asked = Attempt(
-            request_id=str(number),
-            attempt=0,
-            choices=(0,),
-            token_ids=prompt,
-            num_prompt_tokens=PROMPT,
+        prompt = [(7 * number + 3 * i) % 200 + 5 for i in range(PROMPT)]
+        attempt = replace(
+            engines.attempt(str(number), prompt, job["tokens"]),
             sampling=SamplingParams(seed=job["seed"] + number),
-            stop=StopParams(max_tokens=job["tokens"], ignore_eos=True),
             grammar=None if timed is None else timed.grammar,
         )
-        loop.scheduler.add(asked, time.monotonic(), grammar=timed)
+        loop.scheduler.add(attempt, time.monotonic(), grammar=timed)
     whole = []
     while loop.scheduler.has_work:
         began = time.perf_counter()
@@ -179,3 +174,101 @@ def _answer(runner: ModelRunner, grammars: Sequence[Timed], job: dict[str, Any])
         if len(plan.chunks) == plan.num_tokens == batch:
             whole.append(time.perf_counter() - began)
     return whole
+
+
+# What is asked for, and a tokenizer of many tokens.
+
+_TEXT = {"type": "string", "maxLength": 24}
+_PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": _TEXT,
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": _TEXT, "maxItems": 4},
+        "mail": {"type": "string", "pattern": "^[a-z]{1,12}@[a-z]{1,12}\\.(com|org)$"},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+_TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "number"},
+                "left": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                "right": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+            },
+            "required": ["value", "left", "right"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+_WIDE = {
+    "type": "object",
+    "properties": {f"field_{i}": {"anyOf": [_TEXT, {"type": "integer"}]} for i in range(100)},
+    "required": [f"field_{i}" for i in range(0, 100, 2)],
+}
+
+
+def grammars() -> dict[str, Grammar]:
+    """By a name for each kind."""
+    return {
+        "any JSON object": _schema({"type": "object"}),
+        "object of 4 fields": _schema(_PERSON),
+        "list of objects": _schema({"type": "array", "items": _PERSON, "maxItems": 8}),
+        "tree that names itself": _schema(_TREE),
+        "100 optional fields": _schema(_WIDE),
+        "one of 500 texts": _schema({"enum": [f"option number {i}" for i in range(500)]}),
+        "regular expression": Grammar(GrammarKind.REGEX, r"(\w+ ){3,12}\w+[.!?]"),
+        "arithmetic in Lark": Grammar(
+            GrammarKind.LARK,
+            'start: sum\nsum: (sum ("+"|"-"))? product\nproduct: (product ("*"|"/"))? atom\n'
+            'atom: /[0-9]{1,6}/ | "(" sum ")"',
+        ),
+    }
+
+
+def _write_tokenizer(folder: Path, size: int) -> None:
+    """A byte-level tokenizer of `size` tokens: bytes, numbers, blanks, words of made-up syllables,
+    with and without a space in front. Its text is no language's, but as long as one's."""
+    draw = random.Random(0)
+    letters = _byte_letters()
+    tokens = dict.fromkeys(["<pad>", "<s>", "</s>", *letters])
+    tokens.update(dict.fromkeys(map(str, range(1000))))
+    tokens.update(dict.fromkeys(letters[32] * count for count in range(2, 17)))
+    tokens.update(dict.fromkeys(['":', '",', '"}', "[]", "{}", "},", letters[32] + '"']))
+    while len(tokens) < size:
+        parts = draw.choices("aeiou", k=draw.randint(1, 4))
+        word = "".join(draw.choice("bcdfghklmnprstvwz") + part for part in parts)
+        word = draw.choice((word, word.capitalize(), word + draw.choice("nrst")))
+        tokens.update(dict.fromkeys((word, letters[32] + word)))
+    vocab = {token: number for number, token in enumerate(list(tokens)[:size])}
+    special = [
+        {"id": number, "content": token, "special": True, "normalized": False}
+        | {"single_word": False, "lstrip": False, "rstrip": False}
+        for number, token in enumerate(["<pad>", "<s>", "</s>"])
+    ]
+    bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    whole = {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": {**bytes_only, "use_regex": True},
+        "decoder": bytes_only,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+
+
+def _schema(schema: object) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def _byte_letters() -> list[str]:
+    """A printable letter for each byte, as byte-level tokenizers write them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]

@@ -1,9 +1,8 @@
-"""A server of streamed completions whose latencies are drawn, kept and recorded, in a process of
-its own.
+"""A server of streamed completions whose latencies are drawn, kept and recorded.
 
-What a load generator says of it can so be compared with what really was. The first line it prints
-is its port. `GET /records` returns what was recorded since the last time, and forgets it. Times are
-in seconds.
+What a load generator reports of it can so be compared with what really was. It runs in a process of
+its own (`known`); times are in seconds. It is written on asyncio's protocols and httptools' parser:
+a framework's own time for each token would be a part of what is recorded.
 """
 
 from __future__ import annotations
@@ -11,49 +10,99 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-from baton.rpc.loop import Loop
+import httptools
+
+from baton_loadtest.child import answer
+from baton_loadtest.launch import Peer, peer
 
 MOST_TOKENS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """first_s, between_s: medians; spread: of the logarithm. Every so many requests, counted from
-    the first: refuse_every answers 429, fail_every 500, cut_every breaks off after the first token,
-    close_every ends the connection after an answer. 0: never."""
+    """What the server does. Every so many requests, counted from the first, something happens
+    instead; 0: never."""
 
     first_s: float = 0.08
+    """To the first token, the median."""
     between_s: float = 0.02
+    """From one token to the next, the median."""
     spread: float = 0.4
+    """Standard deviation of the logarithm of both."""
     seed: int = 0
     refuse_every: int = 0
+    """The answer is 429."""
     fail_every: int = 0
+    """The answer is 500."""
     cut_every: int = 0
+    """The connection breaks off after the first token."""
     close_every: int = 0
+    """The connection ends after the answer."""
 
 
 @dataclass(slots=True)
-class Record:
-    """One answer in full. first_s: from the request's last byte to the first token's write; gaps_s:
-    from one token's write to the next; whole_s: to the last write."""
+class KnownAnswer:
+    """One answer in full, as the server recorded it."""
 
     first_s: float
+    """From the request's last byte to the first token's write."""
     gaps_s: list[float] = field(default_factory=list)
+    """From one token's write to the next."""
     whole_s: float = 0.0
+    """To the last write."""
 
 
-class Server:
-    """What its connections share."""
+@dataclass(frozen=True, slots=True)
+class KnownServer:
+    """One that runs."""
+
+    address: str
+    """host:port"""
+    peer: Peer
+
+    async def records(self) -> list[KnownAnswer]:
+        """Of answers that ended since the last time."""
+        return [KnownAnswer(**each) for each in (await self.peer.ask())["records"]]
+
+
+@asynccontextmanager
+async def known(latencies: Latencies, core: int | None = None) -> AsyncIterator[KnownServer]:
+    """Runs the server. Raises ContenderFailed when it does not start."""
+    async with peer(serve_known, core) as server:
+        port = (await server.ask(latencies=asdict(latencies)))["port"]
+        yield KnownServer(f"127.0.0.1:{port}", server)
+
+
+async def serve_known() -> None:
+    """The first command has latencies, and is answered with the port; each further one with the
+    records since the last time."""
+    states: list[_Shared] = []
+
+    async def handle(command: dict[str, Any]) -> dict[str, Any]:
+        if states:
+            records, states[0].records = states[0].records, []
+            return {"records": [asdict(record) for record in records]}
+        states.append(_Shared(Latencies(**command["latencies"])))
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: _KnownConnection(states[0]), "127.0.0.1", 0, backlog=4096
+        )
+        return {"port": listening.sockets[0].getsockname()[1]}
+
+    await answer(handle)
+
+
+class _Shared:
+    """What the server's connections share."""
 
     def __init__(self, latencies: Latencies) -> None:
         self.latencies = latencies
-        self.records: list[Record] = []
+        self.records: list[KnownAnswer] = []
         self.count = 0
         self._draw = random.Random(latencies.seed)
 
@@ -61,10 +110,11 @@ class Server:
         return median_s * self._draw.lognormvariate(0.0, self.latencies.spread)
 
 
-class Connection(asyncio.Protocol):
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._unread = b""
+class _KnownConnection(asyncio.Protocol):
+    def __init__(self, shared: _Shared) -> None:
+        self._shared = shared
+        self._parser = httptools.HttpRequestParser(self)
+        self._body = b""
         self._gone = False
         self._prompt_tokens = 0
 
@@ -75,35 +125,27 @@ class Connection(asyncio.Protocol):
         self._gone = True
 
     def data_received(self, data: bytes) -> None:
-        self._unread += data
-        head, end, body = self._unread.partition(b"\r\n\r\n")
-        if not end:
-            return
-        length = 0
-        for line in head.split(b"\r\n")[1:]:
-            name, _, value = line.partition(b":")
-            if name.lower() == b"content-length":
-                length = int(value)
-        if len(body) < length:
-            return
-        self._unread = body[length:]
-        if head.startswith(b"GET /records "):
-            records, self._server.records = self._server.records, []
-            self._whole(200, json.dumps([asdict(record) for record in records]).encode())
-        else:
-            self._answer(json.loads(body[:length]), perf_counter())
+        self._parser.feed_data(data)
+
+    def on_body(self, part: bytes) -> None:
+        self._body += part
+
+    def on_message_complete(self) -> None:
+        body, self._body = self._body, b""
+        self._parser = httptools.HttpRequestParser(self)
+        self._answer(json.loads(body), perf_counter())
 
     def _answer(self, asked: dict[str, Any], arrived: float) -> None:
-        server, latencies = self._server, self._server.latencies
-        server.count += 1
+        shared, latencies = self._shared, self._shared.latencies
+        shared.count += 1
 
         def due(every: int) -> bool:
-            return bool(every) and server.count % every == 0
+            return bool(every) and shared.count % every == 0
 
         if due(latencies.refuse_every):
-            return self._whole(429, b"{}", b"retry-after: 1\r\n")
+            return self._empty(429, b"retry-after: 1\r\n")
         if due(latencies.fail_every):
-            return self._whole(500, b"{}")
+            return self._empty(500)
         close = due(latencies.close_every)
         self._transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -113,64 +155,46 @@ class Connection(asyncio.Protocol):
         ends = 1 if due(latencies.cut_every) else tokens
         self._prompt_tokens = len(asked["prompt"])
         self._later(
-            server.drawn(latencies.first_s), self._token, arrived, None, tokens, ends, close
+            shared.drawn(latencies.first_s), self._token, arrived, None, tokens, ends, close
         )
 
     def _token(
-        self, arrived: float, record: Record | None, tokens: int, ends: int, close: bool
+        self, arrived: float, record: KnownAnswer | None, tokens: int, ends: int, close: bool
     ) -> None:
-        """One more of `tokens`, after which the connection breaks off when it is the last of `ends`
-        and the answer has more."""
+        """Writes one more of `tokens`, after which the connection breaks off when it is the last of
+        `ends` and the answer has more."""
         if self._gone:
             return
         now = perf_counter()
         if record is None:
-            record = Record(now - arrived)
+            record = KnownAnswer(now - arrived)
         else:
             record.gaps_s.append(now - arrived - record.whole_s)
         record.whole_s = now - arrived
         given = len(record.gaps_s) + 1
-        # Tells apart whose answer it is, and which token of it.
+        # An id that names the request and the token of its answer.
         token = 100 * self._prompt_tokens + given
         event = b'data: {"choices":[{"text":"a","token_ids":[%d]}]}\n\n' % token
         if given == ends < tokens:
             self._transport.write(_chunk(event))
             self._transport.close()
-            return
-        if given < tokens:
+        elif given < tokens:
             self._transport.write(_chunk(event))
-            delay_s = self._server.drawn(self._server.latencies.between_s)
+            delay_s = self._shared.drawn(self._shared.latencies.between_s)
             self._later(delay_s, self._token, arrived, record, tokens, ends, close)
-            return
-        self._server.records.append(record)
-        self._transport.write(_chunk(event + b"data: [DONE]\n\n") + b"0\r\n\r\n")
-        if close:
-            self._transport.close()
+        else:
+            self._shared.records.append(record)
+            self._transport.write(_chunk(event + b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            if close:
+                self._transport.close()
 
     def _later(self, delay_s: float, what: Callable[..., None], *args: object) -> None:
         asyncio.get_running_loop().call_later(delay_s, what, *args)
 
-    def _whole(self, status: int, body: bytes, headers: bytes = b"") -> None:
-        self._transport.write(
-            b"HTTP/1.1 %d -\r\n%bcontent-length: %d\r\n\r\n%b" % (status, headers, len(body), body)
-        )
+    def _empty(self, status: int, headers: bytes = b"") -> None:
+        head = b"HTTP/1.1 %d -\r\n%bcontent-length: 2\r\n\r\n{}"
+        self._transport.write(head % (status, headers))
 
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-async def _serve(latencies: Latencies) -> None:
-    """Until stdin ends: whoever started it is gone then."""
-    loop = asyncio.get_running_loop()
-    server = Server(latencies)
-    listening = await loop.create_server(lambda: Connection(server), "127.0.0.1", 0, backlog=4096)
-    print(listening.sockets[0].getsockname()[1], flush=True)
-    gone = asyncio.Event()
-    loop.add_reader(sys.stdin.fileno(), gone.set)
-    await gone.wait()
-
-
-if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=Loop) as _runner:
-        _runner.run(_serve(Latencies(**json.loads(sys.argv[1]))))

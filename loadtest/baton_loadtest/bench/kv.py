@@ -9,21 +9,43 @@ collects to another one.
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, fields
 from statistics import median
 from typing import Any
 
 from baton.core.errors import InvalidArgument
+from baton.core.request.model import KvLayout
 from baton.engine.config import MIB
 from baton.transfer import nixl
 from baton.transfer.kv_chunk import BLAKE2B, XXH3
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.kv_ends import NO_DIGEST, layout_of
-from baton_loadtest.bench.process import call
+from baton.worker.options import WorkerOptions
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.kv_moves import NO_DIGEST, run_moves
+from baton_loadtest.bench.kv_overlap import run_overlap
+from baton_loadtest.bench.options import engine, option, values
+from baton_loadtest.launch import call, cores, pinned
 from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
+
+RING = {field.name: field.default for field in fields(WorkerOptions)}
+"""The options that a worker has by default."""
+
+PLOTS = True
+OPTIONS = (
+    *engine(threads=1),
+    option("--sizes", (1, 2, 4, 8, 16, 32, 64), "megabytes"),
+    option(
+        "--transports",
+        ("nixl", "loopback"),
+        "nixl, loopback; the first one also for digests and for hiding",
+        type=values(str, ("nixl", "loopback")),
+    ),
+    option("--prompt-tokens", 4096),
+    option("--chunks", (512, 256)),
+    option("--rounds", 3, "prompts of each chunk size"),
+    option("--slots", RING["slots"], "buffers of a ring", type=int, metavar="N"),
+    option("--slot-mib", RING["slot_mib"], type=int, metavar="MIB"),
+)
 
 DEADLINE_S = 300.0
 OF_RAW = 0.8
@@ -33,57 +55,61 @@ HIDDEN = {512: 80.0, 256: 90.0}
 
 HIDDEN_PROMPT = 4096
 
-Figures = dict[str, dict[str, float]]
+KvTimes = dict[str, dict[str, float]]
+"""By size, as `run_moves` returns them."""
 
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises InvalidArgument for what this machine or model cannot do, ContenderFailed."""
     if "nixl" in args.transports and not nixl.available():
         raise InvalidArgument("nixl is not installed", field="transports")
-    model = shapes.folder(args.shape)
-    settings = shapes.config(model)
-    if args.prompt_tokens >= settings["max_position_embeddings"]:
+    model = engines.folder(args.shape)
+    config = engines.config_of(model)
+    if args.prompt_tokens >= config["max_position_embeddings"]:
         raise InvalidArgument("is more than the model has positions", field="prompt_tokens")
-    sender_core, own_core = _cores()
+    # `call` pins a job to the first core.
+    own_core, sender_core = (cores()[0], cores()[-1]) if pinned(0) else (None, None)
+    size = engines.head_size(config)
+    layout = KvLayout(
+        model_digest="00" * 32,
+        dtype="float32",
+        num_layers=config["num_hidden_layers"],
+        num_kv_heads=engines.kv_heads(config),
+        key_size=size,
+        value_size=size,
+    )
     rings = {
         "num_buffers": args.slots,
         "buffer_bytes": args.slot_mib * MIB,
         "sender_core": sender_core,
     }
-    layout = asdict(layout_of(settings))
 
-    def moves(transport: str, digest: str, sizes: Iterable[float], *, buffers: bool) -> Figures:
-        job = {
-            "transport": transport,
-            "layout": layout,
-            "sizes": sizes,
-            "digest": digest,
-            "buffers": buffers,
-            **rings,
-        }
-        found: Figures = call("kv_moves", job, threads=1, deadline_s=DEADLINE_S)
+    def moves(transport: str, digest: str, sizes: Iterable[float]) -> KvTimes:
+        job = {"transport": transport, "layout": asdict(layout), "sizes": sizes, "digest": digest}
+        found: KvTimes = call(run_moves, {**job, **rings}, threads=1, deadline_s=DEADLINE_S)
         return found
 
     results = [
-        *_pinned(sender_core, own_core),
         Result("buffers of each ring", args.slots, ""),
         Result("size of a buffer", args.slot_mib, "MiB"),
     ]
+    if own_core is not None and sender_core is not None:
+        results[:0] = [
+            Result("core of the sender and its engine", sender_core, ""),
+            Result("core of everything else", own_core, ""),
+        ]
     charts = []
     for transport in args.transports:
-        found = moves(transport, XXH3, args.sizes, buffers=True)
+        found = moves(transport, XXH3, args.sizes)
         results += _levels(transport, found)
         charts.append(_chart(transport, found))
-    first = args.transports[0]
-    largest = [max(args.sizes)]
-    digests = {
-        digest: moves(first, digest, largest, buffers=True) for digest in (XXH3, BLAKE2B, NO_DIGEST)
-    }
-    results += _digests(str(largest[0]), digests)
+    first, largest = args.transports[0], max(args.sizes)
+    digests = {digest: moves(first, digest, [largest]) for digest in (XXH3, BLAKE2B, NO_DIGEST)}
+    results += _digests(str(largest), digests)
     for chunk in args.chunks:
         job = {
             "model": str(model),
-            "vocab": settings["vocab_size"],
+            "vocab": config["vocab_size"],
             "threads": 1,
             "prompt": args.prompt_tokens,
             "chunk": chunk,
@@ -92,29 +118,12 @@ def measure(args: argparse.Namespace) -> Report:
             "transport": first,
             **rings,
         }
-        found = call("kv_overlap", job, threads=1, deadline_s=DEADLINE_S)
-        results += _overlap(args.prompt_tokens, chunk, found)
+        overlap = call(run_overlap, job, threads=1, deadline_s=DEADLINE_S)
+        results += _overlap(args.prompt_tokens, chunk, overlap)
     return Report(results, tuple(charts))
 
 
-def _cores() -> tuple[int | None, int | None]:
-    """The sender's and ours; None where processes cannot be pinned. `call` pins to the first."""
-    if not hasattr(os, "sched_getaffinity") or not shutil.which("taskset"):
-        return None, None
-    allowed = sorted(os.sched_getaffinity(0))
-    return allowed[-1], allowed[0]
-
-
-def _pinned(sender_core: int | None, own_core: int | None) -> list[Result]:
-    if sender_core is None or own_core is None:
-        return []
-    return [
-        Result("core of the sender and its engine", sender_core, ""),
-        Result("core of everything else", own_core, ""),
-    ]
-
-
-def _levels(transport: str, found: Figures) -> list[Result]:
+def _levels(transport: str, found: KvTimes) -> list[Result]:
     results = []
     for size, times in found.items():
         name, moved = f"{transport}, {size} MB", times["bytes"]
@@ -147,7 +156,7 @@ def _speeds(
     return moved / times[one] / 1e9, "GB/s", moved / times[other] / 1e9
 
 
-def _digests(size: str, digests: dict[str, Figures]) -> list[Result]:
+def _digests(size: str, digests: dict[str, KvTimes]) -> list[Result]:
     none = digests[NO_DIGEST][size]
     results = []
     for digest in (XXH3, BLAKE2B):
@@ -191,9 +200,9 @@ def _overlap(prompt: int, chunk: int, found: dict[str, Any]) -> list[Result]:
     ]
 
 
-def _chart(transport: str, found: Figures) -> Chart:
+def _chart(transport: str, found: KvTimes) -> Chart:
     sizes = [float(size) for size in found]
-    levels: Sequence[tuple[str, str]] = (
+    levels = (
         ("memcpy", "memcpy"),
         ("raw", "raw"),
         ("buffers", "buffer to buffer, verified"),

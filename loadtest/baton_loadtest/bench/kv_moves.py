@@ -1,47 +1,65 @@
-"""One transport's hand-overs at several sizes, from buffer to buffer up to the whole; runs as a
-job.
+"""The hand-overs of `baton bench kv` at several sizes, from buffer to buffer up to the whole.
 
-This process collects from one that gives, over real gRPC and the real transport. Nothing computes.
+A process receives from one that sends (`serve_sender`), over real gRPC and the real transport.
+Nothing computes. The parts of a hand-over are timed alone, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
+from baton.cli.ports import HOST, free_ports
+from baton.core.handover.table import KvChunkRange
 from baton.core.kvcache.block_pool import Extents
+from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.engine.kv.cache import KvCache
 from baton.engine.thread import CopyThread
 from baton.rpc.channels import Channels
 from baton.rpc.loop import Loop
-from baton.transfer.grpc import GrpcSenderConnection
-from baton.transfer.kv_chunk import HEADER_BYTES, Sealer
+from baton.rpc.server import ProcessServer, Service
+from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
+from baton.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, XXH3, Sealer, positions_per_kv_chunk
+from baton.transfer.loopback import LoopbackTransport
+from baton.transfer.nixl import NixlTransport
 from baton.transfer.receiver import MAX_IN_FLIGHT, READ_S, KvReceiver, TransferRequest
-from baton.transfer.staging import ReadState, StagingPool
+from baton.transfer.sender import KvSender
+from baton.transfer.staging import ALIGNMENT, KvTransport, ReadState, StagingPool
 from baton.transfer.transports import Staging
-from baton.v1 import handover_pb2 as pb
-from baton_loadtest.bench.beside import Beside
-from baton_loadtest.bench.child import progress
-from baton_loadtest.bench.kv_ends import described, identity, open_transport
-from baton_loadtest.bench.kv_parts import SECRET, Parts, medians, memory, positions_of, runs, use
+from baton.transfer.ucx import KvNetwork, choose, inherited
+from baton.v1 import handover_pb2, handover_pb2_grpc
+from baton_loadtest.child import answer, progress
+from baton_loadtest.launch import Peer, peer
 
-RAW = "raw"
+BLOCK_SIZE = 16
+ROUNDS = 7
+MEGABYTE = 1_000_000
+SECRET = bytes(range(16))
+SENDER_DEADLINE_S = 60.0
+TOKENS = (ChoiceTokens(SequenceKey("bench", 0, 1), 0, (7,)),)
+
+NO_DIGEST = "none"
+"""In place of a digest's name: KV chunks are not sealed."""
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run_moves(job: dict[str, Any]) -> dict[str, Any]:
     """job: transport, layout, sizes (megabytes), num_buffers, buffer_bytes, digest, sender_core
-    (None: not pinned), buffers (whether buffer to buffer is measured too).
+    (None: not pinned).
 
-    Returns by size, as a string, the median seconds of: raw (one read of all of it), memcpy,
-    buffers (buffer to buffer, verified), pack, seal, verify, unpack (each alone), pools (pool to
-    pool, from the grant on), whole (peers that have met), first (peers that have not), nothing (a
-    hand-over of which all is there already, from the grant on).
+    Returns by size, as a string, the bytes, and the median seconds of: raw (one read of all of it),
+    memcpy, buffers (buffer to buffer, verified), pack, seal, verify, unpack (each alone), pools
+    (pool to pool, from the grant on), whole (peers that have met), first (peers that have not),
+    nothing (a hand-over of which all is there already, from the grant on).
     """
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(_measure(job))
@@ -49,90 +67,220 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 async def _measure(job: dict[str, Any]) -> dict[str, Any]:
     layout = KvLayout(**job["layout"])
-    largest = max(positions_of(size, layout) for size in job["sizes"])
+    largest = max(_positions_of(size, layout) for size in job["sizes"])
     measured: dict[str, Any] = {}
     async with AsyncExitStack() as ends:
-        sender = await Beside.start("kv_sender", job["sender_core"])
-        ends.push_async_callback(sender.close)
-        hello = await sender.ask(
-            positions=largest,
-            **{
-                key: job[key]
-                for key in ("transport", "layout", "num_buffers", "buffer_bytes", "digest")
-            },
-        )
-        digest = use(job["digest"])
+        sender = await ends.enter_async_context(peer(serve_sender, job["sender_core"]))
+        hello = await sender.ask(job=job, positions=largest)
+        digest = _use_digest(job["digest"])
         whole = _Whole(job["transport"], hello["whole"])
         ends.callback(whole.close)
-        parts = Parts(layout, largest, job["buffer_bytes"], digest)
+        parts = _Parts(layout, largest, job["buffer_bytes"], digest)
         buffers = await _Buffers.open(ends, job, layout, sender, hello["kv_chunks"], digest)
         pools = await _Pools.open(ends, job, layout, sender, hello["sender"], largest)
         for size in job["sizes"]:
-            positions = positions_of(size, layout)
+            positions = _positions_of(size, layout)
             num_bytes = positions * layout.bytes_per_position
-            cases: dict[str, Callable[[], Any]] = {
-                RAW: partial(whole.read, num_bytes),
+            await buffers.seal(positions)
+            cases: dict[str, Callable[[], Awaitable[float]]] = {
+                "raw": partial(whole.read, num_bytes),
                 "memcpy": partial(whole.copy, num_bytes),
+                "buffers": buffers.read,
                 "pools": partial(pools.granted, positions),
                 "whole": partial(pools.collected, positions),
                 "first": partial(pools.met_and_collected, positions),
                 "nothing": partial(pools.granted, positions, cached=positions),
             }
-            if job["buffers"]:
-                await buffers.seal(positions)
-                cases["buffers"] = buffers.read
-            found = await medians(cases)
+            times: dict[str, list[float]] = {name: [] for name in cases}
+            # Cases take turns, after a round that does not count.
+            for number in range(ROUNDS + 1):
+                for name, timed in cases.items():
+                    seconds = await timed()
+                    times[name] += [seconds] if number else []
+            found = {name: median(each) for name, each in times.items()}
             measured[str(size)] = {**found, **parts.spent(positions), "bytes": num_bytes}
             progress(f"{job['transport']}, {job['digest']}: {size} MB")
     return measured
+
+
+# What both ends are made of.
+
+
+def _positions_of(megabytes: float, layout: KvLayout) -> int:
+    """As many whole positions as so many megabytes hold, at least one."""
+    return max(1, int(megabytes * MEGABYTE) // layout.bytes_per_position)
+
+
+def _chunks(positions: int, buffer_bytes: int, layout: KvLayout) -> list[KvChunkRange]:
+    """The KV chunks that so many positions make."""
+    each = positions_per_kv_chunk(buffer_bytes, layout)
+    return [
+        KvChunkRange(index, first, min(each, positions - first))
+        for index, first in enumerate(range(0, positions, each))
+    ]
+
+
+def _kv_memory(layout: KvLayout, positions: int) -> tuple[KvCache, Extents]:
+    """KV memory for so many positions in one run of blocks, every page of it written."""
+    import torch
+
+    torch.set_num_threads(1)
+    blocks = -(-positions // BLOCK_SIZE)
+    cache = KvCache(layout, blocks, BLOCK_SIZE, torch.device("cpu"))
+    for tensor in (cache.keys, cache.values):
+        tensor.normal_()
+    return cache, ((0, blocks),)
+
+
+def _use_digest(digest: str) -> str:
+    """The digest that KV chunks of this process are to be sealed with; NO_DIGEST makes all of them
+    zeros for good, which shows the cost of a digest and is nothing that can be served with."""
+    if digest != NO_DIGEST:
+        return digest
+    setattr(Sealer, "_digest_of", lambda *_: bytes(DIGEST_BYTES))  # noqa: B010  # a method
+    return XXH3
+
+
+def identity(role: str) -> WorkerIdentity:
+    """A new one, at an address of the loopback interface where nothing listens yet."""
+    return WorkerIdentity(role, secrets.token_hex(16), f"{HOST}:{free_ports(1)[0]}")
+
+
+async def open_staging(ends: AsyncExitStack, job: dict[str, Any], instance_id: str) -> Staging:
+    staging = await Staging.open(
+        instance_id,
+        transport=job["transport"],
+        num_buffers=job["num_buffers"],
+        buffer_bytes=job["buffer_bytes"],
+    )
+    ends.push_async_callback(staging.close)
+    return staging
+
+
+async def add_sender(ends: AsyncExitStack, me: WorkerIdentity, sender: KvSender) -> None:
+    """Serves a sender at its own address."""
+    add = partial(handover_pb2_grpc.add_HandoverServicer_to_server, HandoverServicer(sender))
+    service = Service("baton.v1.Handover", add)
+    server = ProcessServer(listen=me.address, services=[service], reflection=False)
+    await server.start()
+    ends.push_async_callback(server.stop, 0.2)
+
+
+class _ReadableRing:
+    """A ring that another process may read, without a hand-over."""
+
+    def __init__(self, transport: str, num_buffers: int, buffer_bytes: int) -> None:
+        self.instance_id = secrets.token_hex(16)
+        self.ring = StagingPool(max(2, num_buffers), buffer_bytes)
+        self.transport: KvTransport
+        if transport == "loopback":
+            self.transport = LoopbackTransport(self.ring)
+        else:
+            network = choose(KvNetwork.LOCAL, inherited=inherited())
+            self.transport = NixlTransport(self.ring, self.instance_id, network)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "instance_id": self.instance_id,
+            "metadata": self.transport.metadata().hex(),
+            "ring": self.ring.describe().SerializeToString().hex(),
+        }
+
+    def close(self) -> None:
+        self.transport.close()
+        self.ring.close()
+
+
+def _described(ring: dict[str, Any]) -> tuple[str, bytes, handover_pb2.StagingPoolDescription]:
+    """The instance id, metadata and ring of a _ReadableRing elsewhere."""
+    metadata = bytes.fromhex(ring["metadata"])
+    described = handover_pb2.StagingPoolDescription.FromString(bytes.fromhex(ring["ring"]))
+    return ring["instance_id"], metadata, described
+
+
+# What is timed.
 
 
 class _Whole:
     """One read of everything, as the transport alone does it, polled without a pause."""
 
     def __init__(self, transport: str, exhibit: dict[str, Any]) -> None:
-        import numpy as np
-
-        self._peer, metadata, theirs = described(exhibit)
-        self._ring = StagingPool(2, theirs.buffer_bytes)
-        self._transport = open_transport(transport, self._ring, secrets.token_hex(16))
-        self._transport.add_peer(self._peer, metadata, theirs)
-        self._np = np
+        self._peer, metadata, theirs = _described(exhibit)
+        self._ours = _ReadableRing(transport, 2, theirs.buffer_bytes)
+        self._ours.transport.add_peer(self._peer, metadata, theirs)
+        self.close = self._ours.close
 
     async def read(self, num_bytes: int) -> float:
+        transport = self._ours.transport
         began = time.perf_counter()
-        handle = self._transport.post(self._peer, 0, 0, num_bytes)
-        while (state := self._transport.poll(handle)) is ReadState.RUNNING:
+        handle = transport.post(self._peer, 0, 0, num_bytes)
+        while (state := transport.poll(handle)) is ReadState.RUNNING:
             pass
-        self._transport.release(handle)
+        transport.release(handle)
         seconds = time.perf_counter() - began
         assert state is ReadState.DONE
         return seconds
 
     async def copy(self, num_bytes: int) -> float:
         """From one buffer of ours to the other."""
+        import numpy as np
+
         source, target = (
-            self._np.frombuffer(self._ring.view(index), self._np.uint8, num_bytes)
-            for index in (1, 0)
+            np.frombuffer(self._ours.ring.view(index), np.uint8, num_bytes) for index in (1, 0)
         )
         began = time.perf_counter()
-        self._np.copyto(target, source)
+        np.copyto(target, source)
         return time.perf_counter() - began
 
-    def close(self) -> None:
-        self._transport.close()
-        self._ring.close()
+
+class _Parts:
+    """Copies KV through one buffer, KV chunk by KV chunk: what one part wrote the next one finds
+    where a hand-over would find it."""
+
+    def __init__(self, layout: KvLayout, positions: int, buffer_bytes: int, digest: str) -> None:
+        self._layout, self._buffer_bytes = layout, buffer_bytes
+        self._source, self._extents = _kv_memory(layout, positions)
+        self._target, _ = _kv_memory(layout, positions)
+        self._ring = StagingPool(2, buffer_bytes)
+        self._sealer = Sealer(SECRET, "ab" * 16, layout, digest)
+
+    def spent(self, positions: int) -> dict[str, float]:
+        """Median seconds of each part over all KV chunks of so many positions."""
+        rounds = [self._once(positions) for _ in range(ROUNDS + 1)][1:]
+        return {name: median(one[name] for one in rounds) for name in rounds[0]}
+
+    def _once(self, positions: int) -> dict[str, float]:
+        view = self._ring.view(0)
+        spent = dict.fromkeys(("pack", "seal", "verify", "unpack"), 0.0)
+        for run in _chunks(positions, self._buffer_bytes, self._layout):
+            header = self._sealer.header(run)
+            payload = view[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+            place = (self._extents, run.first_position, run.num_positions, payload)
+            times = [time.perf_counter()]
+            self._source.pack(*place)
+            times.append(time.perf_counter())
+            self._sealer.seal(header, view)
+            times.append(time.perf_counter())
+            wrong = self._sealer.mismatch(header, view)
+            times.append(time.perf_counter())
+            self._target.unpack(*place)
+            times.append(time.perf_counter())
+            assert not wrong
+            for name, (began, ended) in zip(spent, pairwise(times), strict=True):
+                spent[name] += ended - began
+        return spent
 
 
 class _Buffers:
     """Reads sealed KV chunks into landing buffers and verifies them, a few at once."""
 
     def __init__(
-        self, staging: Staging, layout: KvLayout, sender: Beside, peer: str, digest: str
+        self, staging: Staging, layout: KvLayout, sender: Peer, instance_id: str, digest: str
     ) -> None:
-        self._staging, self._layout, self._sender, self._peer = staging, layout, sender, peer
-        self._sealer = Sealer(SECRET, peer, layout, digest)
-        self._headers: list[pb.KvChunkHeader] = []
+        self._staging, self._layout, self._sender = staging, layout, sender
+        self._peer = instance_id
+        self._sealer = Sealer(SECRET, instance_id, layout, digest)
+        self._headers: list[handover_pb2.KvChunkHeader] = []
         (self._reader,) = staging.readers.values()
 
     @classmethod
@@ -141,28 +289,28 @@ class _Buffers:
         ends: AsyncExitStack,
         job: dict[str, Any],
         layout: KvLayout,
-        sender: Beside,
+        sender: Peer,
         exhibit: dict[str, Any],
         digest: str,
     ) -> _Buffers:
-        staging = await _staging(ends, job, secrets.token_hex(16))
-        peer, metadata, ring = described(exhibit)
-        made = cls(staging, layout, sender, peer, digest)
-        await made._reader.add_peer(peer, metadata, ring)
+        staging = await open_staging(ends, job, secrets.token_hex(16))
+        instance_id, metadata, ring = _described(exhibit)
+        made = cls(staging, layout, sender, instance_id, digest)
+        await made._reader.add_peer(instance_id, metadata, ring)
         return made
 
     async def seal(self, positions: int) -> None:
         """Has the sender put so many positions into its buffers."""
         digests = (await self._sender.ask(seal=positions))["digests"]
-        kv_chunks = runs(positions, self._staging.ring.buffer_bytes, self._layout)
-        self._headers = [self._sealer.header(run) for run in kv_chunks]
+        chunks = _chunks(positions, self._staging.ring.buffer_bytes, self._layout)
+        self._headers = [self._sealer.header(run) for run in chunks]
         for header, digest in zip(self._headers, digests, strict=True):
             header.digest = bytes.fromhex(digest)
 
     async def read(self) -> float:
         window = asyncio.Semaphore(MAX_IN_FLIGHT)
 
-        async def land(remote_buffer: int, header: pb.KvChunkHeader) -> None:
+        async def land(remote_buffer: int, header: handover_pb2.KvChunkHeader) -> None:
             async with window:
                 buffer = await self._staging.ring.wait(self._peer)
                 try:
@@ -182,14 +330,14 @@ class _Buffers:
 
 
 class _Pools:
-    """Collects from the sender's pool into one of ours."""
+    """Receives from the sender's pool into one of ours."""
 
     def __init__(
         self,
         receiver: KvReceiver,
         channels: Channels,
         me: WorkerIdentity,
-        sender: Beside,
+        sender: Peer,
         them: WorkerIdentity,
         place: tuple[KvCache, Extents],
     ) -> None:
@@ -204,19 +352,19 @@ class _Pools:
         ends: AsyncExitStack,
         job: dict[str, Any],
         layout: KvLayout,
-        sender: Beside,
+        sender: Peer,
         them: dict[str, Any],
         positions: int,
     ) -> _Pools:
         me = identity("decode")
-        staging = await _staging(ends, job, me.instance_id)
+        staging = await open_staging(ends, job, me.instance_id)
         channels = Channels()
         ends.push_async_callback(channels.close)
         receiver = KvReceiver(
             me, layout, staging, lambda peer: GrpcSenderConnection(channels.get(peer.address))
         )
         ends.push_async_callback(receiver.close)
-        place = memory(layout, positions)
+        place = _kv_memory(layout, positions)
         made = cls(receiver, channels, me, sender, WorkerIdentity(**them), place)
         ends.callback(made._copies.close)
         return made
@@ -232,7 +380,7 @@ class _Pools:
         return ended - began
 
     async def met_and_collected(self, positions: int) -> float:
-        """Seconds of all of it, with a sender that we know the address of, no more."""
+        """Seconds of all of it, with a sender of which we know the address and no more."""
         await self._receiver.forget(self._them.instance_id)
         await self._channels.drop(self._them.address)
         return await self.collected(positions)
@@ -254,7 +402,7 @@ class _Pools:
                 partial(self._cache.unpack, self._extents, first_position, count, payload)
             )
 
-        while not self._receiver.idle:  # noqa: ASYNC110  # nobody tells that farewells are over
+        while not self._receiver.idle:  # noqa: ASYNC110  # no event ends this
             await asyncio.sleep(0.001)
         began = time.perf_counter()
         await self._receiver.collect(
@@ -263,12 +411,82 @@ class _Pools:
         return began, granted, time.perf_counter()
 
 
-async def _staging(ends: AsyncExitStack, job: dict[str, Any], instance_id: str) -> Staging:
-    staging = await Staging.open(
-        instance_id,
-        transport=job["transport"],
-        num_buffers=job["num_buffers"],
-        buffer_bytes=job["buffer_bytes"],
-    )
-    ends.push_async_callback(staging.close)
-    return staging
+# The sender, in a process of its own.
+
+
+async def serve_sender() -> None:
+    """A real KvSender over a pool of random KV.
+
+    The first command is job and positions, and is answered with the sender's identity, a ring that
+    holds all of it in one buffer and one that holds it in KV chunks. Then {"seal": n} puts sealed
+    KV chunks of n positions into that last ring and is answered with their digests, and {"offer":
+    id, "receiver": instance id, "positions": n} offers n positions, all computed.
+    """
+    async with AsyncExitStack() as ends:
+        await answer(_Sending(ends).handle)
+
+
+class _Sending:
+    """Everything behind the sender's commands."""
+
+    def __init__(self, ends: AsyncExitStack) -> None:
+        self._ends = ends
+        self._sender: KvSender | None = None
+
+    async def handle(self, command: dict[str, Any]) -> dict[str, Any]:
+        if self._sender is None:
+            return await self._begin(**command)
+        if "seal" in command:
+            return self._seal(command["seal"])
+        handover_id = bytes.fromhex(command["offer"])
+
+        async def pack(first_position: int, count: int, out: memoryview) -> None:
+            await self._copies.run(
+                partial(self._cache.pack, self._extents, first_position, count, out)
+            )
+
+        offer = self._sender.offer(
+            handover_id,
+            command["receiver"],
+            command["positions"],
+            pack,
+            deadline_s=SENDER_DEADLINE_S,
+        )
+        offer.announce()
+        offer.advance(offer.num_positions)
+        offer.tokens(TOKENS)
+        return {}
+
+    async def _begin(self, job: dict[str, Any], positions: int) -> dict[str, Any]:
+        layout = self._layout = KvLayout(**job["layout"])
+        self._digest = _use_digest(job["digest"])
+        self._cache, self._extents = _kv_memory(layout, positions)
+        me = identity("prefill")
+        staging = await open_staging(self._ends, job, me.instance_id)
+        self._copies = CopyThread()
+        self._ends.callback(self._copies.close)
+        self._sender = KvSender(me, layout, staging, digest=self._digest)
+        self._ends.push_async_callback(self._sender.close)
+        await add_sender(self._ends, me, self._sender)
+        size, buffer_bytes = positions * layout.bytes_per_position, job["buffer_bytes"]
+        whole = _ReadableRing(job["transport"], 2, -(-size // ALIGNMENT) * ALIGNMENT)
+        count = len(_chunks(positions, buffer_bytes, layout))
+        self._kv_chunks = _ReadableRing(job["transport"], count, buffer_bytes)
+        for exhibit in (whole, self._kv_chunks):
+            self._ends.callback(exhibit.close)
+            for index in range(exhibit.ring.num_buffers):
+                exhibit.ring.view(index)[:] = os.urandom(exhibit.ring.buffer_bytes)
+        return {
+            "sender": asdict(me),
+            "whole": whole.describe(),
+            "kv_chunks": self._kv_chunks.describe(),
+        }
+
+    def _seal(self, positions: int) -> dict[str, Any]:
+        ring = self._kv_chunks.ring
+        sealer = Sealer(SECRET, self._kv_chunks.instance_id, self._layout, self._digest)
+        chunks = _chunks(positions, ring.buffer_bytes, self._layout)
+        headers = [sealer.header(run) for run in chunks]
+        for header in headers:
+            sealer.seal(header, ring.view(header.index))
+        return {"digests": [header.digest.hex() for header in headers]}

@@ -1,8 +1,8 @@
-"""How much of a hand-over hides behind prefill: a decode worker that collects; runs as a job.
+"""How much of a hand-over of `baton bench kv` hides behind prefill.
 
-A real prefill worker in a process of its own computes prompts chunk by chunk; this process is the
-decode worker, with an engine of its own. All times are of the machine's monotonic clock, which both
-processes read.
+A real prefill worker in a process of its own computes prompts chunk by chunk; a decode worker in
+another process receives their KV, with an engine of its own. There is no router. All times are of
+the machine's monotonic clock, which both processes read.
 """
 
 from __future__ import annotations
@@ -13,38 +13,49 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from baton.core.errors import BatonError
+from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.model import WorkerIdentity
 from baton.core.scheduler.events import Event
 from baton.core.scheduler.events import NewTokens as TokensEvent
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.policy import PREFILL
+from baton.core.scheduler.scheduler import Scheduler
 from baton.decode.service import DecodeService
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
+from baton.prefill.service import PrefillService
 from baton.rpc.channels import Channels
 from baton.rpc.loop import Loop
 from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import Unpack
 from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
 from baton.transfer.sender import KvSender
-from baton.transfer.transports import Staging
-from baton_loadtest.bench.beside import Beside
-from baton_loadtest.bench.child import progress
-from baton_loadtest.bench.kv_ends import identity
-from baton_loadtest.bench.kv_prefill import HANDOVER_S, OUTPUT_TOKENS
-from baton_loadtest.bench.serving import GROWTH, attempt, open_loop, open_runner, policy
-from baton_loadtest.bench.workload import FIRST_TOKEN
+from baton_loadtest.bench.engines import (
+    EVERYTHING,
+    FIRST_TOKEN,
+    GROWTH,
+    attempt,
+    engine_loop,
+    open_runner,
+    policy,
+)
+from baton_loadtest.bench.kv_moves import add_sender, identity, open_staging
+from baton_loadtest.child import answer, progress
+from baton_loadtest.launch import Peer, peer
 
+OUTPUT_TOKENS = 3
+HANDOVER_S = 120.0
 PATIENCE_S = 120.0
 WARM_TOKENS = 64
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run_overlap(job: dict[str, Any]) -> dict[str, Any]:
     """job: model, vocab, threads, prompt (tokens), chunk, rounds, seed, transport, num_buffers,
     buffer_bytes, sender_core (None: not pinned).
 
@@ -81,13 +92,9 @@ class _StampingReceiver(KvReceiver):
 
 async def _measure(job: dict[str, Any]) -> dict[str, Any]:
     positions = 3 * (job["prompt"] + GROWTH)
-    shared = {
-        key: job[key] for key in ("model", "threads", "transport", "num_buffers", "buffer_bytes")
-    }
     async with AsyncExitStack() as ends:
-        prefill = await Beside.start("kv_prefill", job["sender_core"])
-        ends.push_async_callback(prefill.close)
-        asked = asyncio.create_task(prefill.ask(positions=positions, chunk=job["chunk"], **shared))
+        prefill = await ends.enter_async_context(peer(serve_prefill, job["sender_core"]))
+        asked = asyncio.create_task(prefill.ask(job=job, positions=positions))
         decode = await _Decode.open(ends, job, positions)
         decode.sender = WorkerIdentity(**await asked)
         draw = random.Random(job["seed"])
@@ -108,7 +115,7 @@ class _Round:
     """One prompt, handed over in different ways. Decode knows each under another salt, and so does
     not find there what an earlier way has brought."""
 
-    def __init__(self, prefill: Beside, decode: _Decode, prompt: Sequence[int], name: str) -> None:
+    def __init__(self, prefill: Peer, decode: _Decode, prompt: Sequence[int], name: str) -> None:
         self._prefill, self._decode, self._prompt, self._name = prefill, decode, prompt, name
 
     async def run(self) -> dict[str, Any]:
@@ -165,20 +172,14 @@ class _Decode:
         loops: list[EngineLoop] = []
 
         def make_loop() -> EngineLoop:
-            runner = open_runner(job["model"], job["threads"], positions, exact=True)
-            loops.append(open_loop(runner, policy(4, 512)))
+            runner = open_runner(job["model"], job["threads"], positions)
+            loops.append(engine_loop(runner, policy(4, 512)))
             return loops[0]
 
         engine: EngineThread = EngineThread(make_loop, made._deliver, on_step=made._note_step)
         await engine.start()
         ends.push_async_callback(engine.stop)
-        staging = await Staging.open(
-            made.identity.instance_id,
-            transport=job["transport"],
-            num_buffers=job["num_buffers"],
-            buffer_bytes=job["buffer_bytes"],
-        )
-        ends.push_async_callback(staging.close)
+        staging = await open_staging(ends, job, made.identity.instance_id)
         channels = Channels()
         ends.push_async_callback(channels.close)
         made._receiver = _StampingReceiver(
@@ -228,3 +229,67 @@ class _Decode:
                     self._tokens.extend(tokens.token_ids)
                 if tokens.finish_reason is not None and self._stamps is not None:
                     self._stamps.ended.set()
+
+
+async def serve_prefill() -> None:
+    """The prefill worker.
+
+    The first command is job and positions, and is answered with the worker's identity. Each further
+    one computes a prompt, from its prefix cache as far as it can, and offers its KV: run (token
+    ids), name (of the request), handover (id) and receiver (instance id). It is answered at token 0
+    when the last chunk was computed.
+    """
+    async with AsyncExitStack() as ends:
+        await answer(_Prefill(ends).handle)
+
+
+class _Prefill:
+    """Everything behind the commands. `open` is the first one."""
+
+    def __init__(self, ends: AsyncExitStack) -> None:
+        self._ends = ends
+        self._service: PrefillService | None = None
+        self._last_step_at = 0.0
+
+    async def handle(self, command: dict[str, Any]) -> dict[str, Any]:
+        if self._service is None:
+            return await self._begin(**command)
+        first = await self._service.run(
+            attempt(command["name"], command["run"], OUTPUT_TOKENS),
+            bytes.fromhex(command["handover"]),
+            command["receiver"],
+        )
+        return {
+            "computed_at": self._last_step_at,
+            "cached": first.cached_tokens,
+            "token": first.tokens[0].token_ids[0],
+        }
+
+    async def _begin(self, job: dict[str, Any], positions: int) -> dict[str, Any]:
+        ends = self._ends
+        policy = replace(PREFILL, token_budget=job["chunk"], batch_window_s=0.0, limit=EVERYTHING)
+
+        def make_loop() -> EngineLoop:
+            runner = open_runner(job["model"], job["threads"], positions)
+            pool = BlockPool(runner.num_blocks, runner.block_size)
+            made.append(EngineLoop(runner, Scheduler(pool, policy, runner.model)))
+            return made[0]
+
+        made: list[EngineLoop] = []
+        engine: EngineThread = EngineThread(
+            make_loop, lambda events: service.deliver(events), on_step=self._note_step
+        )
+        await engine.start()
+        ends.push_async_callback(engine.stop)
+        me = identity("prefill")
+        staging = await open_staging(ends, job, me.instance_id)
+        sender = KvSender(me, made[0].runner.layout, staging)
+        service = self._service = PrefillService(
+            engine, sender, GrammarBook(None), handover_timeout_s=HANDOVER_S
+        )
+        ends.push_async_callback(service.close)
+        await add_sender(ends, me, sender)
+        return asdict(me)
+
+    def _note_step(self, _plan: StepPlan, _seconds: float) -> None:
+        self._last_step_at = time.monotonic()

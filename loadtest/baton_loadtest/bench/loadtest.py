@@ -2,7 +2,7 @@
 schedule.
 
 A server of drawn latencies records what they really were, from a request's arrival to each token's
-write. Percentiles that the load generator tells, which count from when a request was due, are set
+write. Percentiles that the load generator reports, which count from when a request was due, are set
 against the same percentiles of those records: the difference is the load generator's own doing, and
 what lies between the two processes. Each is on a core of its own where there are two.
 """
@@ -18,13 +18,20 @@ from collections.abc import Sequence
 from baton.cli.access import Access
 from baton.core.errors import BatonError
 from baton.rpc.loop import Loop
-from baton_loadtest.bench.known import known
-from baton_loadtest.bench.known_server import Latencies, Record
-from baton_loadtest.bench.process import say
-from baton_loadtest.drive import HttpLoadClient, LoadLimits, OpenLoop, TokenIds
+from baton_loadtest.bench.known_server import KnownAnswer, Latencies, known
+from baton_loadtest.bench.options import option
+from baton_loadtest.drive import ORDINARY, HttpLoadClient, OpenLoop, TokenIds
+from baton_loadtest.launch import cores, say
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.report import Report, Result, at_most, quantile
+from baton_loadtest.report import Report, Result, at_most, compared, ms
+
+PLOTS = False
+OPTIONS = (
+    option("--rates", (200, 2000), "requests a second"),
+    option("--seconds", 20.0, "of each rate"),
+    option("--output-tokens", 8),
+)
 
 PROMPT_TOKENS = 64
 WARM_S = 2.0
@@ -35,77 +42,64 @@ RIGHT = 1.0
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError when an answer is missing."""
-    results: list[Result] = []
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    for rate in args.rates:
-        with known(Latencies(seed=args.seed)) as server:
-            _apart(cores, server.pid)
-            _run(args, server.address, rate, WARM_S)
-            server.records()
-            say(f"{rate} requests/s for {args.seconds:g} s")
-            summary = _run(args, server.address, rate, args.seconds)
-            records = server.records()
-        if not summary.answered == len(records) == summary.due:
-            raise BatonError(
-                f"{summary.due} requests were due, {summary.answered} answered, and "
-                f"{len(records)} recorded by the server"
-            )
-        results += _figures(rate, summary, records)
-    return Report(results)
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return Report([one for rate in args.rates for one in runner.run(_measure(args, rate))])
 
 
-def _run(args: argparse.Namespace, address: str, rate: int, seconds: float) -> Summary:
-    source = Drawn(Arrivals(Kind.POISSON, rate, seconds), fixed(PROMPT_TOKENS, args.output_tokens))
-
-    async def main() -> Summary:
-        client = HttpLoadClient(Access(address), "")
+async def _measure(args: argparse.Namespace, rate: int) -> list[Result]:
+    allowed = cores()
+    async with known(Latencies(seed=args.seed), allowed[-1]) as server:
+        if len(allowed) > 1:
+            os.sched_setaffinity(0, {allowed[0]})
         try:
-            runner = OpenLoop(client, TokenIds(args.seed, 64, 1899), LoadLimits())
-            return Summary(await runner.run(source.workload(args.seed)), Objectives())
+            await _run(args, server.address, rate, WARM_S)
+            await server.records()
+            say(f"{rate} requests/s for {args.seconds:g} s")
+            summary = await _run(args, server.address, rate, args.seconds)
+            records = await server.records()
         finally:
-            await client.close()
+            if len(allowed) > 1:
+                os.sched_setaffinity(0, allowed)
+    if not summary.answered == len(records) == summary.due:
+        raise BatonError(
+            f"{summary.due} requests were due, {summary.answered} answered, and "
+            f"{len(records)} recorded by the server"
+        )
+    return _figures(rate, summary, records)
 
+
+async def _run(args: argparse.Namespace, address: str, rate: int, seconds: float) -> Summary:
+    source = Drawn(Arrivals(Kind.POISSON, rate, seconds), fixed(PROMPT_TOKENS, args.output_tokens))
+    client = HttpLoadClient(Access(address))
     gc.collect()
     gc.freeze()
     try:
-        with asyncio.Runner(loop_factory=Loop) as runner:
-            return runner.run(main())
+        loop = OpenLoop(client, TokenIds(args.seed, *ORDINARY))
+        return Summary(await loop.run(source.workload(args.seed)), Objectives())
     finally:
         gc.unfreeze()
+        await client.close()
 
 
-def _figures(rate: int, summary: Summary, records: Sequence[Record]) -> list[Result]:
-    told = summary.latencies
+def _figures(rate: int, summary: Summary, records: Sequence[KnownAnswer]) -> list[Result]:
+    ours, lag_goal = summary.latencies, 1000 * summary.objectives.lag_s
     pairs = (
-        ("first token", told.first, [record.first_s for record in records]),
-        ("between tokens", told.between, [gap for one in records for gap in one.gaps_s]),
-        ("end to end", told.whole, [record.whole_s for record in records]),
+        ("first token", ours.first, [record.first_s for record in records]),
+        ("between tokens", ours.between, [gap for one in records for gap in one.gaps_s]),
+        ("end to end", ours.whole, [record.whole_s for record in records]),
     )
     found = [
         Result(f"{rate}/s: requests", summary.due, ""),
         Result(f"{rate}/s: open at a time, at most", summary.run.most_open, ""),
-        at_most(
-            f"{rate}/s: left late, p99", 1000 * summary.lag_s, "ms", 1000 * summary.objectives.lag_s
-        ),
+        at_most(f"{rate}/s: left late, p99", 1000 * summary.lag_s, "ms", lag_goal),
         Result(f"{rate}/s: the schedule was kept, it says", int(summary.kept), ""),
     ]
     off = 0.0
-    for name, ours, theirs in pairs:
+    for name, reported, recorded in pairs:
         for share in SHARES:
-            said, was = quantile(ours, share), quantile(theirs, share)
-            off = max(off, abs(said / was - 1))
-            found.append(
-                Result(
-                    f"{rate}/s: {name}, p{100 * share:g}, told against recorded",
-                    1000 * said, "ms", 1000 * was, said / was,
-                )
-            )  # fmt: skip
+            one, other = ms(reported, share), ms(recorded, share)
+            off = max(off, abs(one / other - 1))
+            figure = f"{rate}/s: {name}, p{100 * share:g}, told against recorded"
+            found.append(compared(figure, one, "ms", other))
     name = f"{rate}/s: a percentile is off by, at most"
     return [*found, at_most(name, 100 * off, "%", RIGHT)]
-
-
-def _apart(cores: Sequence[int], pid: int) -> None:
-    """The server on one core, this process on another."""
-    if len(cores) > 1:
-        os.sched_setaffinity(pid, {cores[1]})
-        os.sched_setaffinity(0, {cores[0]})

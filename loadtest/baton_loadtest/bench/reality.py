@@ -1,8 +1,8 @@
-"""`baton bench reality`: what the simulator foretells against what a Baton on this machine does.
+"""`baton bench reality`: what the simulator predicts against what a Baton on this machine does.
 
 For each of five workloads a Baton is started and asked, until its workers have measured their own
 speed. Then, several times: they are asked for it, requests are simulated, and then really sent. A
-machine's speed changes from minute to minute; what is foretold is to be told from what it was just
+machine's speed changes from minute to minute, so that a prediction is made from the speed just
 before. Latencies are compared as clients see them. What router, tokenizer and detokenizer add to a
 first token, which the simulator takes for constant, is measured with requests alone before.
 """
@@ -11,27 +11,45 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from baton.cli.access import Access
 from baton.cli.layout import UpOptions
 from baton.core.errors import BatonError
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.process import say
-from baton_loadtest.bench.real import Real, started
-from baton_loadtest.drive import Workload
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.options import SHAPES, option
+from baton_loadtest.drive import ORDINARY, GrpcLoadClient, OpenLoop, TokenIds, Workload
+from baton_loadtest.launch import ENGINE_CORE, OTHER_CORE, RunningBaton, fleet, say
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, Lengths, fixed, named
-from baton_loadtest.planner.measured import calibration_of
+from baton_loadtest.load.summary import Objectives, Summary
+from baton_loadtest.planner.measured import MeasuredSpeed, ask, calibration_of
 from baton_loadtest.report import Report, Result, at_most, quantile
 from baton_loadtest.simulator.calibration import Calibration
 from baton_loadtest.simulator.settings import Delays, FleetFacts
 from baton_loadtest.simulator.simulation import simulate
-from baton_loadtest.simulator.summary import Summary as Foretold
+from baton_loadtest.simulator.summary import Summary as Predicted
 from baton_loadtest.simulator.summary import summary
 from baton_loadtest.simulator.traffic import drawn_requests
+
+PLOTS = False
+ONLY = option("--only", "", "workloads with this in it", metavar="NAME")
+OPTIONS = (
+    option("--shape", "8m", SHAPES),
+    option("--rounds", 5, "real runs of each workload"),
+    option("--seconds", 40.0, "of each run"),
+    option("--warm-s", 20.0, "before, twice"),
+    option("--busy", 0.5, "share of its time that the busiest worker is to work"),
+    ONLY,
+)
+
+KV_MIB = 2048
+"""Of each engine: enough for all that runs at a time, whatever else the machine holds."""
 
 ALONE = 20
 """Requests, one at a time, that say what is added to a first token."""
@@ -43,7 +61,7 @@ CLOSE, CLOSE_TAIL = 15.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RealityCase:
     """prefills: workers; 0: decode prefills. scale: of the lengths. bursts: three times the rate
     for a quarter of the time, a third of it otherwise."""
 
@@ -66,16 +84,18 @@ class Case:
 
 
 CASES = (
-    Case("even", fixed(128, 32)),
-    Case("chat", named("chat"), 0.2),
-    Case("code", named("code"), 0.2),
-    Case("chat in bursts, shared beginnings", named("chat"), 0.1, shared_tokens=256, bursts=True),
-    Case("chat, prefill apart", named("chat"), 0.2, prefills=1),
+    RealityCase("even", fixed(128, 32)),
+    RealityCase("chat", named("chat"), 0.2),
+    RealityCase("code", named("code"), 0.2),
+    RealityCase(
+        "chat in bursts, shared beginnings", named("chat"), 0.1, shared_tokens=256, bursts=True
+    ),
+    RealityCase("chat, prefill apart", named("chat"), 0.2, prefills=1),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RealFigures:
     """Seconds, and output tokens a second."""
 
     first_p50: float
@@ -94,11 +114,53 @@ FIGURES = (
 )
 
 
+class RealBaton:
+    """A Baton on this machine that predicted figures are compared with."""
+
+    def __init__(self, running: RunningBaton, client: GrpcLoadClient) -> None:
+        self._running, self._client = running, client
+
+    async def speeds(self) -> list[MeasuredSpeed]:
+        """As each engine measured its own. Raises BatonError."""
+        processes = self._running.layout.processes
+        return await ask([s.grpc for s in processes if s.role in ("prefill", "decode")], None)
+
+    async def run(self, workload: Workload, seed: int) -> Summary:
+        """seed: of the tokens; what one run leaves in caches is not there for another."""
+        loop = OpenLoop(self._client, TokenIds(seed, *ORDINARY))
+        return Summary(await loop.run(workload), Objectives())
+
+
+@asynccontextmanager
+async def started(options: UpOptions) -> AsyncIterator[RealBaton]:
+    """options: what to run, without where. Raises StartFailed.
+
+    One engine has a core of its own, and everything else the other. Two engines share both cores
+    with the rest: on one core they would take turns, which no prediction takes into account.
+    """
+    alone = options.prefill + options.decode == 1
+    both = f"{ENGINE_CORE},{OTHER_CORE}"
+    os.sched_setaffinity(0, {int(core) for core in (OTHER_CORE if alone else both).split(",")})
+    options = replace(
+        options,
+        threads=1,
+        kv_memory_mib=KV_MIB,
+        engine_cpus=ENGINE_CORE if alone else both,
+        other_cpus=OTHER_CORE if alone else both,
+    )
+    async with fleet(options) as running:
+        client = GrpcLoadClient(Access(running.layout.grpc))
+        try:
+            yield RealBaton(running, client)
+        finally:
+            await client.close()
+
+
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError when a request fails."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as place:
-        folder = str(shapes.with_tokenizer(shapes.folder(args.shape), Path(place)))
+        folder = str(engines.with_tokenizer(engines.folder(args.shape), Path(place)))
         for case in CASES:
             if args.only in case.name:
                 say(f"{case.name}: starting a Baton")
@@ -106,19 +168,19 @@ def measure(args: argparse.Namespace) -> Report:
     return Report(results)
 
 
-async def _case(args: argparse.Namespace, folder: str, case: Case) -> list[Result]:
+async def _case(args: argparse.Namespace, folder: str, case: RealityCase) -> list[Result]:
     async with started(UpOptions(model=folder, prefill=case.prefills)) as real:
         return await _compared(args, case, real)
 
 
-async def _compared(args: argparse.Namespace, case: Case, real: Real) -> list[Result]:
+async def _compared(args: argparse.Namespace, case: RealityCase, real: RealBaton) -> list[Result]:
     seed = args.seed
     alone = Drawn(Arrivals(Kind.CONSTANT, 1 / ALONE_S, ALONE * ALONE_S), fixed(64, 8)).workload(0)
     await _seen(real, case.drawn(1.0, args.warm_s).workload(seed + 1), seed + 1)
-    known = calibration_of(await real.told())
+    known = calibration_of(await real.speeds())
     rate = args.busy / _busy(case, known, seed)
     await _seen(real, case.drawn(rate, args.warm_s).workload(seed + 2), seed + 2)
-    known = calibration_of(await real.told())
+    known = calibration_of(await real.speeds())
     lone = await _seen(real, alone, seed + 3)
     added_s = max(0.0, lone.first_p50 - _foretold(_facts(case, known), alone).first_p50)
 
@@ -126,7 +188,7 @@ async def _compared(args: argparse.Namespace, case: Case, real: Real) -> list[Re
     foretold, runs = [], []
     for number in range(args.rounds):
         say(f"{case.name}: {workload.requests} requests, {number + 1} of {args.rounds}")
-        known = calibration_of(await real.told())
+        known = calibration_of(await real.speeds())
         facts = replace(_facts(case, known), delays=Delays(tokenize_s=added_s))
         foretold.append(_foretold(facts, workload))
         runs.append(await _seen(real, workload, seed + 10 + number))
@@ -164,13 +226,13 @@ def _figure(
     ]
 
 
-async def _seen(real: Real, workload: Workload, seed: int) -> Figures:
+async def _seen(real: RealBaton, workload: Workload, seed: int) -> RealFigures:
     found = await real.run(workload, seed)
     if found.answered != found.due:
         raise BatonError(f"{found.due - found.answered} of {found.due} requests were not answered")
     first, between = found.latencies.first, found.latencies.between
     tokens = sum(sample.tokens for sample in found.run.samples)
-    return Figures(
+    return RealFigures(
         quantile(first, 0.5),
         quantile(first, 0.99),
         quantile(between, 0.5),
@@ -179,19 +241,19 @@ async def _seen(real: Real, workload: Workload, seed: int) -> Figures:
     )
 
 
-def _facts(case: Case, known: Calibration) -> FleetFacts:
+def _facts(case: RealityCase, known: Calibration) -> FleetFacts:
     return FleetFacts(
         known.prefill, known.decode, case.prefills, 1, known.kv_bytes, known.max_model_len
     )
 
 
-def _run(facts: FleetFacts, workload: Workload) -> Foretold:
+def _run(facts: FleetFacts, workload: Workload) -> Predicted:
     return summary(facts, simulate(facts, drawn_requests(workload)))
 
 
-def _foretold(facts: FleetFacts, workload: Workload) -> Figures:
+def _foretold(facts: FleetFacts, workload: Workload) -> RealFigures:
     found = _run(facts, workload)
-    return Figures(
+    return RealFigures(
         found.first_token_s[0.5],
         found.first_token_s[0.99],
         found.token_s[0.5],
@@ -200,7 +262,7 @@ def _foretold(facts: FleetFacts, workload: Workload) -> Figures:
     )
 
 
-def _busy(case: Case, known: Calibration, seed: int) -> float:
+def _busy(case: RealityCase, known: Calibration, seed: int) -> float:
     """The share of its time that the busiest worker needs for a request a second, alone."""
     slow = case.drawn(0.02, 5000.0).workload(seed)
     found = _run(_facts(case, known), slow)

@@ -8,141 +8,167 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import median
+from typing import Any
 
-from baton.cli.http_client import scrape
+from baton.cli.access import Access
 from baton.cli.layout import APART, UpOptions, resolve_model
 from baton.core.errors import BatonError
-from baton_loadtest.bench.fleet import fleet
-from baton_loadtest.bench.load import Load, Outcome, drive
-from baton_loadtest.report import Report, Result, compared
+from baton.core.scheduler.policy import SchedulerPolicy
+from baton.decode.config import DecodeConfig
+from baton.worker.engine import open_runner
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.options import MODEL, TRANSPORT, option
+from baton_loadtest.child import answer
+from baton_loadtest.drive import (
+    ANSWERED,
+    GrpcLoadClient,
+    Sample,
+    all_answered,
+    closed,
+    random_prompts,
+    tokens_per_second,
+)
+from baton_loadtest.launch import ENGINE_CORE, environment, fleet, peer, say, stay_off_the_engine
+from baton_loadtest.report import Report, Result, compared, ms
 
-ENGINE_CORE, OTHER_CORE = "0", "1"
-HTTP_PORT, GRPC_PORT = 18000, 18051
+PLOTS = False
+OPTIONS = (
+    MODEL,
+    option("--requests", 64),
+    option("--concurrency", 16),
+    option("--prompt-tokens", 256),
+    option("--output-tokens", 64),
+    TRANSPORT,
+    option("--rounds", 3, "pairs, interleaved"),
+)
+
+COUNTERS = {
+    "remote": "baton_remote_prefill_total",
+    "local": "baton_local_prefill_total",
+    "bytes": "baton_kv_bytes_total",
+}
+
+Rounds = list[list[Sample]]
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Runs both sides and returns the figures. Raises BatonError when tokens differ."""
-    os.sched_setaffinity(0, {int(OTHER_CORE)})
+    """Raises BatonError when tokens differ."""
+    stay_off_the_engine()
     return Report(asyncio.run(_measure(args)))
 
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
     options = UpOptions(
-        model=args.model,
-        local_prefill_tokens=APART,
-        transport=args.transport,
-        threads=1,
-        http_port=HTTP_PORT,
-        grpc_port=GRPC_PORT,
-        engine_cpus=ENGINE_CORE,
-        other_cpus=OTHER_CORE,
+        model=args.model, local_prefill_tokens=APART, transport=args.transport, threads=1
     )
-    async with fleet(options) as (layout, _):
-        single = await asyncio.to_thread(_Single, str(resolve_model(args.model)[0]))
-        try:
-            return await _rounds(args, layout.grpc, layout.http, single)
-        finally:
-            single.close()
+    five: Rounds = []
+    one: Rounds = []
+    async with fleet(options, pin=True) as running:
+        with environment(OMP_NUM_THREADS=1, OMP_WAIT_POLICY="PASSIVE"):
+            async with peer(serve_alone, int(ENGINE_CORE)) as alone:
+                await alone.ask(model=str(resolve_model(args.model)[0]))
+                client = GrpcLoadClient(Access(running.layout.grpc))
+
+                async def both(seed: int, requests: int, tokens: int) -> None:
+                    prompts = random_prompts(seed, requests, args.prompt_tokens)
+                    asked = [client.prepare(prompt, tokens) for prompt in prompts]
+                    five.append(all_answered(await closed(client, asked, args.concurrency)))
+                    found = await alone.ask(
+                        prompts=[list(prompt) for prompt in prompts],
+                        output_tokens=tokens,
+                        concurrency=args.concurrency,
+                    )
+                    one.append([Sample(**each) for each in found["samples"]])
+
+                try:
+                    await both(args.seed + args.rounds, args.concurrency, 4)
+                    before = await running.metrics()
+                    for number in range(args.rounds):
+                        await both(args.seed + number, args.requests, args.output_tokens)
+                        if [each.ids for each in five[-1]] != [each.ids for each in one[-1]]:
+                            raise BatonError("the two sides gave different tokens")
+                        speeds = [tokens_per_second(side[-1]) for side in (five, one)]
+                        say(
+                            f"round {number + 1} of {args.rounds}: "
+                            f"{speeds[0]:.0f} against {speeds[1]:.0f} tokens/s"
+                        )
+                    after = await running.metrics()
+                finally:
+                    await client.close()
+    counted = {
+        short: after.get(name, 0.0) - before.get(name, 0.0) for short, name in COUNTERS.items()
+    }
+    return _figures(five[1:], one[1:], counted)
 
 
-async def _rounds(args: argparse.Namespace, grpc: str, http: str, single: _Single) -> list[Result]:
-    def load(seed: int) -> Load:
-        return Load.random(
-            seed, args.requests, args.prompt_tokens, args.output_tokens, args.concurrency
-        )
+def _figures(five: Rounds, one: Rounds, counted: dict[str, float]) -> list[Result]:
+    def both(name: str, unit: str, of: Callable[[Sequence[Sample]], float]) -> Result:
+        return compared(name, median(map(of, five)), unit, median(map(of, one)))
 
-    warm = Load.random(
-        args.seed + args.rounds, args.concurrency, args.prompt_tokens, 4, args.concurrency
-    )
-    await drive(grpc, warm)
-    await asyncio.to_thread(single.drive, warm)
-    before = _counters(http)
-    relay, alone = [], []
-    for number in range(args.rounds):
-        asked = load(args.seed + number)
-        relay.append(await drive(grpc, asked))
-        alone.append(await asyncio.to_thread(single.drive, asked))
-        if relay[-1].token_ids != alone[-1].token_ids:
-            raise BatonError("the two sides gave different tokens")
-        print(
-            f"round {number + 1} of {args.rounds}: "
-            f"{relay[-1].tokens_per_second:.0f} against {alone[-1].tokens_per_second:.0f} tokens/s",
-            file=sys.stderr,
-        )
-    after = {name: value - before[name] for name, value in _counters(http).items()}
-    return _figures(relay, alone, after)
-
-
-def _figures(relay: list[Outcome], alone: list[Outcome], counted: dict[str, float]) -> list[Result]:
-    def both(name: str, unit: str, of: Callable[[Outcome], float]) -> Result:
-        return compared(name, median(map(of, relay)), unit, median(map(of, alone)))
+    def first_token(share: float) -> Callable[[Sequence[Sample]], float]:
+        return lambda samples: ms([each.first_s - each.left_s for each in samples], share)
 
     prompts = counted["remote"] + counted["local"]
     return [
-        both("output tokens, median round", "tokens/s", lambda o: o.tokens_per_second),
-        both("time to first token, p50", "ms", lambda o: 1000 * o.first_token(0.5)),
-        both("time to first token, p99", "ms", lambda o: 1000 * o.first_token(0.99)),
+        both("output tokens, median round", "tokens/s", tokens_per_second),
+        both("time to first token, p50", "ms", first_token(0.5)),
+        both("time to first token, p99", "ms", first_token(0.99)),
         Result("prompts prefilled remotely", 100 * counted["remote"] / prompts, "%"),
         Result("KV moved", counted["bytes"] / 1e6, "MB"),
         Result("requests with equal tokens", 100.0, "%"),
     ]
 
 
-class _Single:
-    """The baseline's process, pinned to the engine core."""
+async def serve_alone() -> None:
+    """The same engine in one process, with the options that a decode worker has by default.
 
-    def __init__(self, model: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self._process = subprocess.Popen(
-            [
-                "taskset",
-                "-c",
-                ENGINE_CORE,
-                sys.executable,
-                "-m",
-                "baton_loadtest.bench.single",
-                model,
-                "1",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
+    The first command names the model; each further one is prompts, output_tokens and concurrency,
+    answered with samples.
+    """
+    loops: list[Any] = []
+
+    async def handle(command: dict[str, Any]) -> dict[str, Any]:
+        if loops:
+            return {"samples": _run_alone(loops[0], **command)}
+        options = DecodeConfig(model=command["model"], threads=1)
+        rules = SchedulerPolicy(
+            max_sequences=options.max_running,
+            token_budget=options.max_running + options.step_tokens,
+            prefill_budget=options.step_tokens,
         )
-        while self._line() != "ready":
-            pass
+        loops.append(engines.engine_loop(open_runner(options), rules))
+        return {}
 
-    def drive(self, load: Load) -> Outcome:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(load)) + "\n")
-        self._process.stdin.flush()
-        return Outcome(**json.loads(self._line()))
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BatonError("the baseline's process ended")
-        return line.strip()
+    await answer(handle)
 
 
-def _counters(http: str) -> dict[str, float]:
-    """The router's counts of what was prefilled where and how many KV bytes moved."""
-    names = {
-        "baton_remote_prefill_total": "remote",
-        "baton_local_prefill_total": "local",
-        "baton_kv_bytes_total": "bytes",
-    }
-    read = scrape(f"{http}/metrics")
-    return {short: read.get(name, 0.0) for name, short in names.items()}
+def _run_alone(
+    loop: Any, prompts: list[list[int]], output_tokens: int, concurrency: int
+) -> list[dict[str, Any]]:
+    """Keeps so many requests in the scheduler until all have ended."""
+    samples = [Sample(0.0, len(prompt)) for prompt in prompts]
+    waiting = iter(enumerate(prompts))
+    began = time.perf_counter()
+
+    def start() -> int:
+        for index, prompt in waiting:
+            samples[index].left_s = time.perf_counter() - began
+            loop.scheduler.add(engines.attempt(str(index), prompt, output_tokens), time.monotonic())
+            return 1
+        return 0
+
+    running = sum(start() for _ in range(concurrency))
+    while running:
+        for event in engines.step(loop):
+            for tokens in event.tokens:
+                sample = samples[int(tokens.key.request_id)]
+                sample.add(time.perf_counter() - began, len(tokens.token_ids))
+                sample.ids.extend(tokens.token_ids)
+                if tokens.finish_reason is not None:
+                    sample.ended_s, sample.end = sample.last_s, ANSWERED
+                    running += start() - 1
+    return [asdict(sample) | {"gaps_s": []} for sample in samples]

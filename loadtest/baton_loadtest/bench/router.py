@@ -1,27 +1,54 @@
 """`baton bench router`: what the router itself costs, in time and in processor time.
 
 A real router between synthetic workers and clients that only count, so that nothing but the router
-is measured. It has a core of its own where the machine has two; workers and clients share another.
+is measured. It has a core of its own where the machine has two; workers and clients, each in a
+process of its own, share another. The clients cost next to nothing, so that the router can be
+driven to its limits: they take HTTP/2 apart into frames, count bytes of server-sent events, and
+never hold anything back.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import resource
-import shutil
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from time import perf_counter
+from typing import Any
 
+from hpack import Encoder
+from hyperframe.frame import (
+    DataFrame,
+    Frame,
+    HeadersFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+
+from baton.cli.access import Access
 from baton.core.errors import BatonError
-from baton.rpc.lifecycle import PARENT_VARIABLE
-from baton_loadtest.bench.beside import Beside
-from baton_loadtest.bench.process import ContenderFailed, check_cpu_clock, cpu_spent_s, say
-from baton_loadtest.report import Report, Result, at_most, quantile
+from baton.rpc.address import split
+from baton.rpc.options import PUBLIC_STREAMS
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import types_pb2
+from baton_loadtest.bench.options import option
+from baton_loadtest.bench.synthetic import MODEL, WORD, serve_workers
+from baton_loadtest.child import answer
+from baton_loadtest.drive import HttpLoadClient
+from baton_loadtest.launch import BatonProcess, Peer, check_cpu_clock, cores, peer, process, say
+from baton_loadtest.report import Report, Result, at_most, ms
+
+PLOTS = False
+OPTIONS = (
+    option("--requests", 300, "whose first token is timed"),
+    option("--streams", 5000, "at once, at most"),
+    option("--seconds", 10.0, "that streams are measured for"),
+)
 
 FACES = {"grpc": "gRPC", "http": "SSE"}
 ADDED_MS, EACH_US, COALESCED_US = 3.0, 80.0, 30.0
@@ -32,37 +59,31 @@ EACH_STREAMS, EACH_STEP_S = 64, 0.025
 MANY_STEP_S = 0.25
 OPENING_STEP_S = 60.0
 """While streams begin, those that have begun rest."""
+
 SETTLE_S = 2.0
-START_S = 60.0
 OPEN_FILES = 16384
 AGE_S = 3600
 """These clients keep a connection: one that is told to go elsewhere would have nowhere to go."""
 
+SHORT_WORDS = 4
+ENDLESS = 1 << 14
+FIRST_TEXT_S = 120.0
+OPENING = 64
+"""Streams that wait for their first text at a time: more would only time out in a queue."""
 
-@dataclass(frozen=True, slots=True)
-class Router:
-    """The running process. faces: by name, as host:port."""
-
-    pid: int
-    faces: dict[str, str]
-
-    def spent_s(self) -> float:
-        """User and system time of all its threads so far."""
-        return cpu_spent_s(self.pid)
+WIDE = 2**31 - 1
+"""The largest window of flow control."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What a stretch of streaming took. seconds: of the clock; spent_s: of the processor."""
+class StreamingCost:
+    """What a stretch of streaming took."""
 
     seconds: float
     spent_s: float
+    """Processor time of the router."""
     tokens: int
     events: int
-
-    @property
-    def token_us(self) -> float:
-        return 1e6 * self.spent_s / self.tokens
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -74,13 +95,19 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
-    cores = sorted(os.sched_getaffinity(0))
-    own, other = cores[0], cores[-1]
-    async with _beside("synthetic", other) as workers, _beside("router_clients", other) as clients:
+    own, other = cores()[0], cores()[-1]
+    allowed = args.streams + EACH_STREAMS
+    async with peer(serve_workers, other) as workers, peer(serve_clients, other) as clients:
         addresses = await workers.ask(do="open", serve_s=SERVE_S)
-        async with _router(addresses, own, args.streams) as router:
-            await clients.ask(do="meet", faces=router.faces)
-            bench = _Bench(router, workers, clients, args)
+        flags = (
+            *(f"--{role}s={address}" for role, address in addresses.items()),
+            f"--max-requests={allowed}",
+            f"--max-connections={allowed}",
+            f"--connection-max-age-s={AGE_S}",
+            f"--max-connections-per-address={allowed}",
+        )
+        async with process("router", *flags, core=own) as router:
+            bench = _RouterBench(router, workers, clients, args)
             results = [figure for face in FACES for figure in await bench.added(face)]
             for face in FACES:
                 results += await bench.each(face)
@@ -89,28 +116,27 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
     return results
 
 
-class _Bench:
+class _RouterBench:
     """The measurements, on what runs."""
 
     def __init__(
-        self, router: Router, workers: Beside, clients: Beside, args: argparse.Namespace
+        self, router: BatonProcess, workers: Peer, clients: Peer, args: argparse.Namespace
     ) -> None:
-        self._router, self._workers, self._clients, self._args = router, workers, clients, args
+        self._router, self._workers, self._args = router, workers, args
+        self._ask = partial(clients.ask, faces={face: router.announced[face] for face in FACES})
 
     async def added(self, face: str) -> list[Result]:
-        """Time to the first text, less what the workers say they took for it."""
+        """Time to the first text, less what the workers took for it."""
         await self._times(face, WARM_REQUESTS)
         times = await self._times(face, self._args.requests)
         name = f"added to the time to first token, {FACES[face]}"
         return [
-            at_most(f"{name}, p50", 1000 * quantile(times, 0.5), "ms", ADDED_MS),
-            Result(f"{name}, p99", 1000 * quantile(times, 0.99), "ms"),
+            at_most(f"{name}, p50", ms(times, 0.5), "ms", ADDED_MS),
+            Result(f"{name}, p99", ms(times, 0.99), "ms"),
         ]
 
     async def _times(self, face: str, requests: int) -> list[float]:
-        total = await self._clients.ask(
-            do="times", face=face, requests=requests, words=PROMPT_WORDS
-        )
+        total = await self._ask(do="times", face=face, requests=requests, words=PROMPT_WORDS)
         served = (await self._workers.ask(do="times")).values()
         return [
             seconds - sum(times[request] for times in served) for request, seconds in total.items()
@@ -118,91 +144,272 @@ class _Bench:
 
     async def each(self, face: str) -> list[Result]:
         """Every token an event of its own."""
-        cost = await self._stream(face, EACH_STREAMS, EACH_STEP_S)
-        name = f"CPU a token, {EACH_STREAMS} streams x {1 / EACH_STEP_S:g} tokens/s, {FACES[face]}"
-        return [
-            at_most(name, cost.token_us, "us", EACH_US),
-            Result(f"{name}: tokens an event", cost.tokens / cost.events, ""),
-        ]
+        return (await self._streaming(face, EACH_STREAMS, EACH_STEP_S, EACH_US))[:2]
 
     async def many(self, face: str) -> list[Result]:
         """So many that the router has to take some together, unless it keeps up."""
-        streams = self._args.streams
-        cost = await self._stream(face, streams, MANY_STEP_S)
-        name = f"CPU a token, {streams} streams x {1 / MANY_STEP_S:g} tokens/s, {FACES[face]}"
+        return await self._streaming(face, self._args.streams, MANY_STEP_S, COALESCED_US)
+
+    async def _streaming(
+        self, face: str, streams: int, step_s: float, goal_us: float
+    ) -> list[Result]:
+        cost = await self._stream(face, streams, step_s)
+        name = f"CPU a token, {streams} streams x {1 / step_s:g} tokens/s, {FACES[face]}"
         return [
-            at_most(name, cost.token_us, "us", COALESCED_US),
+            at_most(name, 1e6 * cost.spent_s / cost.tokens, "us", goal_us),
             Result(f"{name}: tokens an event", cost.tokens / cost.events, ""),
             Result(f"{name}: delivered", cost.tokens / cost.seconds, "tokens/s"),
             Result(f"{name}: of the router's core", 100 * cost.spent_s / cost.seconds, "%"),
         ]
 
-    async def _stream(self, face: str, streams: int, step_s: float) -> Cost:
+    async def _stream(self, face: str, streams: int, step_s: float) -> StreamingCost:
         """Streams that all run for a while."""
         say(f"{streams} streams over {FACES[face]}")
-        clock = asyncio.get_running_loop().time
         await self._workers.ask(do="step", step_s=OPENING_STEP_S)
         try:
-            await self._clients.ask(do="open", face=face, streams=streams)
+            await self._ask(do="open", face=face, streams=streams)
             await self._workers.ask(do="step", step_s=step_s)
             await asyncio.sleep(SETTLE_S)
-            before, began, spent_s = (
-                await self._clients.ask(do="tally"),
-                clock(),
-                self._router.spent_s(),
-            )
+            before = await self._ask(do="tally")
+            began, spent_s = perf_counter(), self._router.spent_s()
             await asyncio.sleep(self._args.seconds)
-            after, spent_s = await self._clients.ask(do="tally"), self._router.spent_s() - spent_s
-            seconds = clock() - began
+            after, spent_s = await self._ask(do="tally"), self._router.spent_s() - spent_s
+            seconds = perf_counter() - began
         finally:
-            await self._clients.ask(do="close")
+            await self._ask(do="close")
         if (await self._workers.ask(do="sessions"))["sessions"] > 1:
             raise BatonError("the router lost its decode worker: this machine is too busy")
         if after["ended"]:
             raise BatonError(f"{after['ended']} of {streams} streams ended")
         await asyncio.sleep(SETTLE_S)
         tokens, events = (after[what] - before[what] for what in ("tokens", "events"))
-        return Cost(seconds, spent_s, tokens, events)
+        return StreamingCost(seconds, spent_s, tokens, events)
 
 
-@asynccontextmanager
-async def _beside(module: str, core: int) -> AsyncIterator[Beside]:
-    process = await Beside.start(module, core)
-    try:
-        yield process
-    finally:
-        await process.close()
+# The clients, in a process of their own.
 
 
-@asynccontextmanager
-async def _router(addresses: dict[str, str], core: int, streams: int) -> AsyncIterator[Router]:
-    """A router of these workers, ready. Raises ContenderFailed."""
-    pin = ["taskset", "-c", str(core)] if shutil.which("taskset") else []
-    allowed = streams + EACH_STREAMS
-    flags = [f"--{role}s={address}" for role, address in addresses.items()]
-    process = await asyncio.create_subprocess_exec(
-        *pin,
-        sys.executable,
-        "-m",
-        "baton.router",
-        *flags,
-        f"--max-requests={allowed}",
-        f"--max-connections={allowed}",
-        f"--connection-max-age-s={AGE_S}",
-        f"--max-connections-per-address={allowed}",
-        "--log-level=warning",
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+@dataclass(slots=True)
+class CountedStream:
+    """One answer so far."""
+
+    began: float
+    first_s: float | None = None
+    """From asking to the first text, in seconds."""
+    events: int = 0
+    tokens: int = 0
+    ended: bool = False
+
+    def add(self, events: int, words: int) -> None:
+        if words and self.first_s is None:
+            self.first_s = perf_counter() - self.began
+        self.events += events
+        self.tokens += words
+
+
+class GrpcStreams(asyncio.Protocol):
+    """Calls of `baton.v1.Inference.Generate` on one HTTP/2 connection."""
+
+    HEADERS = (
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/baton.v1.Inference/Generate"),
+        (":authority", "router"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
     )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(START_S):
-            line = await process.stdout.readline()
-        if not line:
-            raise ContenderFailed("the router did not start")
-        said = json.loads(line)
-        yield Router(process.pid, {face: said[face] for face in FACES})
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._numbers = count(1, 2)
+        self._encoder = Encoder()
+        self._streams: dict[int, CountedStream] = {}
+        self._parts: dict[int, bytearray] = {}
+        self._unread = bytearray()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        transport.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self._send(SettingsFrame(0, {SettingsFrame.INITIAL_WINDOW_SIZE: WIDE}))
+        self._send(WindowUpdateFrame(0, WIDE - 65535))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for stream in self._streams.values():
+            stream.ended = True
+        self._changed()
+
+    def ask(self, prompt: str, max_tokens: int) -> CountedStream:
+        stop = types_pb2.StopParams(max_tokens=max_tokens, ignore_eos=True)
+        options = pb.GenerationOptions(stop=stop)
+        request = pb.GenerateRequest(text=prompt, options=options).SerializeToString()
+        number = next(self._numbers)
+        stream = self._streams[number] = CountedStream(perf_counter())
+        self._parts[number] = bytearray()
+        headers = self._encoder.encode(self.HEADERS)
+        self._send(HeadersFrame(number, headers, flags=["END_HEADERS"]))
+        message = b"\0" + len(request).to_bytes(4, "big") + request
+        self._send(DataFrame(number, message, flags=["END_STREAM"]))
+        return stream
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        unread = self._unread
+        unread += data
+        while len(unread) >= 9:
+            frame, size = Frame.parse_frame_header(memoryview(bytes(unread[:9])))
+            if len(unread) < 9 + size:
+                break
+            frame.parse_body(memoryview(bytes(unread[9 : 9 + size])))
+            del unread[: 9 + size]
+            self._take(frame)
+        self._changed()
+
+    def _take(self, frame: Frame) -> None:
+        if isinstance(frame, DataFrame):
+            self._count(frame.stream_id, frame.data)
+        elif isinstance(frame, SettingsFrame) and "ACK" not in frame.flags:
+            self._send(SettingsFrame(0, flags=["ACK"]))
+        elif isinstance(frame, PingFrame) and "ACK" not in frame.flags:
+            self._send(PingFrame(0, frame.opaque_data, flags=["ACK"]))
+        if isinstance(frame, RstStreamFrame) or "END_STREAM" in frame.flags:
+            self._streams[frame.stream_id].ended = True
+
+    def _count(self, number: int, data: bytes) -> None:
+        part = self._parts[number]
+        part += data
+        while len(part) >= 5 and len(part) >= (end := 5 + int.from_bytes(part[1:5], "big")):
+            event = pb.GenerateResponse.FromString(bytes(part[5:end])).event
+            del part[:end]
+            if event.WhichOneof("event") == "delta":
+                self._streams[number].add(1, len(event.delta.text) // len(WORD))
+
+    def _send(self, frame: Frame) -> None:
+        self._transport.write(frame.serialize())
+
+
+class SseStream:
+    """One stream of /v1/completions; `feed` takes its body, cut anywhere."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.stream = CountedStream(perf_counter())
+        self._changed = changed
+        self._unread = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._unread += data
+        if (end := self._unread.rfind(b"\n\n") + 2) > 1:
+            events = bytes(self._unread[:end])
+            del self._unread[:end]
+            self.stream.add(events.count(b"data: "), events.count(WORD.encode()))
+        self._changed()
+
+    async def ask(self, client: HttpLoadClient, prompt: str, max_tokens: int) -> None:
+        body = {"model": MODEL.name, "prompt": prompt, "max_tokens": max_tokens}
+        request = client.post("/v1/completions", {**body, "ignore_eos": True, "stream": True})
+        try:
+            await client.send(request, self.feed)
+        finally:
+            self.stream.ended = True
+            self._changed()
+
+
+class _Clients:
+    """Asks, counts and takes times."""
+
+    def __init__(self) -> None:
+        self._names = count(1)
+        self._closing: list[Callable[[], object]] = []
+        self._connection: GrpcStreams | None = None
+        self._http: HttpLoadClient | None = None
+        self._streams: list[CountedStream] = []
+        self._silent: list[CountedStream] = []
+        """Streams of which nothing came yet."""
+        self._changed = asyncio.Event()
+
+    async def times(
+        self, faces: dict[str, str], face: str, requests: int, words: int
+    ) -> dict[str, float]:
+        """Seconds to the first text by the request's name, of one request after the other."""
+        times: dict[str, float] = {}
+        for name in [next(self._names) for _ in range(requests)]:
+            stream = await self._ask(faces, face, "word " * (words - 1) + str(name), 2)
+            await self._until(partial(getattr, stream, "ended"))
+            if stream.first_s is None:
+                raise BatonError(f"nothing came over {face}")
+            times[str(name)] = stream.first_s
+        self.close()
+        return times
+
+    async def open(self, faces: dict[str, str], face: str, streams: int) -> None:
+        """So many endless streams, all of which have begun."""
+        for _ in range(streams):
+            await self._until(lambda: self._waiting() < OPENING)
+            prompt = "word " * (SHORT_WORDS - 1) + str(next(self._names))
+            self._streams.append(await self._ask(faces, face, prompt, ENDLESS))
+            self._silent.append(self._streams[-1])
+        await self._until(lambda: not self._waiting())
+
+    def tally(self) -> dict[str, int]:
+        """Of all open streams so far."""
+        return {
+            what: sum(getattr(stream, what) for stream in self._streams)
+            for what in ("events", "tokens", "ended")
+        }
+
+    def close(self) -> None:
+        for close in self._closing:
+            close()
+        self._closing.clear()
+        self._streams.clear()
+        self._connection = None
+
+    def _waiting(self) -> int:
+        self._silent = [stream for stream in self._silent if stream.first_s is None]
+        return len(self._silent)
+
+    async def _ask(
+        self, faces: dict[str, str], face: str, prompt: str, max_tokens: int
+    ) -> CountedStream:
+        if face == "http":
+            one = SseStream(self._changed.set)
+            self._http = self._http or HttpLoadClient(Access(faces[face]))
+            task = asyncio.create_task(one.ask(self._http, prompt, max_tokens))
+            self._closing.append(task.cancel)
+            return one.stream
+        if self._connection is None or len(self._streams) % PUBLIC_STREAMS == 0:
+            loop = asyncio.get_running_loop()
+            _, self._connection = await loop.create_connection(
+                lambda: GrpcStreams(self._changed.set), *split(faces[face], face)
+            )
+            self._closing.append(self._connection.close)
+        return self._connection.ask(prompt, max_tokens)
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        """Raises TimeoutError when that does not come about."""
+        async with asyncio.timeout(FIRST_TEXT_S):
+            while not reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def serve_clients() -> None:
+    """Each command has faces, where the router listens ("grpc" and "http", as host:port)."""
+    clients = _Clients()
+
+    async def handle(command: dict[str, Any]) -> dict[str, Any]:
+        what, faces = command.pop("do"), command.pop("faces")
+        match what:
+            case "times":
+                return await clients.times(faces, **command)
+            case "open":
+                await clients.open(faces, **command)
+                return {}
+            case "tally":
+                return clients.tally()
+            case _:
+                clients.close()
+                return {}
+
+    await answer(handle)

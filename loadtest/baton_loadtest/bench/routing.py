@@ -27,7 +27,15 @@ from baton.router.workers.discovery import Discovery
 from baton.router.workers.fleet import Pool, Worker, WorkerLink
 from baton.router.workers.shared_stream import Broadcast
 from baton.rpc.channels import Channels
+from baton_loadtest.bench.options import option
 from baton_loadtest.report import Report, Result, at_most, quantile
+
+PLOTS = False
+OPTIONS = (
+    option("--workers", 1000, "half prefill, half decode"),
+    option("--tokens", 100_000, "of a prompt"),
+    option("--decisions", 2000),
+)
 
 DOCUMENTS = 64
 COMMON_UNITS = 8

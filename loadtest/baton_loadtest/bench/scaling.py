@@ -13,8 +13,9 @@ from random import Random
 
 from baton.core.errors import InvalidArgument
 from baton.core.routing.scaling import Bounds, ScalingPolicy, ScalingRule
-from baton_loadtest.bench.process import say
+from baton_loadtest.bench.options import option
 from baton_loadtest.bench.simulator import KV_BYTES, SPEED
+from baton_loadtest.launch import say
 from baton_loadtest.load.scenario import Arrivals, Kind, named
 from baton_loadtest.report import Chart, Line, Report, Result, quantile
 from baton_loadtest.simulator.autoscaler import Autoscaler, Choice, Leading, Reactive
@@ -22,6 +23,18 @@ from baton_loadtest.simulator.requests import Record, Request
 from baton_loadtest.simulator.settings import FleetFacts, WorkerFacts
 from baton_loadtest.simulator.simulation import Simulation
 from baton_loadtest.simulator.summary import Target
+
+PLOTS = True
+OPTIONS = (
+    option("--seconds", 900.0, "of traffic"),
+    option("--rate", 2.0, "requests a second"),
+    option("--burst-rate", 10.0, "in a burst"),
+    option("--burst-s", 120.0, "that one lasts"),
+    option("--period-s", 300.0, "between two"),
+    option("--startup-s", 30.0, "of a worker"),
+    option("--hold-s", 300.0, "that a pool stays as large as it had to be (as an HPA)"),
+    option("--most", 8, "workers of each pool"),
+)
 
 TARGET = Target(2.0, 0.05)
 BUSY = 0.7

@@ -9,17 +9,28 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from baton.core.errors import InvalidArgument
 from baton.core.routing.load import WorkerSpeed
 from baton_loadtest import traces
-from baton_loadtest.bench.process import say
+from baton_loadtest.bench.options import option
+from baton_loadtest.launch import say
 from baton_loadtest.report import Report, Result, at_most, compared
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.settings import FleetFacts, RouterFacts, WorkerFacts
 from baton_loadtest.simulator.simulation import Outcome, simulate
 from baton_loadtest.simulator.traffic import Scale, traced_requests
 from baton_loadtest.traces import BLOCK, Recorded
+
+PLOTS = False
+OPTIONS = (
+    option("--trace", None, "Mooncake's conversation trace", type=Path, required=True),
+    option("--workers", 8),
+    option("--copies", 1, "of the trace side by side"),
+    option("--seconds", 0.0, "of the trace (default: all)"),
+    option("--block-size", 64, "positions"),
+)
 
 SPEED = WorkerSpeed(
     step_s=0.012,

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from baton.cli.layout import UpOptions
 from baton.core.routing.routing import RoutingPolicy
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.process import say
-from baton_loadtest.bench.real import Real, started
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.options import SHAPES, option
+from baton_loadtest.bench.reality import ONLY, RealBaton, started
 from baton_loadtest.drive import Workload
+from baton_loadtest.launch import say
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from baton_loadtest.load.search import Range, Verdict, highest
 from baton_loadtest.load.summary import Summary
@@ -35,6 +36,17 @@ from baton_loadtest.planner.split import SHARE, Advice, Answer, Carried, Splitti
 from baton_loadtest.report import Report, Result, compared, quantile
 from baton_loadtest.simulator.calibration import Calibration
 from baton_loadtest.simulator.traffic import drawn_requests
+
+PLOTS = False
+OPTIONS = (
+    option(
+        "--shape",
+        "",
+        f"a model that engines compute: {SHAPES}; without one they only take their time",
+    ),
+    option("--error", 15.0, "as `baton plan split` has it", metavar="PERCENT"),
+    ONLY,
+)
 
 WORKERS = 2
 REQUESTS = 120
@@ -67,7 +79,7 @@ LONE = Drawn(Arrivals(Kind.CONSTANT, 1 / 8.0, 40.0), fixed(32, 100))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SplitCase:
     """prompt, output: tokens. first, between: the targets, in times that a worker alone would need
     for the prompt, and for a step of one sequence."""
 
@@ -89,15 +101,15 @@ class Case:
 
 
 CASES = (
-    Case("long prompts", 1024, 200, 6.0, 1.6),
-    Case("prompts of middling length", 512, 100, 2.4, 2.8),
-    Case("short prompts", 32, 200, 20.0, 3.0),
+    SplitCase("long prompts", 1024, 200, 6.0, 1.6),
+    SplitCase("prompts of middling length", 512, 100, 2.4, 2.8),
+    SplitCase("short prompts", 32, 200, 20.0, 3.0),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    case: Case
+    case: SplitCase
     targets: Targets
     advice: Advice
     split: float
@@ -136,7 +148,7 @@ def _asked(shape: str, place: Path) -> UpOptions:
     """place: an empty folder."""
     if not shape:
         return UpOptions(runner="fake", engine_flags=TAKES)
-    return UpOptions(model=str(shapes.with_tokenizer(shapes.folder(shape), place)))
+    return UpOptions(model=str(engines.with_tokenizer(engines.folder(shape), place)))
 
 
 async def _known(ask: UpOptions) -> tuple[Calibration, float]:
@@ -151,14 +163,14 @@ async def _known(ask: UpOptions) -> tuple[Calibration, float]:
             for seed, (prompt, output, rate) in enumerate(WARM):
                 arrivals = Arrivals(Kind.POISSON, rate, WARM_S)
                 await real.run(Drawn(arrivals, fixed(prompt, output)).workload(seed), seed)
-            told += await real.told()
+            told += await real.speeds()
             if not prefills:
                 gaps = (await real.run(LONE.workload(-2), -2)).latencies.between
     return calibration_of(told), quantile(gaps, OF) - quantile(gaps, 0.5)
 
 
 def _confirmed(
-    args: argparse.Namespace, ask: UpOptions, case: Case, known: Calibration, added_s: float
+    args: argparse.Namespace, ask: UpOptions, case: SplitCase, known: Calibration, added_s: float
 ) -> Confirmed:
     asked = case.targets(known)
     # The plan knows engines. A machine whose cores are shared may well add more than a step.
@@ -175,7 +187,7 @@ def _confirmed(
 
 
 async def _carried(
-    ask: UpOptions, case: Case, targets: Targets, workload: Workload, foretold: Carried
+    ask: UpOptions, case: SplitCase, targets: Targets, workload: Workload, foretold: Carried
 ) -> float:
     """The most requests a second of those tried that it really carries; 0: none of them."""
     setup = foretold.setup
@@ -202,7 +214,7 @@ async def _carried(
         return (await highest(bounds, probe)).rate or 0.0
 
 
-async def _warm(real: Real, case: Case) -> None:
+async def _warm(real: RealBaton, case: SplitCase) -> None:
     """Until workers have measured themselves, which routers go by."""
     few = Drawn(Arrivals(Kind.POISSON, 1.0, WARM_S), fixed(case.prompt, case.output))
     await real.run(few.workload(-1), -1)

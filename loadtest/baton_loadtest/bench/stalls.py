@@ -1,4 +1,4 @@
-"""`baton bench stalls`: what sequences that run notice of long prompts that arrive.
+"""`baton bench stalls`: how arriving long prompts delay the tokens of sequences that run.
 
 One engine prefills and decodes. With chunks a step takes on only so many positions of a prompt, so
 that tokens keep coming; without, the whole prompt is one step, and everyone waits for it.
@@ -13,13 +13,23 @@ from typing import Any
 
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import ModelRunner
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton_loadtest.bench import shapes
-from baton_loadtest.bench.child import progress
-from baton_loadtest.bench.process import call, cores
-from baton_loadtest.bench.serving import EVERYTHING, GROWTH, attempt, open_loop, open_runner, step
-from baton_loadtest.bench.workload import FIRST_TOKEN
-from baton_loadtest.report import Chart, Line, Report, Result, compared, quantile
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.engines import FIRST_TOKEN, GROWTH, attempt
+from baton_loadtest.bench.options import DEVICE, engine, option
+from baton_loadtest.child import progress
+from baton_loadtest.launch import call, cores
+from baton_loadtest.report import Chart, Line, Report, Result, compared, ms
+
+PLOTS = True
+OPTIONS = (
+    *engine(threads=1),
+    DEVICE,
+    option("--running", 16, "sequences that run"),
+    option("--output-tokens", 160, "of each"),
+    option("--prompt-tokens", 4096),
+    option("--arrivals", 3, "long prompts"),
+    option("--chunks", (256, 512)),
+)
 
 SHORT_PROMPT = 64
 DEADLINE_S = 600.0
@@ -27,39 +37,39 @@ DEADLINE_S = 600.0
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises InvalidArgument when the model is too short for the prompts."""
-    threads = min(args.threads, cores())
-    model = shapes.folder(args.shape)
-    settings = shapes.config(model)
-    if args.prompt_tokens >= settings["max_position_embeddings"]:
+    threads = min(args.threads, len(cores()))
+    model = engines.folder(args.shape)
+    config = engines.config_of(model)
+    if args.prompt_tokens >= config["max_position_embeddings"]:
         raise InvalidArgument("is more than the model has positions", field="prompt_tokens")
     job = {
         "model": str(model),
         "threads": threads,
         "device": args.device,
         "seed": args.seed,
-        "vocab": settings["vocab_size"],
+        "vocab": config["vocab_size"],
         "running": args.running,
         "output": args.output_tokens,
         "prompt": args.prompt_tokens,
         "arrivals": args.arrivals,
         "chunks": [*args.chunks, args.prompt_tokens],
     }
-    measured = call("stalls", job, threads=threads, deadline_s=DEADLINE_S)["measured"]
+    measured = call(run, job, threads=threads, deadline_s=DEADLINE_S)["measured"]
     results = [
         Result("running sequences", args.running, ""),
         Result("prompts that arrive", args.arrivals, ""),
         Result("tokens of each", args.prompt_tokens, ""),
     ]
     lines = []
-    for chunk, found in zip(job["chunks"], measured, strict=True):
+    for chunk, found in zip((*args.chunks, args.prompt_tokens), measured, strict=True):
         name = f"chunks of {chunk}" if chunk < args.prompt_tokens else "no chunks"
-        p50, p99 = (1000 * quantile(found["gaps"], share) for share in (0.5, 0.99))
-        longest = 1000 * max(found["gaps"])
-        first = 1000 * quantile(found["first"], 0.5)
+        gaps = found["gaps"]
         results += [
-            compared(f"between tokens, p99 against p50, {name}", p99, "ms", p50),
-            Result(f"between tokens, longest, {name}", longest, "ms"),
-            Result(f"first token of a long prompt, p50, {name}", first, "ms"),
+            compared(
+                f"between tokens, p99 against p50, {name}", ms(gaps, 0.99), "ms", ms(gaps, 0.5)
+            ),
+            Result(f"between tokens, longest, {name}", 1000 * max(gaps), "ms"),
+            Result(f"first token of a long prompt, p50, {name}", ms(found["first"], 0.5), "ms"),
         ]
         steps = [1000 * seconds for seconds in found["longest"]]
         lines.append(Line(name, range(len(steps)), steps))
@@ -76,7 +86,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """
     positions = job["running"] * (SHORT_PROMPT + job["output"] + GROWTH)
     positions += job["arrivals"] * (job["prompt"] + GROWTH)
-    runner = open_runner(job["model"], job["threads"], positions, exact=True, device=job["device"])
+    runner = engines.open_runner(job["model"], job["threads"], positions, device=job["device"])
     measured = []
     for chunk in job["chunks"]:
         measured.append(_stall(runner, chunk, job))
@@ -85,7 +95,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stall(runner: ModelRunner, chunk: int, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Long prompts arrive when the running ones have made equal shares of their tokens."""
+    """Long prompts arrive when the running sequences have made equal shares of their tokens."""
     draw = random.Random(job["seed"])
     running, output, arrivals = job["running"], job["output"], job["arrivals"]
 
@@ -93,16 +103,10 @@ def _stall(runner: ModelRunner, chunk: int, job: dict[str, Any]) -> dict[str, li
         return [draw.randrange(FIRST_TOKEN, job["vocab"]) for _ in range(length)]
 
     most = running + arrivals
-    rules = SchedulerPolicy(
-        max_sequences=most,
-        token_budget=chunk + most,
-        prefill_budget=chunk,
-        limit=EVERYTHING,
-    )
-    loop = open_loop(runner, rules)
+    loop = engines.engine_loop(runner, engines.policy(most, chunk, beside=most))
     for index in range(running):
-        asked = attempt(f"running {index}", prompt(SHORT_PROMPT), output)
-        loop.scheduler.add(asked, time.monotonic())
+        one = attempt(f"running {index}", prompt(SHORT_PROMPT), output)
+        loop.scheduler.add(one, time.monotonic())
     arrive_at = [running * output * (i + 1) // (arrivals + 1) for i in range(arrivals)]
     last: dict[str, float] = {}
     arrived: dict[str, float] = {}
@@ -116,7 +120,7 @@ def _stall(runner: ModelRunner, chunk: int, job: dict[str, Any]) -> dict[str, li
             del arrive_at[0]
             arrived[name] = time.perf_counter()
             loop.scheduler.add(attempt(name, prompt(job["prompt"]), 1), time.monotonic())
-        found = step(loop)
+        found = engines.step(loop)
         now = time.perf_counter()
         waited: list[float] = []
         for tokens in (one for event in found for one in event.tokens):
@@ -125,7 +129,7 @@ def _stall(runner: ModelRunner, chunk: int, job: dict[str, Any]) -> dict[str, li
                 first.append(now - arrived[name])
                 continue
             made += 1
-            # Not while the others' own prompts still were computed.
+            # Not while the prompts of the running sequences are computed.
             if name in last and len(last) == running:
                 waited.append(now - last[name])
             last[name] = now

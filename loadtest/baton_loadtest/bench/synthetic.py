@@ -8,15 +8,16 @@ and detokenizer all see. Every output token's text is WORD.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from math import ceil
+from time import perf_counter
 from typing import Any
 
 from baton.core.request.attempt import AttemptKey
 from baton.core.request.model import KvLayout, ModelDescription
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
-from baton.rpc.loop import Loop
 from baton.testing.scripted import (
     HEARTBEAT_S,
     Context,
@@ -28,14 +29,35 @@ from baton.testing.scripted import (
     ScriptedWorker,
 )
 from baton.v1 import decode_pb2, detokenizer_pb2, prefill_pb2, tokenizer_pb2, types_pb2
-from baton_loadtest.bench.beside import answer
-from baton_loadtest.bench.served import Times
+from baton_loadtest.child import answer
 
 WORD = " baton"
 MODEL = ModelDescription("synthetic", "d1", 1 << 24, 1 << 20, (0,), "t1")
 LAYOUT = KvLayout("d1", "float32", 1, 1, 8, 8)
 NUM_BLOCKS = 1 << 24
 TOKEN = token_ids_to_bytes((1,))
+
+
+class Times:
+    """Seconds that each request was served, by what was done. serve_s: what everything takes."""
+
+    def __init__(self) -> None:
+        self.serve_s = 0.0
+        self._spent: defaultdict[str, dict[int, float]] = defaultdict(dict)
+
+    @asynccontextmanager
+    async def serve(self, what: str, *requests: int) -> AsyncIterator[None]:
+        """What is within, and the time it is said to take."""
+        began = perf_counter()
+        yield
+        if self.serve_s:
+            await asyncio.sleep(self.serve_s)
+        for request in requests:
+            self._spent[what][request] = perf_counter() - began
+
+    def take(self) -> dict[str, dict[int, float]]:
+        spent, self._spent = self._spent, defaultdict(dict)
+        return spent
 
 
 class Tokenizer(ScriptedTokenizer):
@@ -240,7 +262,9 @@ class Workers:
         return {worker.role: await worker.start() for worker in self._all}
 
 
-async def _main() -> None:
+async def serve_workers() -> None:
+    """do="open" with serve_s is answered with the workers' addresses by role; "step" sets step_s,
+    "sessions" is answered with their number, and "times" with how long each request was served."""
     workers = Workers()
 
     async def handle(command: dict[str, Any]) -> dict[str, Any]:
@@ -256,8 +280,3 @@ async def _main() -> None:
                 return workers.times.take()
 
     await answer(handle)
-
-
-if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_main())

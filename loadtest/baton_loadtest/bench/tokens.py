@@ -1,7 +1,8 @@
 """`baton bench tokens`: tokenizer and detokenizer workers against the same library in one process.
 
 Both sides of a figure are measured in this run, in turns, pinned to the same core, and compared by
-processor time. Text is the source of Python's own library: prose and code, and everybody has it.
+processor time; whoever asks runs on another core where the machine has two. Text is the source of
+Python's own library: prose and code, and everybody has it.
 """
 
 from __future__ import annotations
@@ -10,24 +11,41 @@ import argparse
 import asyncio
 import os
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import grpc
 from tokenizers import Tokenizer
 
 from baton.cli.layout import resolve_model
-from baton.v1.tokenizer_pb2 import EncodeInput, EncodeRequest
-from baton_loadtest.bench import process
-from baton_loadtest.bench.process import check_cpu_clock, say
-from baton_loadtest.bench.tokens_hard import beside, growing
-from baton_loadtest.bench.tokens_worker import Worker, detokenize, encode, serving
-from baton_loadtest.report import Chart, Line, Report, Result, compared
+from baton.core.errors import BatonError
+from baton.rpc.convert import token_ids_to_bytes
+from baton.rpc.transport import open_channel
+from baton.v1 import detokenizer_pb2
+from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
+from baton.v1.tokenizer_pb2 import Chat, ChatMessage, EncodeInput, EncodeRequest
+from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+from baton_loadtest.bench.options import MODEL, option
+from baton_loadtest.launch import BatonProcess, call, check_cpu_clock, cores, process, say
+from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
+
+PLOTS = True
+OPTIONS = (
+    MODEL,
+    option("--sizes", tuple(4**n for n in range(4, 11)), "bytes of text in a request"),
+    option("--streams", (1, 4, 16, 64, 256), "at once"),
+    option("--seconds", 1.5, "that each point is measured for"),
+)
 
 TEXT_BYTES = 1 << 22
 ITEM_BYTES = 1 << 10
 """A batch is of such texts, or of larger ones when more than 256 would be needed."""
+
 MAX_ITEMS = 256
 COMPARED_FROM = 1 << 16
 GOAL = 0.8
@@ -37,6 +55,28 @@ TURNS = 3
 """Of both sides of a figure; their medians count."""
 
 STOPS = ("\n\n\n\n", "</answer>", "User:")
+STEPS_AHEAD = 4
+"""Steps of all texts that may be without an answer: as many as a decode worker runs ahead."""
+
+LARGEST = 1 << 20
+"""Bytes of text, as many as a tokenizer takes by default."""
+
+HARD_CPU_S = 4.0
+BESIDE_MS = 250.0
+BESIDE_PAUSE_S = 0.02
+HARD = {
+    "one letter": "a",
+    "spaces": " ",
+    "line ends": "\n",
+    "digits": "1",
+    "NUL": "\0",
+    "one word": "thequickbrownfox",
+    "combining marks": "e" + "\u0301\u0302\u0303" * 8,
+    "joined emoji": "\U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "half-open tokens": "<|",
+}
+CHAT_TURNS = 40
+TURN_CHARACTERS = 2000
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -44,73 +84,93 @@ def measure(args: argparse.Namespace) -> Report:
     check_cpu_clock()
     allowed = os.sched_getaffinity(0)
     try:
-        return asyncio.run(_Bench(args).measure())
+        return asyncio.run(_TokensBench(args).measure())
     finally:
         os.sched_setaffinity(0, allowed)
 
 
-class _Bench:
-    """The measurements in order; each adds its figures and lines."""
+@dataclass(frozen=True, slots=True)
+class TokensWorker:
+    """A tokenizer or detokenizer process that serves, and a channel to it."""
+
+    process: BatonProcess
+    channel: grpc.aio.Channel
+
+    def spent_s(self) -> float:
+        return self.process.spent_s()
+
+
+@asynccontextmanager
+async def _serving(role: str, model: Path, core: int, *flags: str) -> AsyncIterator[TokensWorker]:
+    """Raises ContenderFailed."""
+    async with (
+        process(role, "--model", str(model), *flags, core=core) as started,
+        open_channel(started.announced["listen"]) as channel,
+    ):
+        await channel.channel_ready()
+        yield TokensWorker(started, channel)
+
+
+class _TokensBench:
+    """The measurements in order; each adds its figures."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._model = resolve_model(args.model)[0]
         self._text = _text()
-        self._ids = _ids(self._model, self._text)
-        cores = sorted(os.sched_getaffinity(0))
-        self._cores, self._core, self._other = cores, cores[0], cores[-1]
-        self._batches = {size: _batches(self._text, size) for size in args.sizes}
+        self._cores = cores()
+        self._core, self._other = self._cores[0], self._cores[-1]
+        # Tokens of the text, none of which ends anything.
+        start = random.Random(0).randrange(len(self._text) // 2)
+        tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
+        text = self._text[start : start + (1 << 15)]
+        self._ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
         self.results: list[Result] = []
 
     async def measure(self) -> Report:
         decode_direct = self._direct({}, self._ids)["decode"]
         os.sched_setaffinity(0, {self._other})
-        async with serving("tokenizer", self._model, self._core) as first:
+        async with _serving("tokenizer", self._model, self._core) as first:
             by_size, encode_direct = await self._sizes(first)
             by_streams = await self._streams(first)
-            self.results += await beside(first)
-            async with serving("tokenizer", self._model, self._other) as second:
+            self.results += await _hard_texts(first)
+            async with _serving("tokenizer", self._model, self._other) as second:
                 await self._two(first, second)
-        self.results += await growing(self._model, self._core, self._text)
+        await self._growing_chat()
         decoded, with_stops = await self._decoding(decode_direct)
         sizes, streams = list(self._args.sizes), list(self._args.streams)
-        return Report(
-            self.results,
-            (
-                Chart(
-                    "encoding, one request at a time",
-                    "bytes of text in a request",
-                    "MB a CPU-second",
-                    (
-                        Line("the library, called directly", sizes, _mb(encode_direct)),
-                        Line("a tokenizer worker", sizes, _mb(by_size)),
-                    ),
-                    log=True,
+        library = "the library, called directly"
+        charts = (
+            Chart(
+                "encoding, one request at a time",
+                "bytes of text in a request",
+                "MB a CPU-second",
+                (
+                    Line(library, sizes, _mb(encode_direct)),
+                    Line("a tokenizer worker", sizes, _mb(by_size)),
                 ),
-                Chart(
-                    f"encoding, {STREAM_BYTES >> 10} KiB a request",
-                    "streams",
-                    "MB a CPU-second",
-                    (Line("a tokenizer worker", streams, _mb(by_streams)),),
-                    log=True,
+                log=True,
+            ),
+            Chart(
+                f"encoding, {STREAM_BYTES >> 10} KiB a request",
+                "streams",
+                "MB a CPU-second",
+                (Line("a tokenizer worker", streams, _mb(by_streams)),),
+                log=True,
+            ),
+            Chart(
+                "detokenizing, a token of each stream at a time",
+                "streams",
+                "tokens a CPU-second",
+                (
+                    Line("a detokenizer worker", streams, decoded),
+                    Line("with stop strings", streams, with_stops),
+                    Line(library, streams, [decode_direct] * len(streams)),
                 ),
-                Chart(
-                    "detokenizing, a token of each stream at a time",
-                    "streams",
-                    "tokens a CPU-second",
-                    (
-                        Line("a detokenizer worker", streams, decoded),
-                        Line("with stop strings", streams, with_stops),
-                        Line(
-                            "the library, called directly",
-                            streams,
-                            [decode_direct] * len(streams),
-                        ),
-                    ),
-                    log=True,
-                ),
+                log=True,
             ),
         )
+        return Report(self.results, charts)
 
     def _direct(self, batches: dict[int, list[list[str]]], ids: list[int]) -> dict[str, Any]:
         """The library's rates. It has the core that the workers have."""
@@ -122,21 +182,22 @@ class _Bench:
         }
         os.sched_setaffinity(0, self._cores)
         try:
-            return process.call("tokens_direct", job, threads=1, deadline_s=DIRECT_S)
+            return call(run_library, job, threads=1, deadline_s=DIRECT_S)
         finally:
             os.sched_setaffinity(0, {self._other})
 
-    async def _sizes(self, worker: Worker) -> tuple[list[float], list[float]]:
+    async def _sizes(self, worker: TokensWorker) -> tuple[list[float], list[float]]:
         """Bytes a CPU-second by the size of a request: the worker's, and the library's."""
         rates, direct = [], []
-        for size, batches in self._batches.items():
+        for size in self._args.sizes:
             say(f"requests of {size} bytes")
+            batches = batches_of(self._text, size)
             requests = [_request(batch) for batch in batches]
             ours, theirs = [], []
             for _ in range(TURNS):
                 theirs.append(self._direct({size: batches}, [])["encode"][str(size)])
-                load = await encode([worker], requests, streams=1, seconds=self._args.seconds)
-                ours.append(load.per_core_s)
+                work = await _encode([worker], requests, streams=1, seconds=self._args.seconds)
+                ours.append(work.per_core_s)
             rates.append(median(ours))
             direct.append(median(theirs))
             self.results.append(
@@ -148,72 +209,231 @@ class _Bench:
                     GOAL if size >= COMPARED_FROM else None,
                 )
             )
-        enough = [
-            size
-            for size, rate, of_direct in zip(self._batches, rates, direct, strict=True)
-            if rate >= GOAL * of_direct
-        ]
+        rows = zip(self._args.sizes, rates, direct, strict=True)
+        enough = [size for size, rate, of_direct in rows if rate >= GOAL * of_direct]
         if enough:
             name = f"smallest request measured that reaches {GOAL:.0%} of the library"
             self.results.append(Result(name, min(enough), "bytes"))
         return rates, direct
 
-    async def _streams(self, worker: Worker) -> list[float]:
+    async def _streams(self, worker: TokensWorker) -> list[float]:
         """Bytes a CPU-second by the number of streams that ask at once."""
-        requests = [_request(batch) for batch in _batches(self._text, STREAM_BYTES)]
+        requests = [_request(batch) for batch in batches_of(self._text, STREAM_BYTES)]
         rates = []
         for streams in self._args.streams:
             say(f"{streams} streams")
-            load = await encode([worker], requests, streams=streams, seconds=self._args.seconds)
-            rates.append(load.per_core_s)
+            work = await _encode([worker], requests, streams=streams, seconds=self._args.seconds)
+            rates.append(work.per_core_s)
             name = f"encoding, {_size(STREAM_BYTES)} a request, {_streams(streams)}"
-            self.results.append(Result(name, load.per_core_s / 1e6, "MB/CPU-s"))
+            self.results.append(Result(name, work.per_core_s / 1e6, "MB/CPU-s"))
         return rates
 
-    async def _two(self, first: Worker, second: Worker) -> None:
+    async def _two(self, first: TokensWorker, second: TokensWorker) -> None:
         say("one worker, then two")
-        requests = [_request(batch) for batch in _batches(self._text, COMPARED_FROM)]
-        loads = [
-            await encode(workers, requests, streams=4, seconds=2 * self._args.seconds)
+        requests = [_request(batch) for batch in batches_of(self._text, COMPARED_FROM)]
+        one, two = [
+            await _encode(workers, requests, streams=4, seconds=2 * self._args.seconds)
             for workers in ([first], [first, second])
         ]
-        self.results.append(
-            compared(
-                f"encoding, {_size(COMPARED_FROM)} a request, two workers against one",
-                loads[1].per_s / 1e6,
-                "MB/s",
-                loads[0].per_s / 1e6,
-            )
-        )
+        name = f"encoding, {_size(COMPARED_FROM)} a request, two workers against one"
+        rates = [work.amount / work.seconds / 1e6 for work in (one, two)]
+        self.results.append(compared(name, rates[1], "MB/s", rates[0]))
+
+    async def _growing_chat(self) -> None:
+        """A conversation that is encoded again with each turn, with the cache and without."""
+        rates = []
+        for flags in ((), ("--max-cache-mib", "0")):
+            say(f"a growing chat{', without the cache' if flags else ''}")
+            async with _serving("tokenizer", self._model, self._core, *flags) as worker:
+                before = worker.spent_s()
+                messages: list[ChatMessage] = []
+                for turn in range(CHAT_TURNS):
+                    text = self._text[turn * TURN_CHARACTERS : (turn + 1) * TURN_CHARACTERS]
+                    messages.append(ChatMessage(role=("user", "assistant")[turn % 2], content=text))
+                    chat = Chat(messages=messages, add_generation_prompt=True)
+                    await _encoded_bytes(worker, EncodeRequest(inputs=[EncodeInput(chat=chat)]))
+                rates.append(CHAT_TURNS / (worker.spent_s() - before))
+        name = f"chat of {CHAT_TURNS} turns, {TURN_CHARACTERS} characters each: cached against not"
+        self.results.append(compared(name, rates[0], "turns/CPU-s", rates[1]))
 
     async def _decoding(self, direct: float) -> tuple[list[float], list[float]]:
         """Tokens a CPU-second by the number of streams, without and with stop strings."""
         rates: dict[bool, list[float]] = {False: [], True: []}
-        async with serving("detokenizer", self._model, self._core) as worker:
+        async with _serving("detokenizer", self._model, self._core) as worker:
             for streams in self._args.streams:
                 for stops in (False, True):
                     say(f"{streams} texts{', with stop strings' if stops else ''}")
-                    load = await detokenize(
-                        worker,
-                        self._ids,
-                        streams=streams,
-                        seconds=self._args.seconds,
-                        stop_strings=STOPS if stops else (),
-                    )
-                    rates[stops].append(load.per_core_s)
+                    rate = await self._detokenize(worker, streams, STOPS if stops else ())
+                    rates[stops].append(rate)
                     name = f"detokenizing, {_streams(streams)}"
-                    name += ", with stop strings" if stops else ""
-                    self.results.append(
-                        Result(name, load.per_core_s, "tokens/CPU-s")
-                        if stops
-                        else compared(
-                            f"{name}, against the library's own stream, called directly",
-                            load.per_core_s,
-                            "tokens/CPU-s",
-                            direct,
-                        )
-                    )
+                    if stops:
+                        figure = Result(f"{name}, with stop strings", rate, "tokens/CPU-s")
+                    else:
+                        name += ", against the library's own stream, called directly"
+                        figure = compared(name, rate, "tokens/CPU-s", direct)
+                    self.results.append(figure)
         return rates[False], rates[True]
+
+    async def _detokenize(
+        self, worker: TokensWorker, streams: int, stop_strings: Sequence[str]
+    ) -> float:
+        """Tokens a CPU-second, where every step appends one token to each text of one session."""
+
+        async def session(_: int, until: float) -> int:
+            return await _TextSession(worker.channel, self._ids, streams, stop_strings).run(until)
+
+        return (await _measured([worker], session, 1, self._args.seconds)).per_core_s
+
+
+# Work for a worker.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """A stretch of work of a worker."""
+
+    amount: int
+    """Bytes or tokens."""
+    seconds: float
+    spent_s: float
+    """Processor time of the workers."""
+
+    @property
+    def per_core_s(self) -> float:
+        return self.amount / self.spent_s
+
+
+async def _measured(
+    workers: Sequence[TokensWorker],
+    stream: Callable[[int, float], Coroutine[Any, Any, int]],
+    streams: int,
+    seconds: float,
+) -> WorkDone:
+    """stream: works until a time, and returns how much it did."""
+    loop = asyncio.get_running_loop()
+    # What is made once, on the first input of a kind, is no part of it.
+    await asyncio.gather(*(stream(number, loop.time() + seconds / 8) for number in range(streams)))
+    spent, began = sum(worker.spent_s() for worker in workers), loop.time()
+    done = await asyncio.gather(*(stream(number, began + seconds) for number in range(streams)))
+    elapsed = loop.time() - began
+    return WorkDone(sum(done), elapsed, sum(worker.spent_s() for worker in workers) - spent)
+
+
+async def _encode(
+    workers: Sequence[TokensWorker],
+    requests: Sequence[EncodeRequest],
+    *,
+    streams: int,
+    seconds: float,
+) -> WorkDone:
+    """Every stream asks one worker for one request after the other, until the time is up."""
+
+    async def stream(number: int, until: float) -> int:
+        done, turn = 0, number
+        while asyncio.get_running_loop().time() < until:
+            request = requests[turn % len(requests)]
+            turn += streams
+            done += await _encoded_bytes(workers[number % len(workers)], request)
+        return done
+
+    return await _measured(workers, stream, streams, seconds)
+
+
+async def _encoded_bytes(worker: TokensWorker, request: EncodeRequest) -> int:
+    """Bytes of text, encoded. Raises BatonError when an input was refused."""
+    stub: Any = TokenizerStub(worker.channel)
+    answer = await stub.Encode(request)
+    if any(output.HasField("error") for output in answer.outputs):
+        raise BatonError("the tokenizer refused a text")
+    return sum(len(item.text.encode()) for item in request.inputs)
+
+
+async def _hard_texts(worker: TokensWorker) -> list[Result]:
+    """A megabyte of each text that is meant to be hard, with short requests beside it."""
+    short = EncodeRequest(inputs=[EncodeInput(text="What is the weather like today?")])
+    results, waits = [], []
+    for name, unit in HARD.items():
+        say(f"a megabyte of {name}")
+        text = unit * (LARGEST // len(unit.encode()))
+        spent = worker.spent_s()
+        hard = asyncio.ensure_future(
+            _encoded_bytes(worker, EncodeRequest(inputs=[EncodeInput(text=text)]))
+        )
+        while not hard.done():
+            began = time.perf_counter()
+            await _encoded_bytes(worker, short)
+            waits.append(time.perf_counter() - began)
+            await asyncio.sleep(BESIDE_PAUSE_S)
+        await hard
+        cost = worker.spent_s() - spent
+        results.append(at_most(f"1 MiB of {name}", cost, "CPU-s", HARD_CPU_S))
+    slowest = 1000 * max(waits)
+    return [*results, at_most("a short request beside them, slowest", slowest, "ms", BESIDE_MS)]
+
+
+class _TextSession:
+    """A router's side of one session with a detokenizer."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        ids: Sequence[int],
+        streams: int,
+        stop_strings: Sequence[str],
+    ) -> None:
+        self._call = DetokenizerStub(channel).Session()
+        self._tokens = [token_ids_to_bytes([token_id]) for token_id in ids]
+        self._stops = stop_strings
+        self._done = [0] * streams
+        """Tokens of each text that are sent or held for a stop string."""
+        self._total = 0
+        self._news = asyncio.Event()
+
+    async def run(self, until: float) -> int:
+        """Tokens that were answered for. Raises BatonError when a text fails or ends."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.create_task(self._read())
+        texts = range(len(self._done))
+        opened = detokenizer_pb2.OpenText(skip_special_tokens=True, stop_strings=self._stops)
+        try:
+            await self._write(
+                detokenizer_pb2.DetokenizeOperation(text_id=text, open=opened) for text in texts
+            )
+            position = 0
+            while loop.time() < until:
+                await self._write(self._append(text, position) for text in texts)
+                position += 1
+                while (position - STEPS_AHEAD) * len(texts) > self._total:
+                    if reader.done():
+                        reader.result()
+                    self._news.clear()
+                    await self._news.wait()
+            return self._total
+        finally:
+            self._call.cancel()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _write(self, operations: Any) -> None:
+        await self._call.write(detokenizer_pb2.DetokenizerSessionRequest(operations=operations))
+
+    def _append(self, text: int, position: int) -> detokenizer_pb2.DetokenizeOperation:
+        token = self._tokens[(position + 61 * text) % len(self._tokens)]
+        append = detokenizer_pb2.AppendTokens(position=position, token_ids=token)
+        return detokenizer_pb2.DetokenizeOperation(text_id=text, append=append)
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                for delta in response.deltas:
+                    if delta.end or delta.HasField("error"):
+                        raise BatonError("a text ended that must not")
+                    done = max(delta.num_tokens, delta.searched_tokens)
+                    self._total += done - self._done[delta.text_id]
+                    self._done[delta.text_id] = done
+                self._news.set()
+        finally:
+            self._news.set()
 
 
 def _text() -> str:
@@ -228,29 +448,20 @@ def _text() -> str:
     return "".join(pieces)
 
 
-def _batches(text: str, size: int) -> list[list[str]]:
+def batches_of(text: str, size: int) -> list[list[str]]:
     """Batches of about `size` characters, as many as the text has, at most a megabyte of them."""
     item = max(min(size, ITEM_BYTES), size // MAX_ITEMS)
-    batches = []
-    for start in range(0, min(len(text) - size, 1 << 20) + 1, size):
-        batches.append([text[at : at + item] for at in range(start, start + size, item)])
-    return batches
+    return [
+        [text[at : at + item] for at in range(start, start + size, item)]
+        for start in range(0, min(len(text) - size, 1 << 20) + 1, size)
+    ]
 
 
 def _request(batch: Sequence[str]) -> EncodeRequest:
     return EncodeRequest(inputs=[EncodeInput(text=text, add_special_tokens=True) for text in batch])
 
 
-def _ids(model: Path, text: str) -> list[int]:
-    """Tokens of the text, none of which ends anything."""
-    start = random.Random(0).randrange(len(text) // 2)
-    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(
-        text[start : start + (1 << 15)], add_special_tokens=False
-    )
-    return list(ids.ids)
-
-
-def _mb(rates: Any) -> list[float]:
+def _mb(rates: Sequence[float]) -> list[float]:
     return [rate / 1e6 for rate in rates]
 
 
@@ -260,3 +471,48 @@ def _size(size: int) -> str:
 
 def _streams(count: int) -> str:
     return "one stream" if count == 1 else f"{count} streams"
+
+
+# The library, in a process of its own.
+
+
+def run_library(job: dict[str, Any]) -> dict[str, Any]:
+    """`tokenizers` called in one process and one thread, as one would without Baton: its fastest
+    call for a batch, `encode_batch_fast`, with the ids as a list, and its own `DecodeStream`.
+
+    job: tokenizer, a file; batches, texts by name, each a list of batches; ids, to decode; seconds
+    of processor time for each. Returns encode, bytes per second of processor time by name, and
+    decode, tokens per second.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from tokenizers.decoders import DecodeStream
+
+    tokenizer = Tokenizer.from_file(job["tokenizer"])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(batch: list[str]) -> int:
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=True):
+            _ = encoding.ids
+        return sum(len(text.encode()) for text in batch)
+
+    def decode(ids: list[int]) -> int:
+        stream = DecodeStream(skip_special_tokens=True)
+        for token_id in ids:
+            stream.step(tokenizer, token_id)
+        return len(ids)
+
+    def rate(work: Callable[[Any], int], items: list[Any]) -> float:
+        """How much of it is done in a second of processor time."""
+        done, number, began, warm = 0, 0, time.process_time(), job["seconds"] / 8
+        while not done or time.process_time() < began + (warm or job["seconds"]):
+            done += work(items[number % len(items)])
+            number += 1
+            if warm and time.process_time() >= began + warm:
+                done, began, warm = 0, time.process_time(), 0.0
+        return done / (time.process_time() - began)
+
+    return {
+        "encode": {name: rate(encode, batches) for name, batches in job["batches"].items()},
+        "decode": rate(decode, [job["ids"]]) if job["ids"] else 0.0,
+    }

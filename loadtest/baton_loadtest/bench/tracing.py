@@ -10,127 +10,144 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import string
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from statistics import fmean
+from math import exp, log, sqrt
+from statistics import fmean, stdev
+from typing import Any
 
-from baton.cli.http_client import scrape
-from baton.cli.layout import APART, Layout, UpOptions, plan
-from baton.cli.ports import free_ports
-from baton.cli.supervisor import Supervisor
-from baton.core.errors import BatonError
-from baton.rpc.transport import open_channel
-from baton.v1 import inference_pb2, inference_pb2_grpc
-from baton_loadtest.bench.beside import Beside
-from baton_loadtest.bench.fleet import apart, supervised
-from baton_loadtest.bench.pairs import check_count, ratio
-from baton_loadtest.bench.process import check_cpu_clock, cpu_spent_s, say
-from baton_loadtest.drive import greedy
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from baton.cli.access import Access
+from baton.cli.layout import APART, Layout, UpOptions
+from baton.cli.ports import HOST
+from baton.core.errors import BatonError, InvalidArgument
+from baton.rpc.transport import bind
+from baton_loadtest.bench.options import MODEL, TRANSPORT, option
+from baton_loadtest.child import answer
+from baton_loadtest.drive import GrpcLoadClient, all_answered, closed
+from baton_loadtest.launch import Peer, RunningBaton, check_cpu_clock, cores, fleet, peer, say
 from baton_loadtest.report import Report, Result, at_most
+
+PLOTS = False
+OPTIONS = (
+    MODEL,
+    TRANSPORT,
+    option("--pairs", 10, "interleaved, 2 to 31"),
+    option("--requests", 64, "of each side"),
+    option("--concurrency", 4, "of each side"),
+    option("--words", 64, "of a prompt"),
+    option("--output-tokens", 64),
+)
 
 MOST_PERCENT = 3.0
 SCRAPE_EVERY_S = 15.0
 """As the chart's monitors have it."""
+
 SETTLE_S = 6.0
 """After the last token: the spans leave within it."""
-REQUEST_TIMEOUT_S = 120.0
+
+T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""Student's t that 95 % of draws stay within, by degrees of freedom from 1 on."""
+
+MOST_PAIRS = len(T95) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One Baton's share of a pair. spent_us: by role, of a token."""
+class Ratio:
+    """A pair's ratio on average, and the ends of its 95 % interval."""
 
-    spent_us: dict[str, float]
+    mean: float
+    low: float
+    high: float
 
-    @property
-    def token_us(self) -> float:
-        return sum(self.spent_us.values())
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """Of the first of a pair to the second; both are above 0.
+
+    Of the ratios' logarithms, since one that is twice as large and one that is half as large are
+    no difference. Raises InvalidArgument for fewer than two pairs, or more than MOST_PAIRS.
+    """
+    check_pairs(len(pairs))
+    logs = [log(first / second) for first, second in pairs]
+    mean = fmean(logs)
+    spread = T95[len(logs) - 2] * stdev(logs) / sqrt(len(logs))
+    return Ratio(exp(mean), exp(mean - spread), exp(mean + spread))
+
+
+def check_pairs(pairs: int) -> None:
+    """Raises InvalidArgument for a number of pairs that `ratio` does not take."""
+    if not 2 <= pairs <= MOST_PAIRS:
+        raise InvalidArgument(f"must be 2 to {MOST_PAIRS}", field="pairs")
+
+
+SpentUs = dict[str, float]
+"""Microseconds of processor time per token, by role."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """on: traced and scraped. spans: received. scrapes: of all processes."""
+class TracedPair:
+    """Two Batons that were asked the same."""
 
-    on: Side
-    off: Side
+    on: SpentUs
+    """Traced and scraped."""
+    off: SpentUs
     spans: int
+    """That were received."""
     scrapes: int
+    """Of all processes."""
 
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises InvalidArgument; BatonError when a request is not answered in full, or not traced."""
     check_cpu_clock()
-    check_count(args.pairs)
+    check_pairs(args.pairs)
     return Report(asyncio.run(_measure(args)))
 
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
-    cores = sorted(os.sched_getaffinity(0))
-    receiver = await Beside.start("spans", cores[-1])
-    try:
-        endpoint = (await receiver.ask(do="open"))["endpoint"]
-        pairs = []
-        for number in range(args.pairs):
-            async with (
-                _Bench.started(_layout(args, cores, endpoint)) as on,
-                _Bench.started(_layout(args, cores, "")) as off,
-            ):
-                pairs.append(await _pair(args, number, on, off, receiver))
-            last = pairs[-1]
-            say(
-                f"pair {number + 1} of {args.pairs}: {last.on.token_us:.0f} against "
-                f"{last.off.token_us:.0f} us a token"
-            )
-    finally:
-        await receiver.close()
-    return _figures(pairs, args.requests)
-
-
-async def _pair(
-    args: argparse.Namespace, number: int, on: _Bench, off: _Bench, receiver: Beside
-) -> Pair:
-    for bench in (on, off):
-        await bench.drive(_prompts(f"warm {number}", args.concurrency, args), args)
-    await asyncio.sleep(SETTLE_S)
-    await receiver.ask(do="take")
-    before = on.spent_s(), off.spent_s()
-    async with _scraped(on.layout) as scrapes:
-        tokens, _ = await asyncio.gather(
-            *(
-                bench.drive(_prompts(f"{args.seed} {number}", args.requests, args), args)
-                for bench in (on, off)
-            )
-        )
-        await asyncio.sleep(SETTLE_S)
-    traced, plain = [
-        Side({role: 1e6 * (after[role] - first[role]) / tokens for role in first})
-        for first, after in zip(before, (on.spent_s(), off.spent_s()), strict=True)
-    ]
-    found = await receiver.ask(do="take")
-    if found["traces"] != args.requests:
-        raise BatonError(f"{found['traces']} of {args.requests} requests were traced")
-    return Pair(traced, plain, found["spans"], len(scrapes))
-
-
-def _layout(args: argparse.Namespace, cores: list[int], endpoint: str) -> Layout:
-    http, grpc = free_ports(2)
+    pairs = []
     options = UpOptions(
         model=args.model,
         local_prefill_tokens=APART,
         transport=args.transport,
         threads=1,
-        http_port=http,
-        grpc_port=grpc,
-        engine_cpus=str(cores[0]),
-        other_cpus=str(cores[-1]),
+        engine_cpus=str(cores()[0]),
+        other_cpus=str(cores()[-1]),
     )
-    layout = plan(options)
+    async with peer(receive_spans, cores()[-1]) as receiver:
+        endpoint = (await receiver.ask(do="open"))["endpoint"]
+        for number in range(args.pairs):
+            async with (
+                fleet(options, change=_traced_to(endpoint)) as on,
+                fleet(options, change=_traced_to("")) as off,
+            ):
+                pairs.append(await _pair(args, number, on, off, receiver))
+            sums = [sum(side.values()) for side in (pairs[-1].on, pairs[-1].off)]
+            say(
+                f"pair {number + 1} of {args.pairs}: {sums[0]:.0f} against {sums[1]:.0f} us a token"
+            )
+    return figures(pairs, args.requests)
+
+
+def _traced_to(endpoint: str) -> Callable[[Layout], Layout]:
     flags = ("--otlp-endpoint", endpoint, "--trace-sample-share", "1")
-    return replace(
+    return lambda layout: replace(
         layout,
         processes=tuple(
             replace(spec, command=(*spec.command, *flags)) for spec in layout.processes
@@ -138,61 +155,57 @@ def _layout(args: argparse.Namespace, cores: list[int], endpoint: str) -> Layout
     )
 
 
-class _Bench:
-    """A Baton that runs."""
+async def _pair(
+    args: argparse.Namespace, number: int, on: RunningBaton, off: RunningBaton, receiver: Peer
+) -> TracedPair:
+    for side in (on, off):
+        await _drive(side, _prompts(f"warm {number}", args.concurrency, args), args)
+    await asyncio.sleep(SETTLE_S)
+    await receiver.ask(do="take")
+    before = on.spent_s(), off.spent_s()
+    async with _scraped(on) as scrapes:
+        prompts = _prompts(f"{args.seed} {number}", args.requests, args)
+        await asyncio.gather(*(_drive(side, prompts, args) for side in (on, off)))
+        await asyncio.sleep(SETTLE_S)
+    tokens = args.requests * args.output_tokens
+    traced, plain = [
+        {
+            name.rpartition("-")[0]: 1e6 * (spent - first[name]) / tokens
+            for name, spent in after.items()
+        }
+        for first, after in zip(before, (on.spent_s(), off.spent_s()), strict=True)
+    ]
+    found = await receiver.ask(do="take")
+    if found["traces"] != args.requests:
+        raise BatonError(f"{found['traces']} of {args.requests} requests were traced")
+    return TracedPair(traced, plain, found["spans"], len(scrapes))
 
-    def __init__(self, layout: Layout, supervisor: Supervisor) -> None:
-        self.layout = layout
-        self._pids = {spec: supervisor.child(spec.name).pid for spec in layout.processes}
 
-    @classmethod
-    @asynccontextmanager
-    async def started(cls, layout: Layout) -> AsyncIterator[_Bench]:
-        with apart():
-            async with supervised(layout, lambda *_: None) as supervisor:
-                yield cls(layout, supervisor)
-
-    def spent_s(self) -> dict[str, float]:
-        """Processor time so far, by role."""
-        return {spec.role: cpu_spent_s(pid) for spec, pid in self._pids.items()}
-
-    async def drive(self, prompts: Iterator[str], args: argparse.Namespace) -> int:
-        """Runs the requests, so many at a time; how many tokens came. Raises BatonError."""
-        tokens = 0
-        async with open_channel(self.layout.grpc) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-
-            async def worker() -> None:
-                nonlocal tokens
-                for prompt in prompts:
-                    request: inference_pb2.GenerateRequest = greedy((), args.output_tokens)
-                    request.text = prompt
-                    came = 0
-                    async for response in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
-                        came += len(response.event.delta.token_ids)
-                    if came != args.output_tokens:
-                        raise BatonError(f"{came} of {args.output_tokens} tokens came")
-                    tokens += came
-
-            await asyncio.gather(*(worker() for _ in range(args.concurrency)))
-        return tokens
+async def _drive(side: RunningBaton, prompts: list[str], args: argparse.Namespace) -> None:
+    """Runs the requests, so many at a time. Raises BatonError when tokens are missing."""
+    client = GrpcLoadClient(Access(side.layout.grpc))
+    requests = [client.prepare((), args.output_tokens) for _ in prompts]
+    for request, prompt in zip(requests, prompts, strict=True):
+        request.text = prompt
+    try:
+        samples = all_answered(await closed(client, requests, args.concurrency))
+    finally:
+        await client.close()
+    if any(sample.tokens != args.output_tokens for sample in samples):
+        raise BatonError("a request was not answered with all its tokens")
 
 
 @asynccontextmanager
-async def _scraped(layout: Layout) -> AsyncIterator[list[float]]:
-    """Reads all processes' metrics again and again, as Prometheus would.
-
-    What it gives are the times at which it did.
-    """
+async def _scraped(side: RunningBaton) -> AsyncIterator[list[float]]:
+    """Reads all processes' metrics again and again, as Prometheus would; yields the times of it."""
     clock = asyncio.get_running_loop().time
     times: list[float] = []
-    urls = [layout.metrics_url(spec) for spec in layout.processes]
 
     async def go_on() -> None:
         while True:
             times.append(clock())
-            for url in urls:
-                await asyncio.to_thread(scrape, url)
+            for spec in side.layout.processes:
+                await side.metrics(spec.name)
             await asyncio.sleep(max(0.0, times[-1] + SCRAPE_EVERY_S - clock()))
 
     scraping = asyncio.create_task(go_on())
@@ -205,46 +218,73 @@ async def _scraped(layout: Layout) -> AsyncIterator[list[float]]:
         scraping.result()
 
 
-def _prompts(seed: str, count: int, args: argparse.Namespace) -> Iterator[str]:
+def _prompts(seed: str, count: int, args: argparse.Namespace) -> list[str]:
     """Text, so that the tokenizer has its part; each its own from the first letter on."""
     draw = random.Random(seed)
-    for _ in range(count):
-        words = ("".join(draw.choices(string.ascii_lowercase, k=3)) for _ in range(args.words))
-        yield " ".join(words)
-
-
-def _figures(pairs: list[Pair], requests: int) -> list[Result]:
-    found = ratio([(pair.on.token_us, pair.off.token_us) for pair in pairs])
-
-    def percent(value: float) -> float:
-        return 100 * (value - 1)
-
-    def beside(name: str, on: list[float], off: list[float]) -> Result:
-        pair = ratio(list(zip(on, off, strict=True)))
-        return Result(name, fmean(on), "us", fmean(off), pair.mean)
-
-    results = [
-        beside(
-            "CPU a token, all processes",
-            [pair.on.token_us for pair in pairs],
-            [pair.off.token_us for pair in pairs],
-        ),
-        Result("what tracing and metrics add", percent(found.mean), "%"),
-        Result("lower end of its 95 % interval", percent(found.low), "%"),
-        at_most("upper end of its 95 % interval", percent(found.high), "%", MOST_PERCENT),
-    ]
-    results += [
-        beside(
-            f"CPU a token, {role}",
-            [pair.on.spent_us[role] for pair in pairs],
-            [pair.off.spent_us[role] for pair in pairs],
-        )
-        for role in pairs[0].on.spent_us
-    ]
-    spans = fmean(pair.spans for pair in pairs) / requests
-    scrapes = fmean(pair.scrapes for pair in pairs)
     return [
-        *results,
-        Result("spans received of a request", spans, ""),
-        Result("scrapes of each process, of a pair", scrapes, ""),
+        " ".join("".join(draw.choices(string.ascii_lowercase, k=3)) for _ in range(args.words))
+        for _ in range(count)
     ]
+
+
+def figures(pairs: list[TracedPair], requests: int) -> list[Result]:
+    def beside(name: str, of: Callable[[SpentUs], float]) -> Result:
+        both = [(of(pair.on), of(pair.off)) for pair in pairs]
+        on, off = (fmean(side) for side in zip(*both, strict=True))
+        return Result(name, on, "us", off, ratio(both).mean)
+
+    found = ratio([(sum(pair.on.values()), sum(pair.off.values())) for pair in pairs])
+    mean, low, high = (100 * (value - 1) for value in (found.mean, found.low, found.high))
+    return [
+        beside("CPU a token, all processes", lambda spent: sum(spent.values())),
+        Result("what tracing and metrics add", mean, "%"),
+        Result("lower end of its 95 % interval", low, "%"),
+        at_most("upper end of its 95 % interval", high, "%", MOST_PERCENT),
+        *(
+            beside(f"CPU a token, {role}", lambda spent, role=role: spent[role])  # type: ignore[misc]  # mypy does not infer a default's type
+            for role in pairs[0].on
+        ),
+        Result("spans received of a request", fmean(p.spans for p in pairs) / requests, ""),
+        Result("scrapes of each process, of a pair", fmean(p.scrapes for p in pairs), ""),
+    ]
+
+
+async def receive_spans() -> None:
+    """An OTLP receiver, whose processor time is not the measured processes'.
+
+    do="open" is answered with its endpoint, anything else with how many spans and traces came since
+    the last time.
+    """
+    receiver = _SpanReceiver()
+    server = grpc.aio.server()
+    add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
+    endpoint = f"http://{HOST}:{bind(server, f'{HOST}:0')}"
+    await server.start()
+
+    async def handle(command: dict[str, Any]) -> dict[str, Any]:
+        return {"endpoint": endpoint} if command["do"] == "open" else receiver.take()
+
+    try:
+        await answer(handle)
+    finally:
+        await server.stop(0)
+
+
+class _SpanReceiver(TraceServiceServicer):
+    def __init__(self) -> None:
+        self._spans = 0
+        self._traces: set[bytes] = set()
+
+    async def Export(
+        self, request: ExportTraceServiceRequest, context: object
+    ) -> ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self._spans += len(scope.spans)
+                self._traces.update(span.trace_id for span in scope.spans)
+        return ExportTraceServiceResponse()
+
+    def take(self) -> dict[str, Any]:
+        found = {"spans": self._spans, "traces": len(self._traces)}
+        self._spans, self._traces = 0, set()
+        return found

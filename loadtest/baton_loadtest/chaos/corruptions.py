@@ -14,13 +14,14 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from baton.cli.access import Access
 from baton.cli.http_client import total
 from baton.cli.layout import APART, UpOptions
 from baton.transfer.staging import ALIGNMENT
-from baton_loadtest.bench.load import Load, Outcome, drive
 from baton_loadtest.chaos.cluster import cluster
 from baton_loadtest.chaos.sides import Settings
 from baton_loadtest.chaos.world import Broken, World, right
+from baton_loadtest.drive import GrpcLoadClient, all_answered, closed, random_prompts
 from baton_loadtest.report import Result, at_most, compared
 
 # Whole requests over hand-overs that are damaged again and again, and their tokens.
@@ -51,13 +52,9 @@ def corrupted(args: argparse.Namespace) -> list[Result]:
     every = 2 * len(RULES)
     rules = [with_settings(rule, at=2 * i + 4, every=every) for i, rule in enumerate(RULES)]
     faults = ";".join([f"seed={args.seed}", *rules])
-    load = Load.random(args.seed, args.requests, PROMPT_TOKENS, OUTPUT_TOKENS, concurrency=1)
-    undisturbed, _ = asyncio.run(_run(args, load, ""))
-    disturbed, refused = asyncio.run(_run(args, load, faults))
-    equal = sum(
-        ours == theirs
-        for ours, theirs in zip(disturbed.token_ids, undisturbed.token_ids, strict=True)
-    )
+    undisturbed, _ = asyncio.run(_run(args, ""))
+    disturbed, refused = asyncio.run(_run(args, faults))
+    equal = sum(ours == theirs for ours, theirs in zip(disturbed, undisturbed, strict=True))
     return [
         compared("whole requests with their own tokens", equal, "", args.requests, 1.0),
         # What was damaged is computed again by the decode worker itself or handed over once more.
@@ -65,15 +62,22 @@ def corrupted(args: argparse.Namespace) -> list[Result]:
     ]
 
 
-async def _run(args: argparse.Namespace, load: Load, faults: str) -> tuple[Outcome, float]:
+async def _run(args: argparse.Namespace, faults: str) -> tuple[list[list[int]], float]:
+    """The tokens of each request, and how many KV chunks were found damaged."""
     options = UpOptions(decode=2, transport=args.transport, local_prefill_tokens=APART)
     async with cluster(options, faults=faults) as running:
-        outcome = await drive(running.grpc, load)
+        client = GrpcLoadClient(Access(running.grpc))
+        prompts = random_prompts(args.seed, args.requests, PROMPT_TOKENS)
+        requests = [client.prepare(prompt, OUTPUT_TOKENS) for prompt in prompts]
+        try:
+            samples = all_answered(await closed(client, requests, 1))
+        finally:
+            await client.close()
         refused = 0.0
         for child in running.children_of("decode"):
             found = await asyncio.to_thread(running.metrics, child.spec)
             refused += total(found, "baton_parcels_refused_total")
-    return outcome, refused
+    return [sample.ids for sample in samples], refused
 
 
 KV_CHUNKS = 4

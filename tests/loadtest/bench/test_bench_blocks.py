@@ -8,11 +8,16 @@ import pytest
 
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.events import NewTokens
-from baton_loadtest.bench import blocks
-from baton_loadtest.bench.blocks import Waste, sharing, waste
-from baton_loadtest.bench.bookkeeping import step_times
-from baton_loadtest.bench.replay import replay
-from baton_loadtest.bench.serving import attempt
+from baton_loadtest.bench.cost import (
+    BlockWaste,
+    new_scheduler,
+    read_lengths,
+    replay,
+    sharing,
+    step_times,
+    waste,
+)
+from baton_loadtest.bench.engines import attempt
 
 
 def test_one_sequences_waste_by_hand() -> None:
@@ -23,12 +28,12 @@ def test_one_sequences_waste_by_hand() -> None:
     assert found.owned == 48 * len(ends)
     assert found.unused == sum(-end % 16 for end in ends)
     assert found.ahead == 16 * sum(end <= 32 for end in ends)
-    assert found.used == sum(ends)
+    assert found.owned - found.unused - found.ahead == sum(ends)
     assert found.slabs == 34 * len(ends)
 
 
 def test_longer_requests_waste_a_smaller_share() -> None:
-    def share(found: Waste) -> float:
+    def share(found: BlockWaste) -> float:
         return found.unused / found.owned
 
     assert share(waste([(512, 64)] * 8, 0)) < share(waste([(32, 64)] * 8, 0))
@@ -54,7 +59,7 @@ def test_a_replay_answers_everything() -> None:
     asked = [attempt(str(i), range(40), 1 + i) for i in range(30)]
     made = sum(
         len(tokens.token_ids)
-        for _, events in replay(blocks.scheduler(8), asked, 5)
+        for _, events in replay(new_scheduler(8), asked, 5)
         for event in events
         if isinstance(event, NewTokens)
         for tokens in event.tokens
@@ -69,7 +74,7 @@ def test_the_scheduler_is_timed_in_full_steps_only() -> None:
 def test_recorded_lengths(tmp_path: Path) -> None:
     file = tmp_path / "lengths.csv"
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\na,374,44\nb,9000,1\nc,5,0\nd,1,1\n")
-    assert blocks.read_lengths(file, 3) == [(374, 44), (5, 1)]
+    assert read_lengths(file, 3) == [(374, 44), (5, 1)]
     file.write_text("a,b\n1,2\n")
     with pytest.raises(InvalidArgument, match="cannot be read"):
-        blocks.read_lengths(file, 3)
+        read_lengths(file, 3)

@@ -13,9 +13,8 @@ from baton.cli.main import main
 from baton.testing.scripted import KvNetwork
 from baton.v1 import decode_pb2, types_pb2
 from baton.v1 import inference_pb2 as pb
-from baton_loadtest.bench.drains import Drained, GrpcDrain, Question, SseDrain
-from baton_loadtest.bench.served import Times
-from baton_loadtest.bench.synthetic import WORD, Decode
+from baton_loadtest.bench.router import GrpcStreams, SseStream
+from baton_loadtest.bench.synthetic import WORD, Decode, Times
 
 
 class Sent(asyncio.Transport):
@@ -38,9 +37,9 @@ def grpc_frames(*texts: str) -> bytes:
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 def test_grpc_text_is_counted_however_it_is_cut(piece: int) -> None:
-    drain = GrpcDrain(lambda: None)
+    drain = GrpcStreams(lambda: None)
     drain.connection_made(Sent())
-    stream = drain.ask(Question("word 1", 8))
+    stream = drain.ask("word 1", 8)
     data = grpc_frames(WORD, WORD * 3)
     for start in range(0, len(data), piece):
         drain.data_received(data[start : start + piece])
@@ -50,14 +49,12 @@ def test_grpc_text_is_counted_however_it_is_cut(piece: int) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 def test_server_sent_text_is_counted_however_it_is_cut(piece: int) -> None:
-    drain = SseDrain(lambda: None)
-    drain.connection_made(Sent())
-    stream: Drained = drain.ask(Question("word 1", 8))
+    reader = SseStream(lambda: None)
     events = [json.dumps({"choices": [{"text": text}]}) for text in (WORD, WORD * 3)]
     data = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]")).encode()
     for start in range(0, len(data), piece):
-        drain.data_received(data[start : start + piece])
-    assert (stream.tokens, stream.ended) == (4, True)
+        reader.feed(data[start : start + piece])
+    assert reader.stream.tokens == 4
 
 
 async def test_unsent_steps_share_an_entry() -> None:

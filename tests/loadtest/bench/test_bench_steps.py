@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.core.scheduler.plan import StepPlan
 from baton.testing.fake_runner import FakeRunner
-from baton_loadtest.bench.steps import StepTimer
+from baton_loadtest.bench.engines import StepTimer
 
 
 class _Watched(FakeRunner):

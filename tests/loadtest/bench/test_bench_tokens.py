@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.main import main
-from baton_loadtest.bench.tokens import _batches
+from baton_loadtest.bench.tokens import batches_of
 
 
 @pytest.mark.slow
@@ -30,5 +30,5 @@ def test_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [256, 1024, 1 << 14, 1 << 20])
 def test_a_batch_is_as_large_as_it_says(size: int) -> None:
-    for batch in _batches("ab" * (1 << 20), size):
+    for batch in batches_of("ab" * (1 << 20), size):
         assert sum(map(len, batch)) == size and len(batch) <= 256

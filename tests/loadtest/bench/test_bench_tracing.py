@@ -10,9 +10,8 @@ import pytest
 from baton.cli.main import main
 from baton.core.errors import InvalidArgument
 from baton.rpc.otel import otlp_tracer
-from baton_loadtest.bench.beside import Beside
-from baton_loadtest.bench.pairs import MOST_PAIRS, ratio
-from baton_loadtest.bench.tracing import Pair, Side, _figures
+from baton_loadtest.bench.tracing import MOST_PAIRS, TracedPair, figures, ratio, receive_spans
+from baton_loadtest.launch import peer
 
 
 def test_pairs_that_agree_leave_no_doubt() -> None:
@@ -44,10 +43,10 @@ def test_so_many_pairs_say_nothing(count: int) -> None:
 
 def test_the_goal_is_for_the_upper_end() -> None:
     pairs = [
-        Pair(Side({"router": on, "decode": 41.0}), Side({"router": off, "decode": 41.0}), 150, 8)
+        TracedPair({"router": on, "decode": 41.0}, {"router": off, "decode": 41.0}, 150, 8)
         for on, off in ((60.0, 59.0), (62.0, 59.0))
     ]
-    found = {result.name: result for result in _figures(pairs, 10)}
+    found = {result.name: result for result in figures(pairs, 10)}
     assert found["CPU a token, all processes"].value == pytest.approx(102.0)
     assert found["CPU a token, all processes"].against == pytest.approx(100.0)
     assert found["CPU a token, router"].against == pytest.approx(59.0)
@@ -58,8 +57,7 @@ def test_the_goal_is_for_the_upper_end() -> None:
 
 
 async def test_the_receiver_counts_spans_and_traces() -> None:
-    receiver = await Beside.start("spans")
-    try:
+    async with peer(receive_spans) as receiver:
         tracer = otlp_tracer((await receiver.ask(do="open"))["endpoint"], 1.0, "router", "i")
         for _ in range(3):
             span = tracer.begin("a")
@@ -68,8 +66,6 @@ async def test_the_receiver_counts_spans_and_traces() -> None:
         tracer.close()
         assert await receiver.ask(do="take") == {"spans": 6, "traces": 3}
         assert await receiver.ask(do="take") == {"spans": 0, "traces": 0}
-    finally:
-        await receiver.close()
 
 
 @pytest.mark.slow

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.cli.main import main
-from baton_loadtest.bench.known import known
-from baton_loadtest.bench.known_server import Latencies
+from baton_loadtest.bench.known_server import KnownAnswer, Latencies, known
 
 SCENARIO = """
 [arrivals]
@@ -35,10 +37,29 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+class Serving:
+    """A server of known latencies that runs."""
+
+    def __init__(self, address: str, records: Callable[[], list[KnownAnswer]]) -> None:
+        self.address, self.records = address, records
+
+
+@contextmanager
+def serving(latencies: Latencies) -> Iterator[Serving]:
+    """As `known`, for a command that has an event loop of its own."""
+    with asyncio.Runner() as runner:
+        context = known(latencies)
+        server = runner.run(context.__aenter__())
+        try:
+            yield Serving(server.address, lambda: runner.run(server.records()))
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
 @pytest.mark.deep
 def test_a_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
-    with known(replace(FAST, refuse_every=4)) as server:
+    with serving(replace(FAST, refuse_every=4)) as server:
         words = ["loadtest", str(file), "--http", server.address, "--json", str(figures)]
         assert main([*words, "--html", str(page), "--seed", "5"]) == 0
     said = json.loads(figures.read_text())
@@ -53,7 +74,7 @@ def test_a_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.deep
 def test_a_search(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with known(FAST) as server:
+    with serving(FAST) as server:
         words = ["loadtest", str(file), "--http", server.address, "--search", "--seconds", "0.5"]
         few = ["--search-to", "160", "--search-from", "40", "--slo-first-s", "60", "--lag-s", "60"]
         page = tmp_path / "page.html"
@@ -66,7 +87,7 @@ def test_a_search(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.deep
 def test_nothing_answered(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with known(replace(FAST, fail_every=1)) as server:
+    with serving(replace(FAST, fail_every=1)) as server:
         assert main(["loadtest", str(file), "--http", server.address, "--rate", "5"]) == 1
     assert "No request was answered: 5 status 500." in capsys.readouterr().err
 
@@ -74,7 +95,7 @@ def test_nothing_answered(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.deep
 def test_ctrl_c_shows_what_there_is(file: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    with known(FAST) as server:
+    with serving(FAST) as server:
         running = subprocess.Popen(
             [sys.executable, "-m", "baton.cli.main", "loadtest", str(file), "--seconds", "600",
              "--http", server.address, "--json", str(figures)],

@@ -1,0 +1,393 @@
+"""Models of random weights in known shapes, and Baton's engine in this process.
+
+Comes in: a shape's name, or a model's folder or hub id, and requests of token ids. Goes out: a
+model's folder, a runner, tokens and times. torch is imported when a runner is opened, after threads
+are set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.cli.layout import resolve_model
+from baton.core.errors import BatonError
+from baton.core.kvcache.block_pool import BlockPool
+from baton.core.request.attempt import Attempt
+from baton.core.request.request import SamplingParams, StopParams
+from baton.core.scheduler.events import AttemptFailed, NewTokens
+from baton.core.scheduler.loop import EngineLoop
+from baton.core.scheduler.plan import Chunk, ModelRunner, SampleRow, StepPlan
+from baton.core.scheduler.policy import QueueLimit, SchedulerPolicy
+from baton.core.scheduler.scheduler import Scheduler
+from baton.engine.config import EngineConfig, configure_threads
+from baton_loadtest.launch import call, say
+
+if TYPE_CHECKING:
+    from baton.engine.runner import TorchRunner
+
+BUILD_DEADLINE_S = 300.0
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+BLOCK_SIZE = 16
+GROWTH = 128
+"""Positions that a sequence may need beyond its own: headroom, and a last block partly filled."""
+
+EVERYTHING = QueueLimit(tokens=2**40, sequences=2**20)
+FIRST_TOKEN, LAST_TOKEN = 3, 7999
+"""Drawn token ids: beyond the special ones, within any vocabulary of some size."""
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+# Models.
+
+
+def _shape(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> dict[str, Any]:
+    """The class of a transformers configuration, and its settings."""
+    return {
+        "config": "LlamaConfig",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 16384,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        **more,
+    }
+
+
+SHAPES = {
+    "tiny": _shape(512, 64, 128, 2, 4, 2, initializer_range=0.3),
+    "wide": _shape(131072, 64, 128, 2, 4, 2, initializer_range=0.3),
+    "8m": _shape(4096, 512, 1536, 2, 8, 4),
+    "25m": _shape(4096, 512, 1536, 8, 8, 4),
+    "100m": _shape(32000, 768, 2048, 12, 12, 4),
+    "500m": _shape(32000, 1024, 3072, 28, 16, 8, config="Qwen3Config", head_dim=128),
+}
+
+
+def folder(shape: str) -> Path:
+    """The folder of one of SHAPES, which is built if it has to be, or of any model.
+
+    Raises InvalidArgument when there is no such model.
+    """
+    settings = SHAPES.get(shape)
+    if settings is None:
+        return resolve_model(shape)[0]
+    digest = blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    target = Path(cache, "baton", "bench", f"{shape}-{digest}")
+    if not (target / "model.safetensors").is_file():
+        say(f"building {shape} in {target}")
+        job = {"settings": settings, "target": str(target)}
+        call(build, job, threads=1, deadline_s=BUILD_DEADLINE_S)
+    return target
+
+
+def build(job: dict[str, Any]) -> dict[str, Any]:
+    """job: settings, as in SHAPES, and the target folder, which is there whole or not at all."""
+    import torch
+
+    transformers: Any = import_module("transformers")
+    settings, target = dict(job["settings"]), Path(job["target"])
+    config = getattr(transformers, settings.pop("config"))(**settings)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as place:
+        made = Path(place, "made")
+        network.save_pretrained(made)
+        if not target.exists():
+            os.replace(made, target)
+    return {}
+
+
+def with_tokenizer(model: Path, empty: Path) -> Path:
+    """A model's folder; one without a tokenizer borrows the bundled one's, in an empty folder."""
+    if (model / "tokenizer.json").is_file():
+        return model
+    bundled = resolve_model("")[0]
+    borrowed = [bundled / name for name in TOKENIZER_FILES]
+    for file in (*model.iterdir(), *(file for file in borrowed if file.is_file())):
+        (empty / file.name).symlink_to(file)
+    return empty
+
+
+def config_of(model: Path) -> dict[str, Any]:
+    """A model's config.json."""
+    read: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return read
+
+
+def head_size(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def kv_heads(config: dict[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def kv_bytes(config: dict[str, Any]) -> int:
+    """Bytes of float32 KV that one position takes in all layers."""
+    return 2 * 4 * int(config["num_hidden_layers"]) * kv_heads(config) * head_size(config)
+
+
+def weights_read(model: Path, config: dict[str, Any]) -> int:
+    """How many weights of a dense model a step of one token reads: all but those of an embedding
+    that is not tied to the output, of which it reads one row."""
+    from safetensors import safe_open
+
+    tied, total = config.get("tie_word_embeddings", False), 0
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no dictionary
+                if tied or not name.endswith("embed_tokens.weight"):
+                    total += math.prod(opened.get_slice(name).get_shape())
+    return total
+
+
+# Requests.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequests:
+    """Requests of token ids that every contender of a benchmark gets."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
+    """How many tokens each is answered with, exactly."""
+
+    @classmethod
+    def draw(
+        cls,
+        seed: int,
+        requests: int,
+        prompt_tokens: tuple[int, int],
+        output_tokens: tuple[int, int],
+        vocab_size: int,
+    ) -> EngineRequests:
+        """Lengths are uniform between two bounds, both included. No two prompts share a prefix."""
+        draw = random.Random(seed)
+        end = min(LAST_TOKEN + 1, vocab_size)
+        prompts, outputs = [], []
+        for _ in range(requests):
+            length = draw.randint(*prompt_tokens)
+            prompts.append(tuple(draw.randrange(FIRST_TOKEN, end) for _ in range(length)))
+            outputs.append(draw.randint(*output_tokens))
+        return cls(tuple(prompts), tuple(outputs))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.outputs)
+
+    def positions(self, at_once: int) -> int:
+        """KV positions in which so many of the requests run at once without preemption."""
+        pairs = zip(self.prompts, self.outputs, strict=True)
+        longest = sorted((len(prompt) + output for prompt, output in pairs), reverse=True)
+        return sum(length + GROWTH for length in longest[:at_once])
+
+
+def from_json(value: dict[str, Sequence[Any]]) -> EngineRequests:
+    return EngineRequests(tuple(map(tuple, value["prompts"])), tuple(value["outputs"]))
+
+
+def attempt(
+    name: str, prompt: Sequence[int], max_tokens: int, choices: tuple[int, ...] = (0,)
+) -> Attempt:
+    """A greedy one of a length known in advance."""
+    return Attempt(
+        request_id=name,
+        attempt=1,
+        choices=choices,
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        sampling=GREEDY,
+        stop=StopParams(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+# The engine.
+
+
+def open_runner(
+    model: str,
+    threads: int,
+    positions: int,
+    *,
+    exact: bool = True,
+    quantize: str = "none",
+    device: str = "cpu",
+) -> TorchRunner:
+    """A runner with KV memory for so many positions. A process's second one keeps its threads."""
+    if "torch" not in sys.modules:
+        configure_threads(threads)
+    from baton.engine.runner import TorchRunner
+
+    return TorchRunner.load(
+        EngineConfig(
+            model=model,
+            device=device,
+            block_size=BLOCK_SIZE,
+            num_blocks=-(-positions // BLOCK_SIZE),
+            exact=exact,
+            threads=threads,
+            quantize=quantize,
+        )
+    )
+
+
+def policy(max_sequences: int, step_tokens: int, *, beside: int = 0) -> SchedulerPolicy:
+    """Steps of at most step_tokens positions, decode first and the rest for prefill; beside: as
+    many positions more for decode alone."""
+    return SchedulerPolicy(
+        max_sequences=max_sequences,
+        token_budget=step_tokens + beside,
+        prefill_budget=step_tokens,
+        limit=EVERYTHING,
+    )
+
+
+def engine_loop(runner: ModelRunner, rules: SchedulerPolicy) -> EngineLoop:
+    """A new scheduler, with an empty prefix cache, over a runner."""
+    scheduler = Scheduler(
+        BlockPool(runner.num_blocks, runner.block_size),
+        rules,
+        runner.model,
+        num_swap_blocks=runner.num_swap_blocks,
+    )
+    return EngineLoop(runner, scheduler)
+
+
+@dataclass(slots=True)
+class Served:
+    """What an engine made of requests."""
+
+    tokens: list[list[int]]
+    """Of each request."""
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    occupancy: list[int] = field(default_factory=list)
+    """How many sequences got a token in each step."""
+
+
+def serve(
+    loop: EngineLoop,
+    requests: EngineRequests,
+    batches: Iterable[range] | None = None,
+) -> Served:
+    """Runs every request to its end. batches: requests that wait until all before them have ended;
+    None lets all in at once."""
+    served = Served([[] for _ in requests.prompts])
+    began, cpu = time.perf_counter(), time.process_time()
+    for batch in batches or [range(len(requests.prompts))]:
+        for index in batch:
+            one = attempt(str(index), requests.prompts[index], requests.outputs[index])
+            loop.scheduler.add(one, time.monotonic())
+        while loop.scheduler.has_work:
+            for tokens in step(loop):
+                served.occupancy.append(len(tokens.tokens))
+                for made in tokens.tokens:
+                    served.tokens[int(made.key.request_id)].extend(made.token_ids)
+    served.seconds = time.perf_counter() - began
+    served.cpu_seconds = time.process_time() - cpu
+    return served
+
+
+def step(loop: EngineLoop) -> list[NewTokens]:
+    """One step and what it sampled. Raises the error of a request that failed."""
+    found = []
+    for event in loop.step(time.monotonic()):
+        if isinstance(event, AttemptFailed):
+            raise BatonError(event.error.message)
+        if isinstance(event, NewTokens):
+            found.append(event)
+    return found
+
+
+class StepTimer:
+    """Times single steps of a runner at a chosen batch and context.
+
+    What KV holds does not change how long a step takes, so that memory is filled with random
+    numbers once, and every sequence of a plan is given a run of blocks in it. It has to be filled:
+    pages that were never written are all read from the same physical page, which is in the cache.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        self.runner = runner
+        self._numbers = count(1)
+        self._fill()
+
+    def decode(self, batch: int, context: int, *, least: int = 3, seconds: float = 0.3) -> float:
+        """Seconds of a step that gives each of `batch` sequences its token after `context`
+        positions: the best of at least `least` steps, which take at least `seconds`."""
+        blocks = self._blocks(context + 1)
+        chunks = tuple(
+            Chunk(index, (5,), context, ((index * blocks, blocks),), (self._row(index),))
+            for index in range(batch)
+        )
+        self._run(chunks)
+        times = [self._run(chunks)]
+        while len(times) < least or sum(times) < seconds:
+            times.append(self._run(chunks))
+        return min(times)
+
+    def prefill(self, length: int, chunk: int) -> float:
+        """Seconds that a prompt takes in chunks."""
+        blocks, seconds = self._blocks(length), 0.0
+        for first in range(0, length, chunk):
+            end = min(first + chunk, length)
+            tokens = tuple(5 + position % 97 for position in range(first, end))
+            samples = (self._row(0),) if end == length else ()
+            seconds += self._run((Chunk(0, tokens, first, ((0, blocks),), samples),))
+        return seconds
+
+    def fits(self, batch: int, context: int) -> bool:
+        room = self._blocks(context + 1) * batch <= self.runner.num_blocks
+        return room and context < self.runner.model.max_model_len
+
+    def _run(self, chunks: tuple[Chunk, ...]) -> float:
+        began = time.perf_counter()
+        self.runner.submit(StepPlan(next(self._numbers), chunks))
+        self.runner.collect()
+        return time.perf_counter() - began
+
+    def _blocks(self, positions: int) -> int:
+        return -(-positions // self.runner.block_size)
+
+    def _row(self, sequence_id: int) -> SampleRow:
+        return SampleRow(sequence_id, 0, 0, GREEDY)
+
+    def _fill(self) -> None:
+        import torch
+
+        layout, size = self.runner.layout, self.runner.block_size
+        dtype = getattr(torch, layout.dtype)
+        numbers = size * layout.bytes_per_position // dtype.itemsize
+        payload = torch.randn(numbers).to(dtype).view(torch.uint8).numpy().data
+        for block in range(self.runner.num_blocks):
+            self.runner.unpack(((block, 1),), 0, size, payload)

@@ -1,0 +1,291 @@
+"""The contenders of `baton bench engine` that are not Baton: transformers and llama.cpp.
+
+Imports the standard library alone: `run_llama` may run in an interpreter that has llama_cpp and
+numpy, and none of Baton's dependencies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from baton_loadtest.child import progress
+
+MAX_RUNNING = 64
+PAGE = 32
+"""Positions of a page of transformers' continuous batching: its fastest on CPUs."""
+
+PAD = 0
+POLL_S = 5.0
+STREAM = 256
+"""Positions that a sequence's KV stream of llama.cpp is a multiple of."""
+
+
+def _timed(work: Callable[[dict[str, Any]], list[list[int]]], job: dict[str, Any]) -> Any:
+    """Answers job["warm"], then job["requests"], of which it returns tokens and times."""
+    work(job["warm"])
+    began, cpu = time.perf_counter(), time.process_time()
+    tokens = work(job["requests"])
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+    return {"tokens": tokens, "seconds": seconds, "cpu_seconds": cpu_seconds}
+
+
+# transformers.
+
+
+def run_transformers(job: dict[str, Any]) -> Any:
+    """transformers in float32 with `sdpa`: continuous batching, or `generate` in static batches.
+
+    job: model, threads, batch (0: continuous), step_tokens, requests, warm, seconds. Static
+    batching begins no further batch after so many seconds: its batches are independent, so that
+    those that were done measure its speed. Returns tokens (of the requests that were done, in
+    order), seconds and cpu_seconds.
+    """
+    import torch
+
+    transformers: Any = import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(job["threads"])
+    network = transformers.AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    if job["batch"]:
+        return _timed(lambda asked: _static(network, asked, job["batch"], job["seconds"]), job)
+    lengths = zip(job["requests"]["prompts"], job["requests"]["outputs"], strict=True)
+    settings = transformers.GenerationConfig(
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=PAD,
+        max_new_tokens=max(job["requests"]["outputs"]),
+    )
+    batching = transformers.ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=sum(-(-(len(prompt) + output) // PAGE) + 1 for prompt, output in lengths),
+        max_batch_tokens=job["step_tokens"],
+        max_requests_per_batch=MAX_RUNNING,
+    )
+    with network.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=batching
+    ) as manager:
+        return _timed(lambda asked: _continuous(manager, asked), job)
+
+
+def _continuous(manager: Any, asked: dict[str, Any]) -> list[list[int]]:
+    names = [
+        manager.add_request(list(prompt), max_new_tokens=output)
+        for prompt, output in zip(asked["prompts"], asked["outputs"], strict=True)
+    ]
+    done: dict[str, list[int]] = {}
+    while len(done) < len(names):
+        found = manager.get_result(timeout=POLL_S)
+        if found is None and not manager.is_running():
+            raise RuntimeError("continuous batching has stopped")
+        if found is not None and found.error:
+            raise RuntimeError(found.error)
+        if found is not None and found.is_finished():
+            done[found.request_id] = list(found.generated_tokens)
+    return [done[name] for name in names]
+
+
+def _static(network: Any, asked: dict[str, Any], size: int, seconds: float) -> list[list[int]]:
+    """Prompts are padded on the left, and a batch runs as long as its longest answer."""
+    import torch
+
+    answers: list[list[int]] = []
+    began = time.perf_counter()
+    for first in range(0, len(asked["prompts"]), size):
+        if time.perf_counter() - began > seconds:
+            break
+        prompts = asked["prompts"][first : first + size]
+        outputs = asked["outputs"][first : first + size]
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (longest - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        with torch.inference_mode():
+            made = network.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(outputs),
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=PAD,
+            )[:, longest:].tolist()
+        answers += [tokens[:count] for tokens, count in zip(made, outputs, strict=True)]
+        if len(asked["prompts"]) > size:
+            progress(f"{len(answers)} of {len(asked['prompts'])} requests")
+    return answers
+
+
+# llama.cpp.
+
+
+def write_gguf(model: Path, target: Path) -> None:
+    """Writes a Llama or Qwen 3 model as one GGUF file, unless it is there: matrices in float16, the
+    rest in float32, and a made-up tokenizer, because only token ids are ever used.
+
+    Needs the gguf package. Raises ValueError for other architectures.
+    """
+    import gguf
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    if target.exists():
+        return
+    config = json.loads((model / "config.json").read_text())
+    kind = config["model_type"]
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"no GGUF writer for {kind}")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    part = target.with_suffix(".part")
+    writer = gguf.GGUFWriter(part, kind)
+    writer.add_name(model.name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"<{i}>" for i in range(config["vocab_size"])])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    arch = gguf.MODEL_ARCH.LLAMA if kind == "llama" else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    rotated = {"q_proj": heads, "k_proj": kv_heads} if kind == "llama" else {}
+    for file in sorted(model.glob("*.safetensors")):
+        for name, values in load_file(file).items():
+            if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+                continue
+            place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if place is None:
+                raise ValueError(f"{name} has no place in a GGUF file of this shape")
+            if pairs := rotated.get(name.split(".")[-2]):
+                # llama.cpp rotates neighbours, transformers the two halves of a head.
+                halves = values.reshape(pairs, 2, -1, values.shape[-1])
+                values = halves.swapaxes(1, 2).reshape(values.shape)
+            stored = np.float16 if values.ndim == 2 else np.float32
+            writer.add_tensor(place, np.ascontiguousarray(values, dtype=stored))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(part, target)
+
+
+def run_llama(job: dict[str, Any]) -> Any:
+    """llama.cpp through llama-cpp-python's C functions, weights and KV in float16.
+
+    All sequences are in one context with a KV stream each (its faster way), under the same token
+    budget a step as the others: decode first, the rest for prompts. job: gguf, threads,
+    step_tokens, requests, warm. Returns tokens, seconds and cpu_seconds.
+    """
+    return _timed(_Llama(job).serve, job)
+
+
+@dataclass(slots=True)
+class _LlamaSequence:
+    index: int
+    place: int
+    tokens: list[int]
+    prompt: int
+    """Tokens of the prompt, with which `tokens` begins."""
+    output: int
+    """Tokens that are asked for."""
+    done: int = 0
+    """Leading tokens that are computed."""
+
+
+class _Llama:
+    """One context that fits the requests of a job."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import llama_cpp
+
+        prompts, outputs = job["requests"]["prompts"], job["requests"]["outputs"]
+        longest = max(len(p) + output for p, output in zip(prompts, outputs, strict=True))
+        self._api: Any = llama_cpp
+        self._budget = job["step_tokens"]
+        self._places = min(MAX_RUNNING, len(prompts))
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_load_from_file(
+            job["gguf"].encode(), llama_cpp.llama_model_default_params()
+        )
+        if not model:
+            sys.exit("llama.cpp cannot load the GGUF file")
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = -(-longest // STREAM) * STREAM * self._places
+        settings.n_seq_max = self._places
+        settings.n_batch = settings.n_ubatch = self._budget
+        settings.n_threads = settings.n_threads_batch = job["threads"]
+        settings.kv_unified = False
+        self._context = llama_cpp.llama_init_from_model(model, settings)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(self._budget, 0, 1)
+
+    def serve(self, asked: dict[str, Any]) -> list[list[int]]:
+        waiting = list(enumerate(zip(asked["prompts"], asked["outputs"], strict=True)))[::-1]
+        free = list(range(self._places))
+        running: list[_LlamaSequence] = []
+        answers: list[list[int]] = [[] for _ in waiting]
+        while waiting or running:
+            while waiting and free:
+                index, (prompt, output) = waiting.pop()
+                running.append(_LlamaSequence(index, free.pop(), list(prompt), len(prompt), output))
+            self._step(running)
+            for one in [s for s in running if len(s.tokens) - s.prompt >= s.output]:
+                running.remove(one)
+                free.append(one.place)
+                answers[one.index] = one.tokens[one.prompt :]
+                self._api.llama_memory_seq_rm(self._memory, one.place, -1, -1)
+        return answers
+
+    def _step(self, running: list[_LlamaSequence]) -> None:
+        import numpy as np
+
+        chunks = [(s, 1) for s in running if s.done >= s.prompt]
+        budget = self._budget - len(chunks)
+        for sequence in running:
+            count = min(sequence.prompt - sequence.done, budget)
+            if count > 0:
+                chunks.append((sequence, count))
+                budget -= count
+        batch, row = self._batch, 0
+        sampled: list[tuple[_LlamaSequence, int]] = []
+        for sequence, count in chunks:
+            for position in range(sequence.done, sequence.done + count):
+                batch.token[row] = sequence.tokens[position]
+                batch.pos[row] = position
+                batch.n_seq_id[row] = 1
+                batch.seq_id[row][0] = sequence.place
+                batch.logits[row] = 0
+                row += 1
+            sequence.done += count
+            if sequence.done == len(sequence.tokens):
+                batch.logits[row - 1] = 1
+                sampled.append((sequence, row - 1))
+        batch.n_tokens = row
+        if self._api.llama_decode(self._context, batch):
+            raise RuntimeError("llama_decode failed")
+        for sequence, index in sampled:
+            logits = self._api.llama_get_logits_ith(self._context, index)
+            row_logits = np.ctypeslib.as_array(logits, shape=(self._vocab,))
+            sequence.tokens.append(int(row_logits.argmax()))
