@@ -15,11 +15,11 @@ import pytest
 from baton.cli import doctor
 from baton.cli import doctor_cluster as cluster
 from baton.cli.checks import Finding, Status
-from baton.cli.doctor_cluster import PRESETS, Answer, Json
+from baton.cli.doctor_cluster import PRESETS, ApiAnswer, Json
 from baton.core.errors import InvalidArgument
 
 CPU, TCP, RDMA = PRESETS["cpu"], PRESETS["gpu-tcp"], PRESETS["gpu-rdma"]
-REFUSED = Answer(403, {})
+REFUSED = ApiAnswer(403, {})
 
 
 NAMES = {"gpu": "nvidia.com/gpu", "rdma": "rdma/shared"}
@@ -33,13 +33,13 @@ def node(name: str = "n", images: tuple[str, ...] = (), **offered: str) -> Json:
     }
 
 
-def nodes(*items: Json) -> Answer:
-    return Answer(200, {"items": list(items)})
+def nodes(*items: Json) -> ApiAnswer:
+    return ApiAnswer(200, {"items": list(items)})
 
 
-def labelled(**labels: str) -> Answer:
+def labelled(**labels: str) -> ApiAnswer:
     found = {f"pod-security.kubernetes.io/{key}": value for key, value in labels.items()}
-    return Answer(200, {"metadata": {"name": "ns", "labels": found}})
+    return ApiAnswer(200, {"metadata": {"name": "ns", "labels": found}})
 
 
 def status(finding: Finding) -> str:
@@ -51,13 +51,13 @@ def status(finding: Finding) -> str:
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (Answer(200, {"major": "1", "minor": "34", "gitVersion": "v1.34.4"}), "ok"),
-        (Answer(200, {"major": "1", "minor": "30+", "gitVersion": "v1.30.1-gke"}), "ok"),
-        (Answer(200, {"major": "1", "minor": "29", "gitVersion": "v1.29.0"}), "fail"),
-        (Answer(401, {}), "fail"),
+        (ApiAnswer(200, {"major": "1", "minor": "34", "gitVersion": "v1.34.4"}), "ok"),
+        (ApiAnswer(200, {"major": "1", "minor": "30+", "gitVersion": "v1.30.1-gke"}), "ok"),
+        (ApiAnswer(200, {"major": "1", "minor": "29", "gitVersion": "v1.29.0"}), "fail"),
+        (ApiAnswer(401, {}), "fail"),
     ],
 )
-def test_the_servers_version(answer: Answer, wanted: str) -> None:
+def test_the_servers_version(answer: ApiAnswer, wanted: str) -> None:
     assert status(cluster.judge_version(answer)) == wanted
 
 
@@ -71,11 +71,11 @@ def test_the_servers_version(answer: Answer, wanted: str) -> None:
         (labelled(warn="restricted"), "gpu-rdma", "ok"),
         (labelled(), "gpu-rdma", "ok"),
         (labelled(enforce="tight"), "cpu", "warn"),
-        (Answer(404, {}), "cpu", "warn"),
+        (ApiAnswer(404, {}), "cpu", "warn"),
         (REFUSED, "cpu", "warn"),
     ],
 )
-def test_the_namespace(answer: Answer, preset: str, wanted: str) -> None:
+def test_the_namespace(answer: ApiAnswer, preset: str, wanted: str) -> None:
     assert status(cluster.judge_namespace("ns", answer, PRESETS[preset])) == wanted
 
 
@@ -102,9 +102,9 @@ def test_gpus_and_rdma_are_missed_where_they_are_needed() -> None:
 
 
 def test_an_api_that_an_hpa_needs_is_missed() -> None:
-    assert status(cluster.judge_metrics_api(Answer(503, {}))) == "warn"
-    assert status(cluster.judge_metrics_api(Answer(404, {}))) == "warn"
-    assert status(cluster.judge_metrics_api(Answer(200, {}))) == "ok"
+    assert status(cluster.judge_metrics_api(ApiAnswer(503, {}))) == "warn"
+    assert status(cluster.judge_metrics_api(ApiAnswer(404, {}))) == "warn"
+    assert status(cluster.judge_metrics_api(ApiAnswer(200, {}))) == "ok"
 
 
 def test_extensions_are_named_with_what_needs_them() -> None:

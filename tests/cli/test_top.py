@@ -21,10 +21,10 @@ from baton.cli import top
 from baton.cli.top import (
     NAMES,
     STARTED,
-    Source,
+    MetricsSource,
+    MetricsWindow,
     View,
     Watch,
-    Window,
     document,
     drawn,
     quantile,
@@ -39,8 +39,10 @@ from tests.services.router.test_keys import Kept
 from tests.services.router_http.scripted import Scripted, http_app
 
 
-def window(*readings: dict[str, float], every_s: float = 1.0, length_s: float = 10.0) -> Window:
-    made = Window(length_s)
+def window(
+    *readings: dict[str, float], every_s: float = 1.0, length_s: float = 10.0
+) -> MetricsWindow:
+    made = MetricsWindow(length_s)
     for number, samples in enumerate(readings):
         made.add(number * every_s, samples)
     return made
@@ -83,7 +85,7 @@ async def test_an_operators_key_reads_a_routers_metrics(tmp_path: Path) -> None:
     url = f"http://{server.address}/metrics"
     try:
         for key, away in (("", True), (tenants, True), (staff, False)):
-            with closing(Watch(lambda key=key: [Source(url, key=key)])) as watch:  # type: ignore[misc]
+            with closing(Watch(lambda key=key: [MetricsSource(url, key=key)])) as watch:  # type: ignore[misc]
                 seen = await asyncio.to_thread(watch.look)
             assert seen.away == ({url: "asks for an operator's API key"} if away else {})
     finally:
@@ -135,7 +137,7 @@ def test_buckets_are_of_the_last_seconds() -> None:
     assert read.buckets("h") == {0.5: 0, inf: 4}
 
 
-def router(requests: float, serving: float) -> Window:
+def router(requests: float, serving: float) -> MetricsWindow:
     name = "baton_time_to_first_token_seconds_bucket"
     reads = [
         {
@@ -151,7 +153,7 @@ def router(requests: float, serving: float) -> Window:
     return window(*reads, every_s=2.0)
 
 
-def engine(computed: float, cached: float) -> Window:
+def engine(computed: float, cached: float) -> MetricsWindow:
     reads = [
         {
             "baton_prefill_tokens_total": computed * n,

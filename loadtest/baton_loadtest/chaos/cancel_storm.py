@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.cli.http_client import total
 from baton.cli.layout import APART, UpOptions
-from baton.cli.supervisor import Child
+from baton.cli.supervisor import ChildProcess
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.cluster import Cluster, call, cluster, read
@@ -142,7 +142,7 @@ async def _counts(running: Cluster) -> Counts:
     return counts
 
 
-def _counts_of(running: Cluster, child: Child) -> dict[str, float]:
+def _counts_of(running: Cluster, child: ChildProcess) -> dict[str, float]:
     found = running.metrics(child.spec)
     counts = {
         "tasks": total(found, "baton_tasks"),

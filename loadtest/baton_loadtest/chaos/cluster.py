@@ -20,7 +20,7 @@ import grpc
 from baton.cli.http_client import scrape, total
 from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_ports
-from baton.cli.supervisor import Child, LogFile
+from baton.cli.supervisor import ChildProcess, LogFile
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton_loadtest.chaos.world import Broken
 
@@ -30,7 +30,7 @@ START_S = 60.0
 class Cluster:
     """What runs. Children stay in the order of the layout."""
 
-    def __init__(self, layout: Layout, children: Sequence[Child]) -> None:
+    def __init__(self, layout: Layout, children: Sequence[ChildProcess]) -> None:
         self.layout, self.children = layout, children
 
     @property
@@ -41,10 +41,10 @@ class Cluster:
         """Blocks. Raises OSError."""
         return scrape(self.layout.metrics_url(spec))
 
-    def children_of(self, *roles: str) -> list[Child]:
+    def children_of(self, *roles: str) -> list[ChildProcess]:
         return [child for child in self.children if child.spec.role in roles]
 
-    def child(self, name: str) -> Child:
+    def child(self, name: str) -> ChildProcess:
         return next(child for child in self.children if child.spec.name == name)
 
 
@@ -65,7 +65,7 @@ async def cluster(
     options = replace(options, runner="fake", http_port=http, grpc_port=grpc)
     layout = _routed(plan(options), routed or {}, flags or {})
     variables = {"BATON_KV_FAULTS": faults} if faults else {}
-    children: list[Child] = []
+    children: list[ChildProcess] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(LogFile(Path(folder, "log"))) as log,
@@ -73,7 +73,7 @@ async def cluster(
     ):
         try:
             for spec in layout.processes:
-                children.append(await Child.start(spec, log, 1, lambda *_: None))
+                children.append(await ChildProcess.start(spec, log, 1, lambda *_: None))
             started = Cluster(layout, children)
             await _ready(started, bool(routed))
             yield started

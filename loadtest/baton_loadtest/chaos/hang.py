@@ -19,7 +19,7 @@ import grpc
 
 from baton.cli.http_client import total
 from baton.cli.layout import APART, UpOptions
-from baton.cli.supervisor import Child
+from baton.cli.supervisor import ChildProcess
 from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.cluster import Cluster, call, cluster
@@ -109,7 +109,7 @@ async def _round(
     running: Cluster,
     stub: inference_pb2_grpc.InferenceStub,
     expected: dict[int, list[int]],
-    victim: Child,
+    victim: ChildProcess,
     seconds: float,
 ) -> Round:
     met, streams, going = Round(), list[_Stream](), True

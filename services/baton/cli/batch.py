@@ -34,10 +34,10 @@ from rich.progress import Task as BarTask
 from rich.text import Text
 
 from baton.cli import access
-from baton.cli.http_client import Answer, ConnectionLost, HttpClient, Unreachable
+from baton.cli.http_client import ConnectionLost, HttpAnswer, HttpClient, Unreachable
 from baton.core.errors import BatonError, InvalidArgument, Unauthenticated, Unavailable
 
-# Window, how many requests of a batch may be out at a time.
+# RequestWindow, how many requests of a batch may be out at a time.
 #
 # It opens by one for every windowful of answers, and closes by half when the server refuses: who
 # shares the server with somebody more urgent has less of it, and has it back when they leave
@@ -49,7 +49,7 @@ LEAST = 1.0
 SHRINK = 0.5
 
 
-class Window:
+class RequestWindow:
     """most: never more than that."""
 
     def __init__(self, most: int) -> None:
@@ -456,7 +456,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LineOutcome:
     """One line's result, in OpenAI's form: one of the two is not None."""
 
     task: Task
@@ -471,7 +471,7 @@ class BatchClient:
         self,
         client: HttpClient,
         limits: Limits,
-        done: Callable[[Outcome], None],
+        done: Callable[[LineOutcome], None],
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.num_refused = 0
@@ -479,7 +479,7 @@ class BatchClient:
         self._limits = limits
         self._done = done
         self._draw = draw
-        self._window = Window(limits.concurrency)
+        self._window = RequestWindow(limits.concurrency)
         self._freed = asyncio.Event()
         self._away_since: float | None = -math.inf
         """None while the server is there. One that was never there is not waited for."""
@@ -503,30 +503,30 @@ class BatchClient:
         except* BatonError as found:
             raise found.exceptions[0] from None
 
-    async def _outcome(self, task: Task) -> Outcome:
+    async def _outcome(self, task: Task) -> LineOutcome:
         ends_at = time.monotonic() + self._limits.line_s
-        said: Answer | str | None = None
+        said: HttpAnswer | str | None = None
         failed = 0
         while failed < self._limits.attempts:
             said = await self._try(task)
             if said is None:
                 await self._wait_for_server()
-            elif isinstance(said, Answer) and said.status == REFUSED:
+            elif isinstance(said, HttpAnswer) and said.status == REFUSED:
                 self.num_refused += 1
                 if self._window.not_before >= ends_at:
-                    return Outcome(task, None, {"code": "batch_expired", "message": EXPIRED})
-            elif isinstance(said, Answer) and said.status not in FAILURES:
+                    return LineOutcome(task, None, {"code": "batch_expired", "message": EXPIRED})
+            elif isinstance(said, HttpAnswer) and said.status not in FAILURES:
                 break
             else:
                 failed += 1
                 if failed < self._limits.attempts:
                     await asyncio.sleep(self._pause_s(failed, said))
-        if isinstance(said, Answer):
-            return Outcome(task, _response(said), None)
+        if isinstance(said, HttpAnswer):
+            return LineOutcome(task, _response(said), None)
         assert said is not None
-        return Outcome(task, None, {"code": "connection_lost", "message": said})
+        return LineOutcome(task, None, {"code": "connection_lost", "message": said})
 
-    async def _try(self, task: Task) -> Answer | str | None:
+    async def _try(self, task: Task) -> HttpAnswer | str | None:
         """The answer; or why there is none; or None when the server cannot be reached."""
         turn = await self._enter()
         again_at: float | None = None
@@ -569,14 +569,14 @@ class BatchClient:
             raise Unavailable(f"nothing listens on {self._client.address}")
         await asyncio.sleep(KNOCK_S)
 
-    def _pause_s(self, failed: int, said: Answer | str) -> float:
+    def _pause_s(self, failed: int, said: HttpAnswer | str) -> float:
         """Grows, and no two lines come back at once."""
-        told_s = _retry_after_s(said, 0.0) if isinstance(said, Answer) else 0.0
+        told_s = _retry_after_s(said, 0.0) if isinstance(said, HttpAnswer) else 0.0
         drawn_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failed) * (0.5 + self._draw() / 2)
         return max(told_s, drawn_s)
 
 
-def _retry_after_s(said: Answer, default_s: float) -> float:
+def _retry_after_s(said: HttpAnswer, default_s: float) -> float:
     """As the server says, in milliseconds where it does; never less than nothing."""
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         text = said.headers.get(name, "")
@@ -585,7 +585,7 @@ def _retry_after_s(said: Answer, default_s: float) -> float:
     return default_s
 
 
-def _response(said: Answer) -> dict[str, Any]:
+def _response(said: HttpAnswer) -> dict[str, Any]:
     try:
         body = json.loads(said.body)
     except ValueError:
@@ -666,7 +666,7 @@ async def _answer(
 
     client = HttpClient(where)
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: LineOutcome) -> None:
         task = outcome.task
         good = journal.write(task.number, task.custom_id, outcome.response, outcome.error)
         shown.line(good=good, tokens=_tokens(outcome))
@@ -699,7 +699,7 @@ def _unanswered(path: Path, journal: Journal, shown: Shown) -> Iterator[Task]:
             shown.line(good=False, tokens=0)
 
 
-def _tokens(outcome: Outcome) -> int:
+def _tokens(outcome: LineOutcome) -> int:
     match outcome.response:
         case {"body": {"usage": {"completion_tokens": int(tokens)}}}:
             return tokens

@@ -31,7 +31,7 @@ CONNECT_S = 5.0
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """One answer. first_s and total_s: seconds from sending to the first text and to the end.
 
     finished is false for an answer that was stopped.
@@ -96,13 +96,13 @@ class ChatClient:
         finally:
             self._runner.close()
 
-    def ask(self, conversation: Conversation, prompt: str, show: Callable[[str], None]) -> Turn:
+    def ask(self, conversation: Conversation, prompt: str, show: Callable[[str], None]) -> ChatTurn:
         """The whole answer; `show` gets each piece of text as it comes.
 
         Ctrl-C stops the answer and returns what there is. Any other end raises BatonError. The
         conversation is not changed.
         """
-        turn = Turn()
+        turn = ChatTurn()
         began = time.monotonic()
         with suppress(KeyboardInterrupt):
             self._runner.run(self._follow(turn, began, conversation, prompt, show))
@@ -111,7 +111,7 @@ class ChatClient:
 
     async def _follow(
         self,
-        turn: Turn,
+        turn: ChatTurn,
         began: float,
         conversation: Conversation,
         prompt: str,
@@ -181,7 +181,7 @@ def _turn(client: ChatClient, conversation: Conversation, prompt: str) -> None:
         return
 
 
-def answer(client: ChatClient, conversation: Conversation, prompt: str) -> Turn:
+def answer(client: ChatClient, conversation: Conversation, prompt: str) -> ChatTurn:
     """Prints text to standard output, and how fast it came to a terminal's standard error."""
     shown = False
 
@@ -207,7 +207,7 @@ def _safe(text: str) -> str:
     return text.translate(_TERMINAL_SAFE) if sys.stdout.isatty() else text
 
 
-def _summary(turn: Turn) -> str:
+def _summary(turn: ChatTurn) -> str:
     if not turn.finished:
         return "stopped"
     return (

@@ -77,7 +77,7 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 Json = dict[str, Any]
 
 
-class Answer(NamedTuple):
+class ApiAnswer(NamedTuple):
     """status: as HTTP has it."""
 
     status: int
@@ -130,18 +130,20 @@ class Api:
         _, context = config.list_kube_config_contexts(kubeconfig or None)
         return str(context["context"].get("namespace") or "default"), False
 
-    def get(self, path: str, **query: str) -> Answer:
+    def get(self, path: str, **query: str) -> ApiAnswer:
         """Raises Unavailable when nobody answers; a refusal is an answer."""
         return self._ask("GET", path, query, None)
 
-    def post(self, path: str, body: Json) -> Answer:
+    def post(self, path: str, body: Json) -> ApiAnswer:
         """As `get`."""
         return self._ask("POST", path, {}, body)
 
     def close(self) -> None:
         self._client.rest_client.pool_manager.clear()
 
-    def _ask(self, method: str, path: str, query: Mapping[str, str], body: Json | None) -> Answer:
+    def _ask(
+        self, method: str, path: str, query: Mapping[str, str], body: Json | None
+    ) -> ApiAnswer:
         import urllib3
 
         headers = {"Accept": "application/json"}
@@ -164,7 +166,7 @@ class Api:
             found = json.loads(answer.data)
         except ValueError:
             found = {}
-        return Answer(int(answer.status), found if isinstance(found, dict) else {})
+        return ApiAnswer(int(answer.status), found if isinstance(found, dict) else {})
 
 
 # What this pod has that a worker's pod would have, and what that means; asks no API.
@@ -408,7 +410,7 @@ EXTENSIONS = {
 ENFORCE = "pod-security.kubernetes.io/enforce"
 
 
-def judge_version(answer: Answer) -> Finding:
+def judge_version(answer: ApiAnswer) -> Finding:
     if answer.status != 200:
         return fail(
             f"the API answers {answer.status}", "see whether the kubeconfig or the token is current"
@@ -420,7 +422,7 @@ def judge_version(answer: Answer) -> Finding:
     return ok(f"Kubernetes {told}")
 
 
-def judge_namespace(name: str, answer: Answer, needs: Needs) -> Finding:
+def judge_namespace(name: str, answer: ApiAnswer, needs: Needs) -> Finding:
     if answer.status == 404:
         return warn(
             f"there is no namespace {name}",
@@ -462,7 +464,7 @@ def judge_access(account: str, reviews: Sequence[tuple[str, bool | None]]) -> Fi
     return ok(f"{account} may get, list and watch endpointslices")
 
 
-def judge_gpus(nodes: Answer, needs: Needs) -> Finding:
+def judge_gpus(nodes: ApiAnswer, needs: Needs) -> Finding:
     if nodes.status != 200:
         return _unseen("nodes", nodes.status, needed=needs.gpu)
     found = _counted(nodes.items, lambda name: name == GPU)
@@ -478,7 +480,7 @@ def judge_gpus(nodes: Answer, needs: Needs) -> Finding:
     return ok("none, and none is needed")
 
 
-def judge_rdma(nodes: Answer, needs: Needs) -> Finding:
+def judge_rdma(nodes: ApiAnswer, needs: Needs) -> Finding:
     if nodes.status != 200:
         return _unseen("nodes", nodes.status, needed=needs.rdma)
     found = _counted(nodes.items, lambda name: name.startswith("rdma/"))
@@ -494,7 +496,7 @@ def judge_rdma(nodes: Answer, needs: Needs) -> Finding:
     return ok("none, and none is needed")
 
 
-def judge_metrics_api(answer: Answer) -> Finding:
+def judge_metrics_api(answer: ApiAnswer) -> Finding:
     if answer.status == 200:
         return ok("serves; an HPA on CPU works")
     if answer.status == 403:
@@ -514,7 +516,7 @@ def judge_extensions(groups: Collection[str]) -> Finding:
     return ok(said)
 
 
-def judge_images(wanted: Sequence[str], nodes: Answer) -> Finding:
+def judge_images(wanted: Sequence[str], nodes: ApiAnswer) -> Finding:
     """Only nodes that have one tell of it; whether another can pull it, only a pod shows."""
     if nodes.status != 200:
         return _unseen("nodes", nodes.status, needed=False)
@@ -800,7 +802,7 @@ def _access(api: Api, namespace: str, account: str, found: list[Json]) -> Findin
     return judge_access(account or "this pod's service account", reviews)
 
 
-def _pods(seen: Answer, events: Answer) -> Finding:
+def _pods(seen: ApiAnswer, events: ApiAnswer) -> Finding:
     if seen.status != 200:
         return ok(f"not allowed to list pods ({seen.status}); give the doctor 'list' on pods")
     return pods(seen.items, events.items)

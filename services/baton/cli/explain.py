@@ -18,7 +18,7 @@ from rich.console import Console
 
 from baton.cli import access
 from baton.cli.access import Access
-from baton.cli.http_client import Answer, ConnectionLost, HttpClient, Unreachable
+from baton.cli.http_client import ConnectionLost, HttpAnswer, HttpClient, Unreachable
 from baton.core.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from baton.router.api.http.answer_schema import (
     Explained,
@@ -86,7 +86,7 @@ async def _ask(routers: list[Access], path: str) -> bytes:
     )
 
 
-async def _try(router: Access, path: str) -> Answer | None:
+async def _try(router: Access, path: str) -> HttpAnswer | None:
     """None when nobody answers."""
     client = HttpClient(router)
     try:
@@ -102,7 +102,7 @@ def _of_replay(body: bytes) -> bool:
     return _error(body).get("param") == "replay"
 
 
-def _message(answer: Answer) -> str:
+def _message(answer: HttpAnswer) -> str:
     return str(_error(answer.body).get("message", f"status {answer.status}"))
 
 

@@ -50,7 +50,7 @@ async def connecting() -> AsyncIterator[None]:
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpAnswer:
     """headers: names in lower case."""
 
     status: int = 0
@@ -70,17 +70,17 @@ class HttpClient:
         self._head = f"host: {access.address}\r\n{key}content-type: application/json\r\n"
         self._idle: list[_Connection] = []
 
-    async def post(self, path: str, body: bytes, timeout_s: float) -> Answer:
+    async def post(self, path: str, body: bytes, timeout_s: float) -> HttpAnswer:
         """The whole answer, whatever its status. Raises Unreachable, ConnectionLost, or
         TimeoutError; then its connection is gone."""
         head = f"POST {path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n"
         return await self._ask(head.encode() + body, timeout_s)
 
-    async def get(self, path: str, timeout_s: float) -> Answer:
+    async def get(self, path: str, timeout_s: float) -> HttpAnswer:
         """As `post`."""
         return await self._ask(f"GET {path} HTTP/1.1\r\n{self._head}\r\n".encode(), timeout_s)
 
-    async def _ask(self, request: bytes, timeout_s: float) -> Answer:
+    async def _ask(self, request: bytes, timeout_s: float) -> HttpAnswer:
         connection = await self._connection()
         try:
             async with asyncio.timeout(timeout_s):
@@ -122,7 +122,7 @@ class _Connection:
         """As far as is known: the server may be closing it at this moment."""
         return self._keep and not self._reader.at_eof() and not self._writer.is_closing()
 
-    async def ask(self, request: bytes) -> Answer:
+    async def ask(self, request: bytes) -> HttpAnswer:
         reading = _Reading()
         parser = httptools.HttpResponseParser(reading)
         try:
@@ -153,7 +153,7 @@ class _Reading:
     """What the parser calls."""
 
     def __init__(self) -> None:
-        self.answer = Answer()
+        self.answer = HttpAnswer()
         self.parts: list[bytes] = []
         self.whole = False
 

@@ -48,7 +48,7 @@ class File:
     """When the source's file was changed; 0 where the source does not say."""
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """name: of the folder that its files belong into. No other source has it."""
 
     name: str
@@ -70,7 +70,7 @@ def may_be_hub_id(model: str) -> bool:
     return not is_path and model.count("/") == 1
 
 
-def source_of(model: str, revision: str = "") -> Source:
+def source_of(model: str, revision: str = "") -> ModelSource:
     """A folder that exists, else what may be a hub id. Raises InvalidArgument."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -234,7 +234,7 @@ SPARE_BYTES = 64 << 20
 Say = Callable[[str], None]
 
 
-def fetched(source: Source, into: Path, say: Say, *, weights: bool, wait_s: float) -> Path:
+def fetched(source: ModelSource, into: Path, say: Say, *, weights: bool, wait_s: float) -> Path:
     """The folder with all of a source's files. Raises BatonError, and OSError for `into`.
 
     What is there whole is taken without asking a hub. wait_s: for somebody else who fetches.
@@ -277,7 +277,7 @@ def whole(folder: Path) -> bool:
         return False
 
 
-def _usable(folder: Path, source: Source, weights: bool) -> bool:
+def _usable(folder: Path, source: ModelSource, weights: bool) -> bool:
     if not whole(folder):
         return False
     known = {name: file for name, (file, _) in _known(folder).items()}
@@ -330,7 +330,7 @@ def _check_room(partial: Path, files: list[File]) -> None:
         )
 
 
-def _copy(source: Source, files: list[File], partial: Path, say: Say) -> list[File]:
+def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> list[File]:
     """The files, with their digests."""
     total = sum(file.size for file in files)
     began, at_first, said = time.monotonic(), _size(partial), time.monotonic()
@@ -358,7 +358,7 @@ def _copy(source: Source, files: list[File], partial: Path, say: Say) -> list[Fi
     return copied
 
 
-def _one(source: Source, file: File, partial: Path) -> File:
+def _one(source: ModelSource, file: File, partial: Path) -> File:
     return replace(file, sha256=source.copy(file, partial))
 
 

@@ -17,7 +17,7 @@ from baton.router.api.http.answer_schema import ReplayFile
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """Of one choice. expected: tokens to compare; made: how many came."""
 
     choice: int
@@ -26,7 +26,7 @@ class Outcome:
     same: bool
 
 
-def replay(client: Client, file: ReplayFile) -> list[Outcome]:
+def replay(client: Client, file: ReplayFile) -> list[ReplayOutcome]:
     """Raises InvalidArgument for a file whose model is not served there or that lacks something,
     and BatonError for what the router says."""
     model = _model(client, file)
@@ -38,7 +38,7 @@ def replay(client: Client, file: ReplayFile) -> list[Outcome]:
     for number, output in enumerate(file.outputs):
         ids = made.get(number, ())
         same = digest(ids[: output.tokens]) == output.sha256
-        outcomes.append(Outcome(number, output.tokens, len(ids), same))
+        outcomes.append(ReplayOutcome(number, output.tokens, len(ids), same))
     return outcomes
 
 

@@ -198,7 +198,7 @@ OnLoading = Callable[[str, int, int], None]
 _STDOUT, _STDERR = 1, 2
 
 
-class Child:
+class ChildProcess:
     """One life of one process. `wait` for its end, or `close` it.
 
     serving: set when it said so. last_words: of its log.
@@ -221,7 +221,7 @@ class Child:
         threads: int,
         on_loading: OnLoading,
         variables: Mapping[str, str] | None = None,
-    ) -> Child:
+    ) -> ChildProcess:
         """Raises OSError. variables: more of the child's environment, which other users cannot
         read, as they can its command line.
         """
@@ -384,7 +384,7 @@ class Supervisor:
         self._notify = notify
         self._longest_backoff_s = longest_backoff_s
         self._stop_timeout_s = stop_timeout_s
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._serving = {spec.name: asyncio.Event() for spec in layout.processes}
         self._wanted = {spec.name: asyncio.Event() for spec in layout.processes}
         for wanted in self._wanted.values():
@@ -400,7 +400,7 @@ class Supervisor:
             self._hurry.set()
         self._stop.set()
 
-    def child(self, name: str) -> Child:
+    def child(self, name: str) -> ChildProcess:
         """The present life of a process, or its last one."""
         return self._children[name]
 
@@ -479,7 +479,7 @@ class Supervisor:
     async def _live(self, spec: ProcessSpec, log: LogFile) -> tuple[str, int]:
         """One life of a process, to its end: why it ended, in words, and its exit code."""
         try:
-            child = await Child.start(
+            child = await ChildProcess.start(
                 spec,
                 log,
                 self._layout.threads,
@@ -501,7 +501,7 @@ class Supervisor:
             serving.cancel()
         return child.last_words[-1] if child.last_words else f"it ended with code {code}", code
 
-    async def _announce(self, child: Child) -> None:
+    async def _announce(self, child: ChildProcess) -> None:
         await child.serving.wait()
         self._serving[child.spec.name].set()
         self._notify("serving", child.spec.name)
@@ -542,7 +542,7 @@ class Supervisor:
             if group:
                 await self._end(group)
 
-    async def _end(self, group: Sequence[Child]) -> None:
+    async def _end(self, group: Sequence[ChildProcess]) -> None:
         for child in group:
             child.terminate()
         waits = [asyncio.create_task(child.wait()) for child in group]

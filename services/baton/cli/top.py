@@ -43,7 +43,7 @@ Samples = Mapping[str, float]
 STARTED = "process_start_time_seconds"
 
 
-class Window:
+class MetricsWindow:
     """Readings of one process, the newest at most `length_s` after the oldest but one: it reaches
     back at least that far once there are enough."""
 
@@ -147,7 +147,7 @@ _STATES = ("serving", "starting", "draining", "kv_only", "silent", "gone")
 
 
 @dataclass(frozen=True, slots=True)
-class PoolView:
+class PoolRow:
     """One role. None: it has no such thing, or nobody who could tell was asked.
 
     workers: how many are in each state that any is in, as routers see them. asked: whose metrics
@@ -190,11 +190,11 @@ class View:
 
     seconds: float
     overall: Overall
-    pools: tuple[PoolView, ...]
+    pools: tuple[PoolRow, ...]
     away: dict[str, str]
 
 
-def view(windows: Mapping[str, Sequence[Window]], away: Mapping[str, str]) -> View:
+def view(windows: Mapping[str, Sequence[MetricsWindow]], away: Mapping[str, str]) -> View:
     """windows: of the processes that told something just now, by role."""
     routers = windows.get("router", ())
     every = [window for found in windows.values() for window in found]
@@ -206,7 +206,7 @@ def view(windows: Mapping[str, Sequence[Window]], away: Mapping[str, str]) -> Vi
     )
 
 
-def _overall(windows: Mapping[str, Sequence[Window]]) -> Overall:
+def _overall(windows: Mapping[str, Sequence[MetricsWindow]]) -> Overall:
     routers = windows.get("router", ())
     engines = [*windows.get("prefill", ()), *windows.get("decode", ())]
     first = [w.buckets("baton_time_to_first_token_seconds") for w in routers]
@@ -229,7 +229,7 @@ def _overall(windows: Mapping[str, Sequence[Window]]) -> Overall:
     )
 
 
-def _pool(role: str, asked: Sequence[Window], routers: Sequence[Window]) -> PoolView:
+def _pool(role: str, asked: Sequence[MetricsWindow], routers: Sequence[MetricsWindow]) -> PoolRow:
     if role == "router":
         states = {"serving": len(asked)} if asked else {}
     else:
@@ -246,7 +246,7 @@ def _pool(role: str, asked: Sequence[Window], routers: Sequence[Window]) -> Pool
         }
         states = {state: number for state, number in seen.items() if number}
     if not asked:
-        return PoolView(role, states, 0, None, None, None, None, None, None)
+        return PoolRow(role, states, 0, None, None, None, None, None, None)
     if role == "router":
         queue = _value(asked, "baton_queued_requests")
         running = _value(asked, "baton_requests_open") - queue
@@ -259,7 +259,7 @@ def _pool(role: str, asked: Sequence[Window], routers: Sequence[Window]) -> Pool
         )
     blocks = _value(asked, "baton_blocks")
     steps = _increase(asked, "baton_step_seconds_count")
-    return PoolView(
+    return PoolRow(
         role,
         states,
         len(asked),
@@ -272,15 +272,15 @@ def _pool(role: str, asked: Sequence[Window], routers: Sequence[Window]) -> Pool
     )
 
 
-def _value(windows: Sequence[Window], name: str, *labels: str) -> float:
+def _value(windows: Sequence[MetricsWindow], name: str, *labels: str) -> float:
     return sum(window.value(name, *labels) for window in windows)
 
 
-def _rate(windows: Sequence[Window], name: str) -> float:
+def _rate(windows: Sequence[MetricsWindow], name: str) -> float:
     return sum(window.rate(name) for window in windows)
 
 
-def _increase(windows: Sequence[Window], name: str) -> float:
+def _increase(windows: Sequence[MetricsWindow], name: str) -> float:
     return sum(window.increase(name) for window in windows)
 
 
@@ -296,7 +296,7 @@ _ROLE = re.compile(r'baton_process_info\{role="(\w+)",')
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MetricsSource:
     """Where one process's metrics are, whom to trust there and what key to show."""
 
     url: str
@@ -307,22 +307,22 @@ class Source:
 class Watch:
     """sources: whose metrics are to be read, asked before every round. Close it."""
 
-    def __init__(self, sources: Callable[[], Sequence[Source]]) -> None:
+    def __init__(self, sources: Callable[[], Sequence[MetricsSource]]) -> None:
         self._sources = sources
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, MetricsWindow] = {}
         self._pool = ThreadPoolExecutor(_THREADS, "top")
 
     def look(self) -> View:
         """Reads them all once, as many at a time as there are threads. Blocks."""
         sources = list(self._sources())[:MAX_PROCESSES]
-        told: dict[str, list[Window]] = {}
+        told: dict[str, list[MetricsWindow]] = {}
         away: dict[str, str] = {}
         for source, (found, fault) in zip(sources, self._pool.map(_read, sources), strict=True):
             role = "" if found is None else _role(found)
             if found is None or role not in ROLES:
                 away[source.url] = fault or "is no process of a Baton"
                 continue
-            window = self._windows.setdefault(source.url, Window(WINDOW_S))
+            window = self._windows.setdefault(source.url, MetricsWindow(WINDOW_S))
             window.add(monotonic(), _kept(found))
             told.setdefault(role, []).append(window)
         gone = self._windows.keys() - {source.url for source in sources}
@@ -334,7 +334,7 @@ class Watch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _read(source: Source) -> tuple[Mapping[str, float] | None, str]:
+def _read(source: MetricsSource) -> tuple[Mapping[str, float] | None, str]:
     """What it tells, or why it tells nothing."""
     try:
         return scrape(source.url, trust=source.trust, key=source.key, timeout_s=TIMEOUT_S), ""
@@ -418,7 +418,7 @@ def _pools(shown: View) -> Table:
     return table
 
 
-def _workers(pool: PoolView) -> str:
+def _workers(pool: PoolRow) -> str:
     told = ", ".join(f"{number} {state}" for state, number in pool.workers.items())
     return told or (f"{pool.asked} asked" if pool.asked else NOTHING)
 
@@ -509,7 +509,7 @@ def _live(watch: Watch, interval_s: float) -> None:
             live.update(drawn(watch.look()), refresh=True)
 
 
-def _sources(args: argparse.Namespace) -> Callable[[], Sequence[Source]]:
+def _sources(args: argparse.Namespace) -> Callable[[], Sequence[MetricsSource]]:
     """Raises InvalidArgument when there is nothing to look at."""
     named = [part.strip() for part in args.workers.split(",") if part.strip()]
     for address in named:
@@ -517,21 +517,21 @@ def _sources(args: argparse.Namespace) -> Callable[[], Sequence[Source]]:
     there = access.access_of(args, "", face="http")
     trusted = trust(there.ca)
     if args.http or named:
-        fixed = [Source(f"http://{address}/metrics") for address in named]
+        fixed = [MetricsSource(f"http://{address}/metrics") for address in named]
         if args.http:
             scheme = "http" if there.ca is None else "https"
-            fixed.insert(0, Source(f"{scheme}://{args.http}/metrics", trusted, there.key))
+            fixed.insert(0, MetricsSource(f"{scheme}://{args.http}/metrics", trusted, there.key))
         return lambda: fixed
     if state.read() is None:
         raise InvalidArgument("no Baton runs here: --http names a router, --workers the others")
 
-    def running() -> list[Source]:
+    def running() -> list[MetricsSource]:
         """Ports stay when a process is started again; the file goes when all have ended."""
         said = state.read() or {}
         return [
-            Source(each["metrics"], trusted, said.get("token", ""))
+            MetricsSource(each["metrics"], trusted, said.get("token", ""))
             if each["role"] == "router"
-            else Source(each["metrics"])
+            else MetricsSource(each["metrics"])
             for each in said.get("processes", ())
         ]
 

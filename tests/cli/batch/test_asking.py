@@ -10,7 +10,7 @@ import pytest
 
 from baton.cli import batch
 from baton.cli.access import Access
-from baton.cli.batch import BatchClient, Limits, Outcome, Task
+from baton.cli.batch import BatchClient, Limits, LineOutcome, Task
 from baton.cli.http_client import HttpClient
 from baton.core.errors import BatonError, Unauthenticated, Unavailable
 from baton.rpc.address import split
@@ -24,8 +24,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "KNOCK_S", 0.01)
 
 
-async def asked(where: Access, count: int, **limits: Any) -> tuple[list[Outcome], BatchClient]:
-    outcomes: list[Outcome] = []
+async def asked(where: Access, count: int, **limits: Any) -> tuple[list[LineOutcome], BatchClient]:
+    outcomes: list[LineOutcome] = []
     client = HttpClient(where)
     made = BatchClient(client, Limits(**limits), outcomes.append)
     tasks = (Task(i, str(i), "/v1/completions", b'{"n": %d}' % i) for i in range(count))
@@ -106,7 +106,7 @@ async def test_a_server_that_is_not_there_is_no_lines_fault() -> None:
 
 
 async def test_a_server_that_comes_back_is_waited_for() -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[LineOutcome] = []
     async with serving(lambda _, body: answer(200, body, "connection: close")) as where:
         client = HttpClient(where)
         made = BatchClient(client, Limits(attempts=1, away_s=60.0), outcomes.append)
@@ -128,7 +128,7 @@ async def test_a_key_that_is_not_known_ends_the_batch_without_results() -> None:
 
 
 async def test_what_cannot_be_kept_ends_the_batch() -> None:
-    def done(_: Outcome) -> None:
+    def done(_: LineOutcome) -> None:
         raise BatonError("no room")
 
     async with serving(lambda _, body: answer(200, body)) as where:

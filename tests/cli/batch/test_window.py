@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from baton.cli.batch import Window
+from baton.cli.batch import RequestWindow
 
 
 def test_it_opens_with_answers_up_to_the_most() -> None:
-    window = Window(10)
+    window = RequestWindow(10)
     for _ in range(100):
         turns = 0
         while window.has_room(0.0):
@@ -18,7 +18,7 @@ def test_it_opens_with_answers_up_to_the_most() -> None:
 
 
 def test_a_burst_of_refusals_halves_it_once_and_the_least_is_one() -> None:
-    window = Window(64)
+    window = RequestWindow(64)
     while window.limit < 64:
         window.enter()
         window.left(answered=True)
@@ -33,7 +33,7 @@ def test_a_burst_of_refusals_halves_it_once_and_the_least_is_one() -> None:
 
 
 def test_failures_say_nothing_about_room() -> None:
-    window = Window(8)
+    window = RequestWindow(8)
     before = window.limit
     for _ in range(50):
         window.enter()

@@ -24,7 +24,7 @@ from baton.cli import state
 from baton.cli.http_client import met, scrape, total
 from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_row
-from baton.cli.supervisor import FIRST_BACKOFF_S, Child, Supervisor
+from baton.cli.supervisor import FIRST_BACKOFF_S, ChildProcess, Supervisor
 from baton_loadtest.chaos.cluster import environment
 from baton_loadtest.chaos.streams.network import Network
 from baton_loadtest.chaos.world import Broken
@@ -106,7 +106,7 @@ class Fleet:
     def spec(self, name: str) -> ProcessSpec:
         return self._specs[name]
 
-    def child(self, name: str) -> Child:
+    def child(self, name: str) -> ChildProcess:
         return self._supervisor.child(name)
 
     @property
@@ -114,18 +114,18 @@ class Fleet:
         """Where the routers' gRPC is."""
         return [self.spec(name).grpc for name in self.names("router")]
 
-    def tell(self, name: str, number: signal.Signals) -> Child:
+    def tell(self, name: str, number: signal.Signals) -> ChildProcess:
         """Sends a signal that ends the process; returns the life that ends by it."""
         child = self.child(name)
         self._told[name] = number
         os.kill(child.pid, number)
         return child
 
-    async def gone(self, child: Child) -> None:
+    async def gone(self, child: ChildProcess) -> None:
         """Raises Broken when it does not end."""
         await _within(child.wait(), f"{child.spec.name} to end")
 
-    async def back(self, old: Child) -> None:
+    async def back(self, old: ChildProcess) -> None:
         """Returns when the successor of a process serves and whoever needs it has met it."""
         name, role = old.spec.name, old.spec.role
 
