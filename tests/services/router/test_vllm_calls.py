@@ -23,14 +23,14 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.core.request.validation import validate
-from baton.router.api.translation import ANY_OBJECT
+from baton.router.api.translation import ANY_OBJECT, in_client_words
 from baton.router.api.vllm.engine import VllmEngine
 from baton.router.api.vllm.messages import (
     REASONS,
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
-    Answer,
-    Call,
+    EngineAnswer,
+    EngineCall,
     call_of,
 )
 
@@ -60,7 +60,7 @@ def refused(message: pb.GenerateRequest) -> BatonError:
         try:
             validate(call.request)
         except BatonError as error:
-            raise call.in_client_words(error) from None
+            raise in_client_words(error, call.names) from None
     return caught.value
 
 
@@ -244,7 +244,7 @@ PROMPT = (entry(10), entry(11, 11), entry(12, 9))
 def told(*, stream: bool) -> Iterator[pb.GenerateResponse]:
     sampling = SamplingParams(top_logprobs=2)
     request = Request(TextPrompt("x"), n=2, sampling=sampling, prompt_logprobs=1)
-    answer = Answer(Call(request, "", stream))
+    answer = EngineAnswer(EngineCall(request, "", stream))
     answer.accepted(Accepted("id", "model", 3, 0, prompt_logprobs=PROMPT))
     for event in EVENTS:
         yield from answer.delta(event, 2)

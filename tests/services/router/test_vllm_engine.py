@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from baton.core.admission.api_keys import KeyBook, TenantLimits
 from baton.core.request.request import FinishReason
-from baton.router.api.vllm.engine import Running
+from baton.router.api.vllm.engine import RunningCalls
 from baton.router.config import RouterConfig
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.options import PUBLIC_STREAMS
@@ -225,7 +225,7 @@ async def test_a_gateway_is_the_tenant_of_its_key(world: World) -> None:
 
 
 def test_nobody_aborts_what_another_tenant_asked() -> None:
-    running = Running()
+    running = RunningCalls()
     with (
         running.entered("a", "x") as mine,
         running.entered("a", "x") as twin,
@@ -237,7 +237,7 @@ def test_nobody_aborts_what_another_tenant_asked() -> None:
 
 
 async def test_an_abort_that_comes_first_is_not_forgotten() -> None:
-    with Running().entered("", "x") as handle:
+    with RunningCalls().entered("", "x") as handle:
         called: list[bool] = []
         handle.abort()
         handle.on_abort(lambda: called.append(True))

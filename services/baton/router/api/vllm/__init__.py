@@ -22,9 +22,9 @@ def engine_service(pipeline: Pipeline, fleet: Fleet, config: RouterConfig) -> Se
         raise InvalidArgument(
             "needs the protocol's messages: pip install 'baton[vllm]'", field="vllm_engine"
         ) from None
-    from baton.router.api.vllm.engine import About, TokenizerFiles, VllmEngine
+    from baton.router.api.vllm.engine import TokenizerArchive, VllmEngine
     from baton.router.observe.gauges import Use
 
-    files = TokenizerFiles.of(config.vllm_tokenizer) if config.vllm_tokenizer else None
-    about = About(pipeline, Use(pipeline, fleet), files)
-    return VllmEngine(pipeline, about, files, stall_timeout_s=config.stall_timeout_s).service()
+    files = TokenizerArchive.of(config.vllm_tokenizer) if config.vllm_tokenizer else None
+    use = Use(pipeline, fleet)
+    return VllmEngine(pipeline, use, files, stall_timeout_s=config.stall_timeout_s).service()

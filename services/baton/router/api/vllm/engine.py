@@ -9,7 +9,7 @@ import time
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
 from baton.core.admission.admission import Holding
-from baton.core.admission.tenants import Tenant
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -33,65 +32,127 @@ from baton.core.errors import (
 from baton.core.request.model import ModelDescription
 from baton.core.request.request import Accepted, Delta
 from baton.router.api.grpc.access import caller, deadline_s
-from baton.router.api.vllm.messages import MAX_REQUEST_IDS, Answer, Call, call_of
+from baton.router.api.translation import in_client_words
+from baton.router.api.vllm.messages import MAX_REQUEST_IDS, EngineAnswer, EngineCall, call_of
 from baton.router.observe.gauges import Use
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.calls import WriteTimeout
 from baton.rpc.digest import FILES, tokenizer_digest
+from baton.rpc.errors import with_hint
 from baton.rpc.model_folder import read_json
 from baton.rpc.server import Service
 from baton.rpc.tracing import context_of
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
-REQUEST_ID, SEED = "x-baton-request-id", "x-baton-seed"
-"""What the protocol has no field for is told in headers, named as HTTP's are."""
+SERVER_TYPE = "baton"
+FIRST_TOKEN = "first_token"
+"""Where a grammar starts, in the protocol's words."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def _refusing(reason: str) -> Any:
+    async def refuse(_: VllmEngine, request: object, context: Context) -> None:
+        raise Unimplemented(reason)
+
+    return refuse
+
+
 class VllmEngine(pb_grpc.VllmEngineServicer):
-    """A request ends with its call, whoever ends it, or by Abort, which its choices then name as
-    their reason."""
+    """One engine of one model. KV is that of all decode workers; running and waiting are the
+    requests of this router.
+
+    A request ends with its call, whoever ends it, or by Abort; then the finish reason is "abort".
+    """
+
+    Embed = _refusing("Embeddings are not offered here.")
+    SubscribeKvEvents = _refusing(
+        "Which worker a request gets is chosen here, by what each has cached."
+    )
+    FlushCache = _refusing("Prefix caches cannot be emptied from here.")
+    StartProfile = StopProfile = _refusing("Workers cannot be profiled from here.")
 
     def __init__(
         self,
         pipeline: Pipeline,
-        about: About,
-        files: TokenizerFiles | None,
+        use: Use,
+        files: TokenizerArchive | None,
         *,
         stall_timeout_s: float,
     ) -> None:
+        """files: of the tokenizer, where the operator gave them."""
         self._pipeline = pipeline
-        self._about = about
+        self._use = use
         self._files = files
         self._stall_timeout_s = stall_timeout_s
-        self._running = Running()
+        self._running = RunningCalls()
+        self._since = time.monotonic()
 
     def service(self) -> Service:
-        """Ready to be given to a ProcessServer."""
+        """For a ProcessServer."""
         return Service(
             SERVICE, lambda server: pb_grpc.add_VllmEngineServicer_to_server(self, server)
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         tenant = caller(context)
-        # The message is in memory already: what is held is room for its encoding.
+        # The message is in memory already: the room is for its encoding.
         holding = self._pipeline.receive(tenant, request.ByteSize())
         try:
             self._pipeline.turn_away(tenant, 0)
-            self._about.check_single()
+            self._check_single()
             with self._pipeline.reading(tenant):
-                call = call_of(request, deadline_s(context)).of(
-                    tenant, context_of(context.invocation_metadata() or ())
-                )
+                call = call_of(request, deadline_s(context))
+            trace = context_of(context.invocation_metadata() or ())
+            call = replace(call, request=call.request.of(tenant, trace))
             with self._running.entered(tenant.name, call.request_id) as handle:
                 try:
                     async with WriteTimeout(self._stall_timeout_s) as stall:
                         await self._answer(call, holding, handle, context, stall)
                 except BatonError as error:
-                    raise call.in_client_words(error) from error
+                    raise in_client_words(with_hint(error), call.names) from error
         finally:
             holding.release()
+
+    async def _answer(
+        self,
+        call: EngineCall,
+        holding: Holding,
+        handle: CallHandle,
+        context: Context,
+        stall: WriteTimeout,
+    ) -> None:
+        async def send(messages: Iterable[pb.GenerateResponse]) -> None:
+            for message in messages:
+                await stall.watch(context.write(message))
+
+        try:
+            async with handle.interrupting():
+                stream = await self._pipeline.open(call.request, holding)
+        except Aborted:
+            await send(EngineAnswer(call).aborted())
+            return
+        # Only now is the number of choices known to be valid.
+        answer = EngineAnswer(call)
+        try:
+            handle.on_abort(stream.call_off)
+            async for event in stream:
+                if isinstance(event, Delta):
+                    await send(answer.delta(event, stream.cached_tokens))
+                elif isinstance(event, Accepted):
+                    answer.accepted(event)
+                    # What the protocol has no field for, under the names of the HTTP headers.
+                    ids = (
+                        ("x-baton-request-id", event.request_id),
+                        ("x-baton-seed", str(event.seed)),
+                    )
+                    await context.send_initial_metadata(ids)
+        except Cancelled:
+            if not handle.aborted:
+                raise
+            await send(answer.aborted(stream.cached_tokens))
+        finally:
+            await stream.aclose()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if len(request.request_ids) > MAX_REQUEST_IDS:
@@ -104,206 +165,18 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: Context
     ) -> pb.HealthCheckResponse:
-        return self._about.health()
+        ready = self._pipeline.ready()
+        message = "Requests can be answered." if ready else "No request can be answered now."
+        return pb.HealthCheckResponse(healthy=ready, message=message)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        return self._about.model_info()
-
-    async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, context: Context
-    ) -> pb.GetServerInfoResponse:
-        return self._about.server_info(caller(context))
-
-    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        if request.dp_rank:
-            raise InvalidArgument("dp_rank must be 0: there is one", field="dp_rank")
-        return self._about.loads(caller(context))
-
-    async def GetTokenizer(
-        self, request: common_pb2.GetTokenizerRequest, context: Context
-    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        if self._files is None:
-            raise Unimplemented(
-                "This router has no copy of the tokenizer to give away (vllm_tokenizer)."
-            )
-        archive = await self._files.archive(self._about.model().tokenizer_digest)
-        for data, last in archive.chunks():
-            yield common_pb2.GetTokenizerChunk(data=data, sha256=archive.sha256 if last else "")
-
-    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        raise Unimplemented("Embeddings are not offered here.")
-
-    async def SubscribeKvEvents(
-        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
-    ) -> None:
-        raise Unimplemented("Which worker a request gets is chosen here, by what each has cached.")
-
-    async def FlushCache(
-        self, request: common_pb2.FlushCacheRequest, context: Context
-    ) -> common_pb2.FlushCacheResponse:
-        raise Unimplemented("Prefix caches cannot be emptied from here.")
-
-    async def StartProfile(
-        self, request: common_pb2.StartProfileRequest, context: Context
-    ) -> common_pb2.ProfileResponse:
-        raise Unimplemented("Workers cannot be profiled from here.")
-
-    async def StopProfile(
-        self, request: common_pb2.StopProfileRequest, context: Context
-    ) -> common_pb2.ProfileResponse:
-        raise Unimplemented("Workers cannot be profiled from here.")
-
-    async def _answer(
-        self, call: Call, holding: Holding, handle: Handle, context: Context, stall: WriteTimeout
-    ) -> None:
-        async def tell(messages: Iterable[pb.GenerateResponse]) -> None:
-            for message in messages:
-                await stall.watch(context.write(message))
-
-        try:
-            async with handle.interrupting():
-                stream = await self._pipeline.open(call.request, holding)
-        except Aborted:
-            await tell(Answer(call).aborted())
-            return
-        # Not before the request was found to be sound: it says how many choices there are.
-        answer = Answer(call)
-        try:
-            handle.on_abort(stream.call_off)
-            async for event in stream:
-                if isinstance(event, Delta):
-                    await tell(answer.delta(event, stream.cached_tokens))
-                elif isinstance(event, Accepted):
-                    answer.accepted(event)
-                    await context.send_initial_metadata(_headers(event))
-        except Cancelled:
-            if not handle.aborted:
-                raise
-            await tell(answer.aborted(stream.cached_tokens))
-        finally:
-            await stream.aclose()
-
-
-def _headers(event: Accepted) -> tuple[tuple[str, str], ...]:
-    return ((REQUEST_ID, event.request_id), (SEED, str(event.seed)))
-
-
-class Aborted(Exception):
-    """What was under way was called off."""
-
-
-class Handle:
-    """One request. aborted: it is to end."""
-
-    def __init__(self) -> None:
-        self.aborted = False
-        self._call_off: Callable[[], None] = _nothing
-
-    def abort(self) -> None:
-        if not self.aborted:
-            self.aborted = True
-            self._call_off()
-
-    def on_abort(self, call_off: Callable[[], None]) -> None:
-        """call_off: called when it is to end, at once if it already is. Must not wait."""
-        self._call_off = call_off
-        if self.aborted:
-            call_off()
-
-    @asynccontextmanager
-    async def interrupting(self) -> AsyncIterator[None]:
-        """Whatever is awaited within is cancelled, and Aborted raised, when it is to end."""
-        loop = asyncio.get_running_loop()
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self.on_abort(lambda: scope.reschedule(loop.time()))
-                try:
-                    yield
-                finally:
-                    self._call_off = _nothing
-        except TimeoutError:
-            if scope.expired():
-                raise Aborted from None
-            raise
-
-
-class Running:
-    """One per service."""
-
-    def __init__(self) -> None:
-        self._handles: dict[tuple[str, str], set[Handle]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._handles.values()))
-
-    @contextmanager
-    def entered(self, tenant: str, request_id: str) -> Iterator[Handle]:
-        """A request is under way while the block runs."""
-        key, handle = (tenant, request_id), Handle()
-        self._handles.setdefault(key, set()).add(handle)
-        try:
-            yield handle
-        finally:
-            named = self._handles[key]
-            named.discard(handle)
-            if not named:
-                del self._handles[key]
-
-    def abort(self, tenant: str, request_ids: Iterable[str]) -> None:
-        """Unknown names are those of requests that have ended."""
-        for request_id in request_ids:
-            for handle in list(self._handles.get((tenant, request_id), ())):
-                handle.abort()
-
-
-def _nothing() -> None:
-    return
-
-
-SERVER_TYPE = "baton"
-FIRST_TOKEN = "first_token"
-"""Where a grammar starts, in the protocol's words."""
-
-
-class About:
-    """files: of the tokenizer, where the operator gave them."""
-
-    def __init__(self, pipeline: Pipeline, use: Use, files: TokenizerFiles | None) -> None:
-        self._pipeline = pipeline
-        self._use = use
-        self._files = files
-        self._since = time.monotonic()
-
-    def check_single(self) -> None:
-        """Raises Unimplemented where requests would have to name a model: they cannot."""
-        if len(self._pipeline.models()) > 1:
-            raise Unimplemented(
-                "This router serves several models, and this protocol names none: give the router "
-                "one of them with --model."
-            )
-
-    def model(self) -> ModelDescription:
-        """The one that is served. Raises Unavailable while there is none, and Unimplemented."""
-        self.check_single()
-        for model in self._pipeline.models():
-            return model
-        raise Unavailable("No worker is ready.", retry_after_s=1.0)
-
-    def health(self) -> pb.HealthCheckResponse:
-        ready = self._pipeline.ready()
-        said = "Requests can be answered." if ready else "No request can be answered now."
-        return pb.HealthCheckResponse(healthy=ready, message=said)
-
-    def model_info(self) -> pb.GetModelInfoResponse:
-        """Raises BatonError."""
-        model = self.model()
-        config = self._files.model if self._files else {}
+        model = self._model()
+        config = self._files.model_config if self._files else {}
         architectures = config.get("architectures")
-        # Where a path is told, gateways ask here for the tokenizer, and never look in a folder of
-        # their own: so it is told only where they can have it.
+        # A gateway that gets a path asks for the tokenizer here and looks in no folder of its own.
+        # So the path is given only where the tokenizer can be had.
         source = model.name if self._files else ""
         return pb.GetModelInfoResponse(
             model_path=source,
@@ -318,26 +191,30 @@ class About:
             max_req_input_len=model.max_model_len - 1,
         )
 
-    def server_info(self, caller: Tenant) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        sees_others = caller(context).sees_others
         return pb.GetServerInfoResponse(
-            active_requests=self._pipeline.num_requests if caller.sees_others else 0,
+            active_requests=self._pipeline.num_requests if sees_others else 0,
             uptime_seconds=time.monotonic() - self._since,
             server_type=SERVER_TYPE,
             data_parallel_size=1,
-            max_num_seqs=sum(told.max_sequences for _, told, _ in self._use.decodes()),
+            max_num_seqs=sum(worker.max_sequences for _, worker, _ in self._use.decodes()),
             constrained_decoding_start=FIRST_TOKEN,
         )
 
-    def loads(self, caller: Tenant) -> pb.GetLoadsResponse:
-        """Raises Unauthenticated: it tells of all tenants together."""
-        if not caller.sees_others:
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        if request.dp_rank:
+            raise InvalidArgument("dp_rank must be 0: there is one", field="dp_rank")
+        if not caller(context).sees_others:
             raise Unauthenticated("The load is told to an operator's key only.")
         running, waiting = self._use.running().total(), self._use.waiting().total()
         positions = used = sequences = 0
-        for _, told, load in self._use.decodes():
-            positions += told.num_blocks * told.block_size
-            used += (told.num_blocks - load.free_blocks) * told.block_size
-            sequences += told.max_sequences
+        for _, worker, load in self._use.decodes():
+            positions += worker.num_blocks * worker.block_size
+            used += (worker.num_blocks - load.free_blocks) * worker.block_size
+            sequences += worker.max_sequences
         usage = used / positions if positions else 0.0
         load_now = pb.SchedulerLoad(
             num_running_reqs=running,
@@ -357,39 +234,128 @@ class About:
             loads=[load_now],
         )
 
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        if self._files is None:
+            raise Unimplemented(
+                "This router has no copy of the tokenizer to give away (vllm_tokenizer)."
+            )
+        data, sha256 = await self._files.read(self._model().tokenizer_digest)
+        for start in range(0, len(data), CHUNK_BYTES):
+            end = start + CHUNK_BYTES
+            yield common_pb2.GetTokenizerChunk(
+                data=data[start:end], sha256=sha256 if end >= len(data) else ""
+            )
+
+    def _check_single(self) -> None:
+        """Raises Unimplemented where requests would have to name a model: they cannot."""
+        if len(self._pipeline.models()) > 1:
+            raise Unimplemented(
+                "This router serves several models, and this protocol names none: give the router "
+                "one of them with --model."
+            )
+
+    def _model(self) -> ModelDescription:
+        """The one that is served. Raises Unavailable while there is none, and Unimplemented."""
+        self._check_single()
+        for model in self._pipeline.models():
+            return model
+        raise Unavailable("No worker is ready.", retry_after_s=1.0)
+
+
+class Aborted(Exception):
+    """A call of Abort has ended what was awaited."""
+
+
+class CallHandle:
+    """One running request, which can be aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+        self._call_off: Callable[[], None] = lambda: None
+
+    def abort(self) -> None:
+        if not self.aborted:
+            self.aborted = True
+            self._call_off()
+
+    def on_abort(self, call_off: Callable[[], None]) -> None:
+        """call_off: called at the abort, at once after one. It must not wait."""
+        self._call_off = call_off
+        if self.aborted:
+            call_off()
+
+    @asynccontextmanager
+    async def interrupting(self) -> AsyncIterator[None]:
+        """An abort cancels what is awaited within the block, and raises Aborted."""
+        loop = asyncio.get_running_loop()
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self.on_abort(lambda: scope.reschedule(loop.time()))
+                try:
+                    yield
+                finally:
+                    self._call_off = lambda: None
+        except TimeoutError:
+            if scope.expired():
+                raise Aborted from None
+            raise
+
+
+class RunningCalls:
+    """The requests that run now, by the names that their callers gave them.
+
+    A name is its caller's own: nobody aborts a request of another tenant. Several requests may have
+    one name at a time; an abort ends all of them.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[tuple[str, str], set[CallHandle]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._handles.values()))
+
+    @contextmanager
+    def entered(self, tenant: str, request_id: str) -> Iterator[CallHandle]:
+        """A request runs as long as the block."""
+        key, handle = (tenant, request_id), CallHandle()
+        self._handles.setdefault(key, set()).add(handle)
+        try:
+            yield handle
+        finally:
+            named = self._handles[key]
+            named.discard(handle)
+            if not named:
+                del self._handles[key]
+
+    def abort(self, tenant: str, request_ids: Iterable[str]) -> None:
+        """Unknown names are those of requests that have ended."""
+        for request_id in request_ids:
+            for handle in list(self._handles.get((tenant, request_id), ())):
+                handle.abort()
+
 
 MORE_FILES = ("config.json", "generation_config.json", "added_tokens.json", "chat_template.json")
-"""That a gateway looks for beside those that Baton's own tokenizers read."""
+"""Files that a gateway needs beside those that Baton's own tokenizers read."""
 
 CHUNK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """sha256: of the data, in hex. digest: of the tokenizer, as its workers tell it."""
+class TokenizerArchive:
+    """A zip archive of a tokenizer's files in one folder, made when it is first wanted."""
 
-    data: bytes
-    sha256: str
-    digest: str
-
-    def chunks(self) -> Iterator[tuple[bytes, bool]]:
-        """Each with whether it is the last one."""
-        for start in range(0, len(self.data), CHUNK_BYTES):
-            end = start + CHUNK_BYTES
-            yield self.data[start:end], end >= len(self.data)
-
-
-class TokenizerFiles:
-    """Of one folder, read at the first wish. model: what its config.json says."""
-
-    def __init__(self, folder: Path, model: dict[str, Any]) -> None:
-        self.model = model
+    def __init__(self, folder: Path, model_config: dict[str, Any]) -> None:
+        self.model_config = model_config
+        """From config.json."""
         self._folder = folder
-        self._archive: Archive | None = None
+        self._packed = (b"", "", "")
+        """The archive, its sha256 in hex, and the tokenizer's digest."""
         self._reading = asyncio.Lock()
 
     @classmethod
-    def of(cls, folder: str) -> TokenizerFiles:
+    def of(cls, folder: str) -> TokenizerArchive:
         """Raises InvalidArgument naming `vllm_tokenizer`. Blocks for a moment."""
         path = Path(folder).expanduser()
         if not (path / FILES[0]).is_file():
@@ -399,18 +365,22 @@ class TokenizerFiles:
         except InvalidArgument as error:
             raise InvalidArgument(error.message, field="vllm_tokenizer") from None
 
-    async def archive(self, digest: str) -> Archive:
-        """digest: of the tokenizer that is served. Raises Unavailable when the folder has another:
-        its ids would mean something else."""
+    async def read(self, digest: str) -> tuple[bytes, str]:
+        """The archive and its sha256 in hex.
+
+        digest: of the tokenizer that is served. Raises Unavailable when the folder has another
+        tokenizer, whose ids would have other meanings.
+        """
         async with self._reading:
-            if self._archive is None or self._archive.digest != digest:
-                self._archive = await asyncio.to_thread(_pack, self._folder)
-            if self._archive.digest != digest:
+            if self._packed[-1] != digest:
+                self._packed = await asyncio.to_thread(_pack, self._folder)
+            data, sha256, packed_digest = self._packed
+            if packed_digest != digest:
                 raise Unavailable("This router's copy of the tokenizer is not the one in use.")
-            return self._archive
+            return data, sha256
 
 
-def _pack(folder: Path) -> Archive:
+def _pack(folder: Path) -> tuple[bytes, str, str]:
     """The same bytes whenever the files are the same."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -419,4 +389,4 @@ def _pack(folder: Path) -> Archive:
             if path.is_file():
                 archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
     data = buffer.getvalue()
-    return Archive(data, hashlib.sha256(data).hexdigest(), tokenizer_digest(folder))
+    return data, hashlib.sha256(data).hexdigest(), tokenizer_digest(folder)

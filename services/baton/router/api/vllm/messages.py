@@ -10,15 +10,14 @@ it has those that were in no chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import BatonError, InvalidArgument
-from baton.core.observe.stages import TraceContext
+from baton.core.errors import InvalidArgument
 from baton.core.request.request import (
     Accepted,
     Delta,
@@ -34,25 +33,38 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.core.request.validation import check_text
-from baton.router.api.translation import ANY_OBJECT, choice, in_client_words, lark_or_gbnf
-from baton.rpc.errors import with_hint
+from baton.router.api.translation import ANY_OBJECT, choice, lark_or_gbnf
 
 MAX_REQUEST_ID_BYTES = 256
 MAX_REQUEST_IDS = 1024
 """Of one Abort."""
+_UINT64 = 2**64 - 1
+
+_CORE_NAMES = {
+    "stop": "stop_strings",
+    "include_stop_str_in_output": "include_stop_string",
+    "logprobs": "top_logprobs",
+}
+"""Names of the protocol's sampling parameters to core's, where they differ."""
+_REQUEST_NAMES = {field.name for field in fields(Request)}
+_SAMPLING_NAMES = {field.name for field in fields(SamplingParams)} - {"seed"}
+
+_COPIED = {
+    name: core
+    for name in pb.SamplingParams.DESCRIPTOR.fields_by_name
+    if (core := _CORE_NAMES.get(name, name)) in _REQUEST_NAMES | _SAMPLING_NAMES
+    and name != "grammar"
+}
+"""Fields that are copied to core's field of that name."""
 
 REQUEST_FIELDS = frozenset(
     {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
 )
 SAMPLING_FIELDS = frozenset(
     {
-        *("temperature", "top_p", "top_k", "min_p", "seed", "n"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-        *("include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"),
-        *("logprobs", "prompt_logprobs"),
+        *_COPIED,
         *("json_schema", "regex", "grammar", "json_object", "choice"),
-        # Of text, and only ids leave here.
+        # It concerns text, and only ids are in answers.
         "spaces_between_special_tokens",
         # A grammar never starts elsewhere.
         "grammar_from_first_token",
@@ -60,38 +72,21 @@ SAMPLING_FIELDS = frozenset(
 )
 """Fields that are applied, or that change nothing of token ids."""
 
-_UINT64 = 2**64 - 1
-_NAMES = {
-    "stop_strings": "stop",
-    "include_stop_string": "include_stop_str_in_output",
-    "top_logprobs": "logprobs",
-}
-_SAMPLING = {
-    name: f"sampling_params.{_NAMES.get(name, name)}" for name in SAMPLING_FIELDS | {*_NAMES}
-}
-
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One request, understood. stream: tokens are told as they come. names: core's field names to
-    the protocol's, where they differ."""
+class EngineCall:
+    """One request of a gateway."""
 
     request: Request
     request_id: str
+    """The gateway's name for it, by which it can abort it."""
     stream: bool
-    names: dict[str, str] = field(default_factory=dict)
-
-    def of(self, tenant: Tenant, trace: TraceContext) -> Call:
-        """The same call, of whoever made it, as a part of its trace."""
-        return replace(self, request=self.request.of(tenant, trace))
-
-    def in_client_words(self, error: BatonError) -> BatonError:
-        """The same failure with the protocol's name of the field, in its message too, and a hint
-        when to try again where that may help."""
-        return in_client_words(with_hint(error), self.names)
+    """Whether tokens are sent as they come."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Core's field names to the protocol's, where they differ."""
 
 
-def call_of(message: pb.GenerateRequest, deadline_s: float | None) -> Call:
+def call_of(message: pb.GenerateRequest, deadline_s: float | None) -> EngineCall:
     """Raises InvalidArgument naming the field."""
     _only(message, REQUEST_FIELDS, "")
     _only(message.sampling_params, SAMPLING_FIELDS, "sampling_params.")
@@ -100,30 +95,28 @@ def call_of(message: pb.GenerateRequest, deadline_s: float | None) -> Call:
             "data_parallel_rank must be 0: there is one", field="data_parallel_rank"
         )
     check_text("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
-    prompt, name = _prompt(message)
+    prompt, prompt_name = _prompt(message)
     params = message.sampling_params
     grammar, grammar_name = _grammar(params)
+    given: dict[str, Any] = {}
+    for descriptor, value in params.ListFields():
+        name = _COPIED.get(descriptor.name)
+        if name is not None:
+            # Repeated fields are not hashable.
+            given[name] = tuple(value) if isinstance(value, Sequence) else value
+    given["logit_bias"] = tuple(sorted(params.logit_bias.items()))
+    if "seed" in given:
+        given["seed"] &= _UINT64
+    sampling = {name: value for name, value in given.items() if name in _SAMPLING_NAMES}
+    rest = {name: value for name, value in given.items() if name in _REQUEST_NAMES}
+    # The one field whose zero is not core's default.
+    rest["skip_special_tokens"] = params.skip_special_tokens
     request = Request(
-        prompt=prompt,
-        n=params.n or 1,
-        sampling=_sampling(params),
-        seed=params.seed & _UINT64 if params.HasField("seed") else None,
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-        min_tokens=params.min_tokens,
-        stop_token_ids=tuple(params.stop_token_ids),
-        stop_strings=tuple(params.stop),
-        include_stop_string=params.include_stop_str_in_output,
-        ignore_eos=params.ignore_eos,
-        skip_special_tokens=params.skip_special_tokens,
-        deadline_s=deadline_s,
-        grammar=grammar,
-        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
-        truncate_prompt_tokens=(
-            params.truncate_prompt_tokens if params.HasField("truncate_prompt_tokens") else None
-        ),
+        prompt, sampling=SamplingParams(**sampling), deadline_s=deadline_s, grammar=grammar, **rest
     )
-    names = {**_SAMPLING, "prompt": name, "grammar": grammar_name}
-    return Call(request, message.request_id, message.stream, names)
+    names = {core: f"sampling_params.{name}" for name, core in _COPIED.items()}
+    names |= {"prompt": prompt_name, "grammar": grammar_name}
+    return EngineCall(request, message.request_id, message.stream, names)
 
 
 def _only(message: Message, known: Set[str], prefix: str) -> None:
@@ -142,20 +135,6 @@ def _prompt(message: pb.GenerateRequest) -> tuple[Prompt, str]:
             return TokenPrompt(tuple(message.tokenized.input_ids)), "tokenized.input_ids"
         case _:
             raise InvalidArgument("input must be set: tokenized or text", field="input")
-
-
-def _sampling(params: pb.SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_p=params.top_p or 1.0,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty or 1.0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=tuple(sorted(params.logit_bias.items())),
-        top_logprobs=params.logprobs if params.HasField("logprobs") else None,
-    )
 
 
 def _grammar(params: pb.SamplingParams) -> tuple[Grammar | None, str]:
@@ -184,10 +163,10 @@ REASONS = {
 }
 
 
-class Answer:
-    """See the module. The first event is given to `accepted`."""
+class EngineAnswer:
+    """Makes the messages of one request from its events. The first event goes to `accepted`."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: EngineCall) -> None:
         self._stream = call.stream
         self._tops = bool(call.request.sampling.top_logprobs)
         self._prompt_tops = bool(call.request.prompt_logprobs)
@@ -197,9 +176,9 @@ class Answer:
     def accepted(self, event: Accepted) -> None:
         self._prompt_tokens = event.prompt_tokens
         if event.prompt_logprobs:
-            told = _of_prompt(event.prompt_logprobs, self._prompt_tops)
+            logprobs = _of_prompt(event.prompt_logprobs, self._prompt_tops)
             for each in self._choices:
-                each.prompt_logprobs = told
+                each.prompt_logprobs = logprobs
 
     def delta(self, delta: Delta, cached_tokens: int) -> Iterator[pb.GenerateResponse]:
         choice = self._choices[delta.choice]
@@ -249,7 +228,7 @@ class Answer:
 
 
 class _Choice:
-    """What was not told yet, or is told again at the end."""
+    """What is to be sent of one choice, or is sent again at its end."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -260,8 +239,8 @@ class _Choice:
 
     def take_prompt_logprobs(self) -> pb.InputLogProbs | None:
         """Once: they go with a choice's first message."""
-        told, self.prompt_logprobs = self.prompt_logprobs, None
-        return told
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return logprobs
 
 
 def _of_output(entries: Sequence[TokenLogprobs], tops: bool) -> pb.OutputLogProbs:
