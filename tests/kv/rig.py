@@ -18,7 +18,7 @@ from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.options import INTERNAL_CLIENT, INTERNAL_SERVER
-from baton.transfer.grpc import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
+from baton.transfer.peers import CollectStream, SenderConnection
 from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
 from baton.transfer.sender import KvSender, PendingTransfer
 from baton.transfer.staging import NO_FAULTS, Faults
@@ -71,7 +71,7 @@ class Pool:
             self.unpacking -= 1
 
 
-class Wire(GrpcSenderConnection):
+class Wire(SenderConnection):
     """The real connection, which can be cut, or silenced without either end noticing."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -82,14 +82,14 @@ class Wire(GrpcSenderConnection):
     async def cut(self) -> None:
         await self._channel.close()
 
-    def collect(self) -> GrpcCollectStream:
+    def collect(self) -> CollectStream:
         return MutedStream(super().collect(), self.silent)
 
 
-class MutedStream(GrpcCollectStream):
+class MutedStream(CollectStream):
     """A stream that swallows everything once `silent` is set."""
 
-    def __init__(self, stream: GrpcCollectStream, silent: asyncio.Event) -> None:
+    def __init__(self, stream: CollectStream, silent: asyncio.Event) -> None:
         self._stream, self._silent = stream, silent
 
     async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
@@ -227,7 +227,7 @@ async def rig(
         faults=receiver_faults,
     )
     sender = KvSender(giving, sender_layout, given, digest=digest, liveness=liveness, limits=limits)
-    add_HandoverServicer_to_server(HandoverServicer(sender), server)
+    add_HandoverServicer_to_server(sender, server)
     await server.start()
     wires: list[Wire] = []
 

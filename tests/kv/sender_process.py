@@ -13,7 +13,6 @@ import sys
 import grpc
 
 from baton.core.errors import BatonError
-from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
 from baton.transfer.stream import Liveness
 from baton.transfer.transports import Staging
@@ -36,7 +35,7 @@ async def main() -> None:
         ucx=ucx(),
     )
     sender = KvSender(me, LAYOUT, staging, liveness=Liveness(heartbeat_s=0.1, missed=10))
-    add_HandoverServicer_to_server(HandoverServicer(sender), server)
+    add_HandoverServicer_to_server(sender, server)
     await server.start()
     say(address=me.address, instance_id=me.instance_id)
     lines = asyncio.StreamReader()

@@ -12,7 +12,7 @@ import pytest
 from baton.core.errors import HandoverFailed, Incompatible, Unavailable
 from baton.rpc.convert import error_from_proto
 from baton.rpc.interceptors import ErrorInterceptor
-from baton.transfer.grpc import GrpcCollectStream, GrpcSenderConnection, HandoverServicer
+from baton.transfer.peers import CollectStream, SenderConnection
 from baton.transfer.sender import KvSender, Send
 from baton.v1 import handover_pb2 as pb
 from baton.v1 import types_pb2
@@ -77,7 +77,7 @@ class Scripted(KvSender):
 @asynccontextmanager
 async def connected(sender: Scripted) -> AsyncIterator[tuple[grpc.aio.Channel, grpc.aio.Server]]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    add_HandoverServicer_to_server(HandoverServicer(sender), server)
+    add_HandoverServicer_to_server(sender, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -91,7 +91,7 @@ async def test_a_meeting_crosses_unchanged() -> None:
     sender = Scripted([])
     request = pb.MeetRequest(transports=("nixl", "loopback"), kv_network="isolated")
     async with connected(sender) as (channel, _):
-        assert await GrpcSenderConnection(channel).meet(request) == MEETING
+        assert await SenderConnection(channel).meet(request) == MEETING
     assert sender.request == request
 
 
@@ -99,13 +99,13 @@ async def test_a_refused_meeting_raises_what_the_sender_raised() -> None:
     router = pb.MeetRequest(receiver=types_pb2.WorkerIdentity(role="router"))
     async with connected(Scripted([])) as (channel, _):
         with pytest.raises(Incompatible, match="routers hold no KV"):
-            await GrpcSenderConnection(channel).meet(router)
+            await SenderConnection(channel).meet(router)
 
 
 async def test_messages_cross_unchanged() -> None:
     sender = Scripted(TO_RECEIVER, "listens")
     async with connected(sender) as (channel, _):
-        stream = GrpcSenderConnection(channel).collect()
+        stream = SenderConnection(channel).collect()
         for message in TO_SENDER:
             await stream.send(message)
         answers = aiter(stream)
@@ -117,7 +117,7 @@ async def test_messages_cross_unchanged() -> None:
 
 async def test_the_streams_end_ends_the_iteration() -> None:
     async with connected(Scripted([ANNOUNCED])) as (channel, _):
-        stream = GrpcSenderConnection(channel).collect()
+        stream = SenderConnection(channel).collect()
         assert [message async for message in stream] == [ANNOUNCED]
         await stream.close()
         with pytest.raises(Unavailable):
@@ -127,7 +127,7 @@ async def test_the_streams_end_ends_the_iteration() -> None:
 async def test_the_reader_may_be_cancelled_without_ending_the_stream() -> None:
     sender = Scripted([], "listens")
     async with connected(sender) as (channel, _):
-        stream = GrpcSenderConnection(channel).collect()
+        stream = SenderConnection(channel).collect()
         reading = asyncio.ensure_future(anext(aiter(stream)))
         await asyncio.sleep(0.1)
         reading.cancel()
@@ -140,7 +140,7 @@ async def test_the_reader_may_be_cancelled_without_ending_the_stream() -> None:
 
 async def test_a_dead_server_is_unavailable() -> None:
     async with connected(Scripted([ANNOUNCED], "listens")) as (channel, server):
-        stream = GrpcSenderConnection(channel).collect()
+        stream = SenderConnection(channel).collect()
         answers = aiter(stream)
         assert await anext(answers) == ANNOUNCED
         await server.stop(None)
@@ -155,7 +155,7 @@ async def test_a_dead_server_is_unavailable() -> None:
 async def test_a_receiver_that_vanishes_ends_the_senders_work(ending: str) -> None:
     sender = Scripted([ANNOUNCED], ending)
     async with connected(sender) as (channel, _):
-        stream = GrpcSenderConnection(channel).collect()
+        stream = SenderConnection(channel).collect()
         assert await anext(aiter(stream)) == ANNOUNCED
         await channel.close()
         async with asyncio.timeout(20):
@@ -166,7 +166,7 @@ async def test_a_receiver_that_vanishes_ends_the_senders_work(ending: str) -> No
 async def test_closing_is_bounded_although_the_sender_goes_on_talking() -> None:
     sender = Scripted([], "talks")
     async with connected(sender) as (channel, _):
-        stream: GrpcCollectStream = GrpcSenderConnection(channel).collect()
+        stream: CollectStream = SenderConnection(channel).collect()
         await anext(aiter(stream))
         async with asyncio.timeout(20):
             await stream.close()
@@ -180,7 +180,7 @@ async def test_a_sender_that_leaves_while_it_is_written_to_has_left() -> None:
     """
     sender = Scripted([], "ends")
     async with connected(sender) as (channel, _):
-        stream = GrpcSenderConnection(channel).collect()
+        stream = SenderConnection(channel).collect()
         async with asyncio.timeout(20):
             with pytest.raises(Unavailable, match="the sender left"):
                 while True:

@@ -18,7 +18,7 @@ import pytest
 
 from baton.core.errors import HandoverFailed
 from baton.core.request.model import WorkerIdentity
-from baton.transfer.grpc import GrpcSenderConnection
+from baton.transfer.peers import SenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
 from baton.transfer.stream import Liveness
 from baton.transfer.transports import Staging
@@ -83,9 +83,9 @@ async def world(transport: str) -> AsyncIterator[World]:
     )
     channels: list[grpc.aio.Channel] = []
 
-    def connect(peer: WorkerIdentity) -> GrpcSenderConnection:
+    def connect(peer: WorkerIdentity) -> SenderConnection:
         channels.append(grpc.aio.insecure_channel(peer.address))
-        return GrpcSenderConnection(channels[-1])
+        return SenderConnection(channels[-1])
 
     receiver = KvReceiver(
         me, LAYOUT, staging, connect, liveness=Liveness(heartbeat_s=0.1, missed=10)

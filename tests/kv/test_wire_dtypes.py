@@ -18,7 +18,7 @@ import torch
 from baton.core.errors import Incompatible
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.engine.kv.cache import KvCache
-from baton.transfer.grpc import GrpcSenderConnection
+from baton.transfer.peers import SenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
 from baton.transfer.transports import Staging
 from tests.kv.rig import BUFFER_BYTES, identity
@@ -93,7 +93,7 @@ async def collect(
 
     ticket = TransferRequest(handover_id, sender, NUM_POSITIONS, PATIENCE_S)
     async with grpc.aio.insecure_channel(sender.address) as channel:
-        receiver = KvReceiver(me, shape, staging, lambda _: GrpcSenderConnection(channel))
+        receiver = KvReceiver(me, shape, staging, lambda _: SenderConnection(channel))
         try:
             await receiver.collect(ticket, reserve, unpack)
         finally:

@@ -18,7 +18,6 @@ import torch
 from baton.core.request.model import KvLayout
 from baton.engine.kv.cache import KvCache
 from baton.rpc.interceptors import ErrorInterceptor
-from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
 from baton.transfer.transports import Staging
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
@@ -57,7 +56,7 @@ async def main() -> None:
             )
             ends.push_async_callback(staging.close)
             sender = KvSender(me, layout(wire_dtype), staging)
-            add_HandoverServicer_to_server(HandoverServicer(sender), server)
+            add_HandoverServicer_to_server(sender, server)
             await server.start()
             ends.push_async_callback(server.stop, None)
             ends.push_async_callback(sender.close)

@@ -28,10 +28,10 @@ from baton.engine.thread import CopyThread
 from baton.rpc.channels import Channels
 from baton.rpc.loop import Loop
 from baton.rpc.server import ProcessServer, Service
-from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
 from baton.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, XXH3, Sealer, positions_per_kv_chunk
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
+from baton.transfer.peers import SenderConnection
 from baton.transfer.receiver import MAX_IN_FLIGHT, READ_S, KvReceiver, TransferRequest
 from baton.transfer.sender import KvSender
 from baton.transfer.staging import ALIGNMENT, KvTransport, ReadState, StagingPool
@@ -159,7 +159,7 @@ async def open_staging(ends: AsyncExitStack, job: dict[str, Any], instance_id: s
 
 async def add_sender(ends: AsyncExitStack, me: WorkerIdentity, sender: KvSender) -> None:
     """Serves a sender at its own address."""
-    add = partial(handover_pb2_grpc.add_HandoverServicer_to_server, HandoverServicer(sender))
+    add = partial(handover_pb2_grpc.add_HandoverServicer_to_server, sender)
     service = Service("baton.v1.Handover", add)
     server = ProcessServer(listen=me.address, services=[service], reflection=False)
     await server.start()
@@ -361,7 +361,7 @@ class _Pools:
         channels = Channels()
         ends.push_async_callback(channels.close)
         receiver = KvReceiver(
-            me, layout, staging, lambda peer: GrpcSenderConnection(channels.get(peer.address))
+            me, layout, staging, lambda peer: SenderConnection(channels.get(peer.address))
         )
         ends.push_async_callback(receiver.close)
         place = _kv_memory(layout, positions)

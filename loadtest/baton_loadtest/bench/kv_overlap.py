@@ -32,8 +32,8 @@ from baton.grammar.book import GrammarBook
 from baton.prefill.service import PrefillService
 from baton.rpc.channels import Channels
 from baton.rpc.loop import Loop
-from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import Unpack
+from baton.transfer.peers import SenderConnection
 from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
 from baton.transfer.sender import KvSender
 from baton_loadtest.bench.engines import (
@@ -186,7 +186,7 @@ class _Decode:
             made.identity,
             loops[0].runner.layout,
             staging,
-            lambda peer: GrpcSenderConnection(channels.get(peer.address)),
+            lambda peer: SenderConnection(channels.get(peer.address)),
         )
         made.service = DecodeService(
             engine,

@@ -31,9 +31,9 @@ from baton.rpc.lifecycle import die_with_parent, new_instance_id
 from baton.rpc.options import INTERNAL_SERVER
 from baton.rpc.transport import bind
 from baton.testing.faults import FaultInjector, parse
-from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
+from baton.transfer.peers import SenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
 from baton.transfer.sender import KvSender, PendingTransfer
 from baton.transfer.staging import KvTransport, StagingBuffer, StagingPool
@@ -318,7 +318,7 @@ class GivingSide(Side):
         self.sender = KvSender(
             self.me, self.layout, self.staging, liveness=self.liveness, stats=self.stats
         )
-        add_HandoverServicer_to_server(HandoverServicer(self.sender), self.server)
+        add_HandoverServicer_to_server(self.sender, self.server)
         await self.server.start()
         self._offers: OrderedDict[str, PendingTransfer] = OrderedDict()
         self._computing: set[asyncio.Task[None]] = set()
@@ -383,7 +383,7 @@ class CollectingSide(Side):
             self.me,
             self.layout,
             self.staging,
-            lambda sender: GrpcSenderConnection(self.channels.get(sender.address)),
+            lambda sender: SenderConnection(self.channels.get(sender.address)),
             liveness=self.liveness,
             stats=self.stats,
         )

@@ -12,7 +12,7 @@ from baton.rpc import metrics
 from baton.rpc.config import load
 from baton.rpc.lifecycle import run
 from baton.rpc.server import Service
-from baton.transfer.grpc import GrpcSenderConnection
+from baton.transfer.peers import SenderConnection
 from baton.transfer.receiver import KvReceiver
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import decode_pb2_grpc
@@ -41,7 +41,7 @@ def serve(
             parts.identity,
             parts.runner.layout,
             parts.staging,
-            lambda sender: GrpcSenderConnection(parts.channels.get(sender.address, sender.role)),
+            lambda sender: SenderConnection(parts.channels.get(sender.address, sender.role)),
             stats=parts.stats,
         )
         receiver.start_probing(config.probe_interval_s)

@@ -1,9 +1,9 @@
 """The KV transport over NIXL and UCX.
 
-The agent sees the buffer ring and nothing else. Facts it is built around: a transfer cannot be
-timed out or aborted, so a handle is released only once its transfer is decided; a peer that was
-killed shows up as an exception or as an error status, a frozen one not at all; an agent is not
-thread-safe, so one thread makes all calls.
+The agent is given the staging pool and nothing else. It is built around these facts: a transfer
+cannot be timed out or aborted, so a handle is released only once its transfer has ended; a peer
+that was killed shows up as an exception or as an error status, a frozen one not at all; an agent is
+not thread-safe, so one thread makes all calls.
 
 NIXL's bindings are used without the Python class on top of them, for two reasons. That class fixes
 the progress thread's delay at 0, which makes the thread spin: a whole core per idle process, and
@@ -11,8 +11,8 @@ reads over TCP 16 times slower on a busy machine of two cores. With a delay the 
 UCX has an event. And that class's handles release themselves when they are collected as garbage,
 decided or not.
 
-UCX picks its ways among those that `baton.transfer.ucx` allows: between processes of one machine
-shared memory, where a read is done when `post` returns.
+UCX picks its transports among those that `baton.transfer.ucx` allows: between processes of one
+machine shared memory, where a read is done when `post` returns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def available() -> bool:
 
 
 class _Read:
-    """A posted read. state: the last one seen; a decided read is not asked again."""
+    """A posted read, and the last state seen; a read that has ended is not polled again."""
 
     __slots__ = ("handle", "state")
 
@@ -144,7 +144,7 @@ class NixlTransport:
         self._agent = self._region = None
 
     def _update(self, read: _Read, ask: Callable[[], Any]) -> None:
-        """A peer's death is told as an error status by some ways through UCX, raised by others."""
+        """With some transports of UCX a peer's death is a status, with others an exception."""
         try:
             read.state = self._states.get(ask(), ReadState.FAILED)
         except Exception:

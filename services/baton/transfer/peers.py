@@ -16,27 +16,116 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from baton.core.errors import BatonError, Incompatible, Unavailable
+import grpc
+
+from baton.core.errors import BatonError, Incompatible, Internal, Unavailable
 from baton.core.handover.fit import difference, refusal, short_name
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.failures import SteadyVerdict
+from baton.rpc.calls import abandon
 from baton.rpc.convert import identity_to_proto, layout_from_proto, layout_to_proto
-from baton.transfer.grpc import GrpcSenderConnection
+from baton.rpc.errors import from_rpc_error
 from baton.transfer.kv_chunk import DIGESTS
 from baton.transfer.staging import TransportError
 from baton.transfer.stats import HandoverStats
+from baton.transfer.stream import FAREWELL_S
 from baton.transfer.transports import Staging, TransferReader
 from baton.v1 import handover_pb2 as pb
+from baton.v1 import handover_pb2_grpc
 
 MEET_S = 10.0
 """Longest handshake, its probe included."""
 MAX_PEERS = 1024
 
-Connect = Callable[[WorkerIdentity], GrpcSenderConnection]
+MAX_INBOX = 256
+"""Messages of one stream that are read ahead."""
+
+Connect = Callable[[WorkerIdentity], "SenderConnection"]
 """How a receiver reaches a sender, one connection per sender."""
 
 log = logging.getLogger(__name__)
+
+
+class SenderConnection:
+    """Reaches one sender over a borrowed channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = handover_pb2_grpc.HandoverStub(channel)
+
+    async def meet(self, request: pb.MeetRequest) -> pb.MeetResponse:
+        """Raises Incompatible, Unavailable and whatever else the sender answers."""
+        try:
+            return await self._stub.Meet(request)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    def collect(self) -> CollectStream:
+        """Opens a Collect stream; what goes wrong shows when it is used."""
+        return CollectStream(self._stub.Collect())
+
+
+class CollectStream:
+    """The receiver's end of one stream, open from the start.
+
+    Iterating gives the sender's messages and ends, or raises Unavailable, when the stream does; it
+    may be abandoned and cancelled without ending the stream. A task reads ahead into a bounded
+    inbox, because gRPC cancels a call whose reader is cancelled.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._inbox: asyncio.Queue[pb.CollectResponse | BatonError | None] = asyncio.Queue(
+            MAX_INBOX
+        )
+        self._closing = False
+        self._reading = asyncio.create_task(self._read())
+
+    async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
+        while (message := await self._inbox.get()) is not None:
+            if isinstance(message, BatonError):
+                raise message
+            yield message
+
+    async def send(self, message: pb.CollectRequest) -> None:
+        """Raises Unavailable when the stream is broken."""
+        try:
+            await self._call.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            raise Unavailable("the sender left") from None
+
+    async def close(self) -> None:
+        """Ends our half, gives the sender a moment to end its own, then cancels. Idempotent."""
+        self._closing = True
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._call.done_writing()
+                await asyncio.wait([self._reading])
+        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+            # The sender is stuck or gone.
+            pass
+        finally:
+            await abandon(self._call)
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+
+    async def _read(self) -> None:
+        last: BatonError | None = None
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                await self._put(response)
+        except grpc.aio.AioRpcError as error:
+            last = from_rpc_error(error)
+            if isinstance(last, Internal):
+                # gRPC's own word for a stream that ended while we wrote. Senders report their
+                # faults in messages.
+                last = Unavailable("the sender left")
+        await self._put(last)
+
+    async def _put(self, message: pb.CollectResponse | BatonError | None) -> None:
+        if not self._closing:
+            await self._inbox.put(message)
 
 
 class ProbeOutcome(Enum):
@@ -59,7 +148,7 @@ class Peer:
     """Its answer to the handshake."""
     reader: TransferReader
     """Of the transport that both use."""
-    connection: GrpcSenderConnection
+    connection: SenderConnection
     users: int = 0
     suspect: bool = False
     """A read broke, or the sender is gone: it is removed once nothing uses it."""
@@ -281,7 +370,7 @@ class Peers:
         sender: WorkerIdentity,
         layout: KvLayout,
         meeting: pb.MeetResponse,
-        connection: GrpcSenderConnection,
+        connection: SenderConnection,
     ) -> Peer:
         """Adds the peer and collects a probe, so that the first KV chunk finds a way that works.
 

@@ -1,7 +1,7 @@
 """Gives KV away: what is on offer, which receiver may collect it, and one stream's work.
 
-The worker that computes KV calls `offer`; the gRPC servicer calls `meet` and `serve`. On a stream
-the sender announces, packs, seals, sends and releases. A buffer is taken for each KV chunk and is
+The worker that computes KV calls `offer`; receivers call Meet and Collect. On a stream the sender
+announces, packs, seals, sends and releases. A buffer is taken for each KV chunk and is
 ours again when the receiver confirms it, or when the stream ends. In the second case the receiver
 may still be reading the buffer. That is harmless: whatever it reads, the digest that it was sent
 belongs to the old contents, so a buffer in use again cannot verify.
@@ -14,6 +14,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import grpc
 
 from baton.core.errors import (
     BatonError,
@@ -75,6 +77,7 @@ from baton.transfer.stream import (
 )
 from baton.transfer.transports import Staging
 from baton.v1 import handover_pb2 as pb
+from baton.v1 import handover_pb2_grpc
 
 MAX_OFFERS = 4096
 MAX_EARLY_STREAMS = 256
@@ -346,8 +349,9 @@ class OutgoingTransfer:
         offer.changed.set()
 
 
-class KvSender:
-    """Gives KV away through one staging pool. Lives on the event loop."""
+class KvSender(handover_pb2_grpc.HandoverServicer):
+    """Gives KV away through one staging pool, and serves `baton.v1.Handover`. Lives on the event
+    loop."""
 
     def __init__(
         self,
@@ -482,6 +486,36 @@ class KvSender:
             await OutgoingTransfer(self, incoming, send).run()
         finally:
             self._streams.discard(task)
+
+    async def Meet(
+        self,
+        request: pb.MeetRequest,
+        context: grpc.aio.ServicerContext[pb.MeetRequest, pb.MeetResponse],
+    ) -> pb.MeetResponse:
+        return self.meet(request)
+
+    async def Collect(  # type: ignore[override]  # the stubs know handlers that yield only
+        self,
+        request_iterator: AsyncIterator[pb.CollectRequest],
+        context: grpc.aio.ServicerContext[pb.CollectRequest, pb.CollectResponse],
+    ) -> None:
+        async def incoming() -> AsyncIterator[pb.CollectRequest]:
+            try:
+                async for request in request_iterator:
+                    yield request
+            except BatonError:
+                raise
+            except Exception:
+                raise Unavailable("the receiver left") from None
+
+        async def send(message: pb.CollectResponse) -> None:
+            try:
+                await context.write(message)
+            except Exception:
+                # gRPC has several exceptions for a stream that is no more.
+                raise Unavailable("the receiver left") from None
+
+        await self.serve(incoming(), send)
 
     async def close(self) -> None:
         """Ends all hand-overs and waits until nothing packs and no stream runs."""

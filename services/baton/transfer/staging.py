@@ -34,8 +34,8 @@ MAX_WAITING = 4096
 class StagingBuffer:
     """A taken buffer. Whoever took it calls `release` exactly once.
 
-    view: the buffer's memory, buffer_bytes long. A transfer into it is bracketed by `lend` and
-    `settle`; in between, `release` leaves the buffer orphaned.
+    A transfer into it is bracketed by `lend` and `settle`; in between, `release` leaves the buffer
+    orphaned.
     """
 
     __slots__ = ("_ring", "_state", "index", "peer", "view")
@@ -43,7 +43,9 @@ class StagingBuffer:
     def __init__(self, ring: StagingPool, index: int, peer: str, view: memoryview) -> None:
         self._ring = ring
         self._state = follow_buffer(BufferState.FREE, BufferEvent.TAKE)
-        self.index, self.peer, self.view = index, peer, view
+        self.index, self.peer = index, peer
+        self.view = view
+        """The buffer's memory, buffer_bytes long."""
 
     def release(self) -> None:
         self._move(BufferEvent.RELEASE)
@@ -67,11 +69,6 @@ class StagingPool:
     The memory is an anonymous file (memfd) that cannot shrink: processes of the same machine may
     map it, and it is gone when the last of them is, however that one ended.
     No peer holds more than `share` buffers, so a slow one leaves room for the others.
-
-    exhausted_event: set once the ring is exhausted, and never cleared, even if buffers come back.
-    What watches it tells others to look elsewhere and ends the process; taking that back halfway
-    would draw work to a ring that has just been lost to its peers, and a restart, the only thing
-    that is sure to stop a transfer, costs seconds. no_orphaned: set while no buffer is orphaned.
     """
 
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
@@ -93,7 +90,12 @@ class StagingPool:
         self._free = deque(range(num_buffers))
         self._orphaned = 0
         self.exhausted_event = asyncio.Event()
+        """Set once the pool is exhausted, and never cleared, even if buffers come back. A worker
+        that sees it turns work away and ends; taking that back halfway would draw work to a pool
+        that has just been lost to its peers, and a restart, the only thing that is sure to stop a
+        transfer, costs seconds."""
         self.no_orphaned = asyncio.Event()
+        """Set while no buffer is orphaned."""
         self.no_orphaned.set()
         self._held_by: Counter[str] = Counter()
         self._waiting: deque[tuple[str, asyncio.Future[StagingBuffer]]] = deque()
@@ -153,12 +155,12 @@ class StagingPool:
                 self._waiting.remove(entry)
 
     def close(self) -> None:
-        """Lets go of the memory. Only when no transfer can touch it any more; idempotent."""
+        """Unmaps the memory. Only when no transfer can touch it any more; idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
-        # The mapping goes with the last view of it, which somebody may still hold.
+        # The mapping goes with the last view of it, which may still be held.
         self._views.clear()
         del self._memory
 
@@ -194,7 +196,7 @@ class StagingPool:
 
 
 class TransportError(Exception):
-    """The transport cannot do what was asked: unknown or unreachable peer, out of range."""
+    """An unknown or unreachable peer, a read out of range, or a transport that does not start."""
 
 
 class ReadState(Enum):
@@ -204,18 +206,18 @@ class ReadState(Enum):
 
 
 class KvTransport(Protocol):
-    """Moves bytes between two rings. Handles are opaque and owned by whoever posted."""
+    """Moves bytes between two pools. Handles are opaque and owned by whoever posted."""
 
     @property
     def name(self) -> str: ...
 
     def metadata(self) -> bytes:
-        """What a peer needs to reach our ring; opaque, of this machine and process start."""
+        """What a peer needs to reach our pool; opaque, of this machine and process start."""
 
     def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
-        """Makes a peer's ring reachable. Raises TransportError; then nothing is left behind.
+        """Makes a peer's pool reachable. Raises TransportError; then nothing is left behind.
 
-        Our own ring is reached under our own name, the instance id.
+        Our own pool is reached under our own name, the instance id.
         """
 
     def remove_peer(self, peer: str) -> None:
@@ -231,13 +233,13 @@ class KvTransport(Protocol):
         """Where a posted read stands. Once DONE or FAILED it stays so."""
 
     def release(self, handle: object) -> None:
-        """Frees a handle. Only after `poll` said DONE or FAILED.
+        """Frees a handle. Only after `poll` returned DONE or FAILED.
 
         Raises TransportError when the buffer may not be reused yet; then it is to be called again.
         """
 
     def close(self) -> None:
-        """Lets go of the ring. Only when no read is running; idempotent."""
+        """Closes the transport. Only when no read is running; idempotent."""
 
 
 def check_range(

@@ -40,22 +40,22 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _InFlight:
-    """One posted read. buffer stays lent until the transport has released the handle."""
+    """One posted read."""
 
     peer: str
     handle: object
     buffer: StagingBuffer
+    """Stays lent until the transport has released the handle."""
     done: asyncio.Future[bool]
+    """Whether it succeeded."""
     state: ReadState = ReadState.RUNNING
 
 
 class TransferReader:
-    """The awaitable face of one KvTransport. Made, used and closed on one event loop.
-
-    make: builds the transport; it runs on the reader's thread, as every later call does.
-    """
+    """Awaitable reads through one KvTransport. Made, used and closed on one event loop."""
 
     def __init__(self, make: Callable[[], KvTransport]) -> None:
+        """make: builds the transport, on the reader's thread, as every later call is made."""
         self._make = make
         # Not a SimpleQueue: its `get` may wait for ever when its thread is held up for longer than
         # the timeout (CPython 3.11; on busy cores after some 1500 naps of 20 microseconds).
@@ -105,8 +105,8 @@ class TransferReader:
         throughout.
 
         Raises TransportError, also when it took longer than timeout_s. After that, or when
-        cancelled, the transfer may still run: the caller releases the buffer as usual and it stays
-        in orphaned until the transfer has ended.
+        cancelled, the transfer may still run: the caller releases the buffer as usual, and it stays
+        orphaned until the transfer has ended.
         """
         done: asyncio.Future[bool] = self._loop.create_future()
         buffer.lend()
@@ -120,10 +120,10 @@ class TransferReader:
             raise TransportError("the read failed")
 
     async def close(self) -> None:
-        """Stops the thread. Memory that a read orphaned may still write to must stay mapped.
+        """Stops the thread. Memory that an orphaned read may still write to must stay mapped.
 
-        Returns once the transport has let go of the ring, or at once when orphaned forbids that;
-        then only the end of the process frees what is left. Idempotent.
+        Returns once the transport is closed, or at once when an orphaned read forbids that; then
+        only the end of the process frees what is left. Idempotent.
         """
         if not self._closing:
             self._closing = True
@@ -151,9 +151,9 @@ class TransferReader:
             try:
                 value = work()
             except Exception as error:
-                self._tell(_resolve, result, error, None)
+                self._call_back(_resolve, result, error, None)
             else:
-                self._tell(_resolve, result, None, value)
+                self._call_back(_resolve, result, None, value)
 
         self._commands.put(run)
         return await result
@@ -187,7 +187,7 @@ class TransferReader:
                 raise TransportError("unknown peer")
             handle = self._transport.post(peer, remote_buffer, buffer.index, num_bytes)
         except TransportError:
-            self._tell(_settle, buffer, done, False)
+            self._call_back(_settle, buffer, done, False)
             return
         self._in_flight.append(_InFlight(peer, handle, buffer, done))
 
@@ -199,7 +199,7 @@ class TransferReader:
             if read.state is ReadState.RUNNING or not self._released(read):
                 still.append(read)
             else:
-                self._tell(_settle, read.buffer, read.done, read.state is ReadState.DONE)
+                self._call_back(_settle, read.buffer, read.done, read.state is ReadState.DONE)
         if len(still) != len(self._in_flight):
             self._in_flight = still
             self._remove_left()
@@ -222,8 +222,8 @@ class TransferReader:
         if self._built is not None and not self._in_flight:
             self._built.close()
 
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        # The loop may be closed already when a read orphaned ends late.
+    def _call_back(self, function: Callable[..., None], *arguments: object) -> None:
+        # The loop may be closed already when an orphaned read ends late.
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -251,11 +251,7 @@ log = logging.getLogger(__name__)
 
 
 class Staging:
-    """One ring and its readers by transport name, best first. ucx: how NIXL may move KV.
-
-    quiet: False once closed with a transfer orphaned, which may still write into the ring. Then
-    nothing of it may be torn down any more: the process has to end without going through that.
-    """
+    """One staging pool and its readers by transport name, best first."""
 
     def __init__(
         self,
@@ -266,9 +262,14 @@ class Staging:
         named: bool = True,
         faults: Faults = NO_FAULTS,
     ) -> None:
-        """named: each transport was asked for by name, so that none may be missing."""
-        self.ring, self.readers, self.ucx, self.faults = ring, readers, ucx, faults
-        self.quiet, self._named = True, named
+        """named: the operator named each transport, so that none may be missing."""
+        self.ring, self.readers, self.faults = ring, readers, faults
+        self.ucx = ucx
+        """How NIXL may move KV."""
+        self.quiet = True
+        """False once closed with an orphaned transfer, which may still write into the pool. Then
+        nothing of it may be torn down any more: the process has to end without that."""
+        self._named = named
 
     @classmethod
     async def open(
@@ -281,7 +282,7 @@ class Staging:
         ucx: Ucx | None = None,
         faults: Faults = NO_FAULTS,
     ) -> Staging:
-        """Allocates the ring and starts the transports.
+        """Allocates the pool and starts the transports.
 
         transport: nixl, loopback, or auto (both, NIXL first, which may be missing). ucx: None stays
         on this machine. Raises Unavailable when the transport that was named cannot be started,
@@ -317,7 +318,7 @@ class Staging:
     async def give_up(self, name: str, why: str) -> None:
         """Goes on without a transport that does not work.
 
-        Raises Unavailable when it was asked for by name, or is the last one.
+        Raises Unavailable when the operator named it, or it is the last one.
         """
         if self._named or len(self.readers) == 1:
             raise Unavailable(f"the KV transport {name} does not work here: {why}")
@@ -327,7 +328,7 @@ class Staging:
         await reader.close()
 
     async def close(self) -> None:
-        """Stops the transports and unmaps the ring, unless a transfer orphaned may still write."""
+        """Stops the transports and unmaps the pool, unless an orphaned transfer may still write."""
         for reader in self.readers.values():
             self.quiet = self.quiet and reader.idle
             await reader.close()

@@ -1,8 +1,10 @@
-"""Which ways UCX may take to move KV, and the environment that tells it; loads nothing.
+"""Which transports of UCX may move KV, and the environment variables that choose them.
+
+Neither NIXL nor UCX is loaded here.
 
 UCX authenticates nobody and encrypts nothing. Where it emulates a read in software, as over TCP, it
-serves whatever address it is asked for, in the whole process and not in the buffers alone; and a
-key of RDMA is no secret either. So whatever can be reached from another machine is used only where
+serves any address of the whole process, not of the buffers alone; and a key of RDMA is no secret
+either. So whatever can be reached from another machine is used only where
 the operator has declared the network that KV moves on. Shared memory needs no declaration: who may
 attach to it, a process of the same user, may read the process anyway.
 """
@@ -19,7 +21,7 @@ from baton.transfer.kv_chunk import BLAKE2B, XXH3
 
 
 class KvNetwork(Enum):
-    """What the operator says of the network between workers."""
+    """What the operator declares of the network between workers."""
 
     LOCAL = "local"
     """KV stays on this machine."""
@@ -39,65 +41,41 @@ class KvNetwork(Enum):
         return (BLAKE2B,) if self is KvNetwork.ISOLATED else (XXH3, BLAKE2B)
 
 
-_MACHINE = frozenset(
-    [
-        "self",
-        "posix",
-        "sysv",
-        "xpmem",
-        "knem",
-        "cma",
-        "cuda_copy",
-        "gdr_copy",
-        "rocm_copy",
-        "rocm_ipc",
-        "rocm_gdr",
-        "ze_copy",
-        "ze_ipc",
-        "ze_gdr",
-    ]
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MACHINE = _names(
+    "self posix sysv xpmem knem cma cuda_copy gdr_copy rocm_copy rocm_ipc rocm_gdr "
+    "ze_copy ze_ipc ze_gdr"
 )
 # cuda_ipc crosses machines within an NVLink domain.
-_BEYOND = frozenset(
-    [
-        "tcp",
-        "rc_verbs",
-        "rc_mlx5",
-        "rc_gda",
-        "ud_verbs",
-        "ud_mlx5",
-        "dc_mlx5",
-        "gga_mlx5",
-        "srd",
-        "cuda_ipc",
-        "ugni_smsg",
-        "ugni_rdma",
-        "ugni_udt",
-        "gaudi_gdr",
-    ]
+_BEYOND = _names(
+    "tcp rc_verbs rc_mlx5 rc_gda ud_verbs ud_mlx5 dc_mlx5 gga_mlx5 srd cuda_ipc "
+    "ugni_smsg ugni_rdma ugni_udt gaudi_gdr"
 )
 _ALL = _MACHINE | _BEYOND
-_ALIASES: dict[str, frozenset[str]] = {
-    "all": _ALL,
-    **dict.fromkeys(("sm", "shm"), frozenset(["posix", "sysv", "xpmem", "knem", "cma"])),
-    "mm": frozenset(["posix", "sysv", "xpmem"]),
-    "ib": frozenset(
-        ["rc_verbs", "ud_verbs", "rc_mlx5", "ud_mlx5", "dc_mlx5", "gga_mlx5", "srd", "rc_gda"]
-    ),
-    "rc": frozenset(["rc_verbs", "rc_mlx5", "ud_verbs", "ud_mlx5"]),
-    "rc_v": frozenset(["rc_verbs", "ud_verbs"]),
-    "rc_x": frozenset(["rc_mlx5", "ud_mlx5"]),
-    "ud": frozenset(["ud_verbs", "ud_mlx5"]),
-    "ud_v": frozenset({"ud_verbs"}),
-    "ud_x": frozenset({"ud_mlx5"}),
-    **dict.fromkeys(("dc", "dc_x"), frozenset(["dc_mlx5", "ud_mlx5"])),
-    "gga": frozenset({"gga_mlx5"}),
-    "ugni": frozenset(["ugni_smsg", "ugni_rdma", "ugni_udt"]),
-    "cuda": frozenset(["cuda_copy", "cuda_ipc", "gdr_copy"]),
-    "rocm": frozenset(["rocm_copy", "rocm_ipc", "rocm_gdr"]),
-    "ze": frozenset(["ze_copy", "ze_ipc", "ze_gdr"]),
-    "gaudi": frozenset({"gaudi_gdr"}),
+_SHORT = {
+    "sm": "posix sysv xpmem knem cma",
+    "shm": "posix sysv xpmem knem cma",
+    "mm": "posix sysv xpmem",
+    "ib": "rc_verbs ud_verbs rc_mlx5 ud_mlx5 dc_mlx5 gga_mlx5 srd rc_gda",
+    "rc": "rc_verbs rc_mlx5 ud_verbs ud_mlx5",
+    "rc_v": "rc_verbs ud_verbs",
+    "rc_x": "rc_mlx5 ud_mlx5",
+    "ud": "ud_verbs ud_mlx5",
+    "ud_v": "ud_verbs",
+    "ud_x": "ud_mlx5",
+    "dc": "dc_mlx5 ud_mlx5",
+    "dc_x": "dc_mlx5 ud_mlx5",
+    "gga": "gga_mlx5",
+    "ugni": "ugni_smsg ugni_rdma ugni_udt",
+    "cuda": "cuda_copy cuda_ipc gdr_copy",
+    "rocm": "rocm_copy rocm_ipc rocm_gdr",
+    "ze": "ze_copy ze_ipc ze_gdr",
+    "gaudi": "gaudi_gdr",
 }
+_ALIASES = {"all": _ALL, **{name: _names(of) for name, of in _SHORT.items()}}
 """As UCX documents UCX_TLS, with what it uses to connect."""
 
 _OWN_CHOICE = {
@@ -109,18 +87,17 @@ _OWN_CHOICE = {
 
 @dataclass(frozen=True, slots=True)
 class Ucx:
-    """How UCX may move KV. Made by `choose`.
-
-    transports: as UCX_TLS names them. devices: as UCX_NET_DEVICES does; empty: any.
-    """
+    """How UCX may move KV. Made by `choose`."""
 
     network: KvNetwork = KvNetwork.LOCAL
     transports: tuple[str, ...] = _OWN_CHOICE[KvNetwork.LOCAL]
+    """As UCX_TLS names them."""
     devices: tuple[str, ...] = ()
+    """As UCX_NET_DEVICES names them; empty: any."""
 
     @property
     def error_handling(self) -> str:
-        """UCX's word for how a peer's death is found out.
+        """UCX's name of the way in which a peer's death is found out.
 
         Its shared memory does not do it in UCX's way, "peer", so that UCX would ask for TCP beside
         it; but a read of a dead process's memory fails at once, which is all that is needed.
@@ -128,7 +105,7 @@ class Ucx:
         return "peer" if expand(self.transports, "") & _BEYOND else "none"
 
     def apply(self) -> None:
-        """Tells UCX. To be called before NIXL is loaded; the one place that does."""
+        """Sets UCX's environment variables. To be called before NIXL is loaded, and only here."""
         os.environ["UCX_TLS"] = ",".join(self.transports)
         if self.devices:
             os.environ["UCX_NET_DEVICES"] = ",".join(self.devices)
@@ -144,7 +121,7 @@ def choose(
     devices: Sequence[str] = (),
     inherited: str | None = None,
 ) -> Ucx:
-    """What UCX is told: the operator's transports, else those inherited, else our own choice.
+    """The operator's transports, else those inherited, else our own choice.
 
     transports, devices: of the options ucx_transports and ucx_devices. inherited: UCX_TLS as it is
     in the environment. Raises InvalidArgument for what is not known or not declared.
@@ -172,7 +149,7 @@ def choose(
 
 
 def inherited() -> str | None:
-    """UCX_TLS as this process was started with."""
+    """UCX_TLS as it was when this process started."""
     return os.environ.get("UCX_TLS")
 
 

@@ -45,7 +45,6 @@ from baton.rpc.model_folder import special_tokens
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
-from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
 from baton.transfer.staging import NO_FAULTS, Faults, StagingPool
 from baton.transfer.stats import HandoverStats
@@ -245,7 +244,6 @@ async def run_worker(
         await fitness.prove()
         given = stats if side == "sender" else HandoverStats()
         sender = KvSender(identity, runner.layout, staging, stats=given)
-        handover = HandoverServicer(sender)
         service, served = make_service(
             WorkerParts(
                 engine, runner, identity, staging, stats, sender, channels, grammars, tracer
@@ -269,7 +267,7 @@ async def run_worker(
                 served,
                 Service(
                     "baton.v1.Handover",
-                    lambda server: add_HandoverServicer_to_server(handover, server),
+                    lambda server: add_HandoverServicer_to_server(sender, server),
                 ),
                 worker_service(lambda: description, report.worker_load, cache, service.use_through),
             ],

@@ -35,7 +35,7 @@ from baton.rpc.convert import attempt_to_proto
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import OFF, Tracer
 from baton.testing.fake_runner import FakeRunner
-from baton.transfer.grpc import GrpcSenderConnection, HandoverServicer
+from baton.transfer.peers import SenderConnection
 from baton.transfer.receiver import KvReceiver
 from baton.transfer.sender import KvSender
 from baton.transfer.stats import HandoverStats
@@ -271,15 +271,12 @@ async def pair(
         )
         services["prefill"] = prefilling
         ends.push_async_callback(prefilling.close)
-        servicer, handover = (
-            PrefillServicer(prefilling, identity.instance_id),
-            HandoverServicer(sender),
-        )
+        servicer = PrefillServicer(prefilling, identity.instance_id)
         server, channel = await _serve(
             ends,
             identity,
             lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, s),
-            lambda s: handover_pb2_grpc.add_HandoverServicer_to_server(handover, s),
+            lambda s: handover_pb2_grpc.add_HandoverServicer_to_server(sender, s),
         )
         prefill = Worker(identity, prefill_runner, pool, engine, staging, given, server, channel)
 
@@ -288,7 +285,7 @@ async def pair(
             identity,
             decode_runner.layout,
             staging,
-            lambda peer: GrpcSenderConnection(channels.get(peer.address)),
+            lambda peer: SenderConnection(channels.get(peer.address)),
             stats=taken,
         )
         departing = KvSender(identity, decode_runner.layout, staging, limits=limits)
@@ -304,12 +301,11 @@ async def pair(
         services["decode"] = decoding
         ends.push_async_callback(decoding.close)
         sessions = DecodeServicer(decoding, engine, identity)
-        leaving = HandoverServicer(departing)
         server, channel = await _serve(
             ends,
             identity,
             lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(sessions, s),
-            lambda s: handover_pb2_grpc.add_HandoverServicer_to_server(leaving, s),
+            lambda s: handover_pb2_grpc.add_HandoverServicer_to_server(departing, s),
         )
         decode = Worker(identity, decode_runner, pool, engine, staging, taken, server, channel)
         world = Pair(

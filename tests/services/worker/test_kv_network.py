@@ -14,8 +14,8 @@ from baton.core.errors import Incompatible, InvalidArgument
 from baton.rpc.address import is_loopback
 from baton.rpc.convert import identity_to_proto, layout_to_proto
 from baton.testing.fake_runner import FakeRunner
-from baton.transfer.grpc import GrpcSenderConnection
 from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton.transfer.peers import SenderConnection
 from baton.transfer.ucx import KvNetwork, Ucx, choose
 from baton.v1 import handover_pb2 as pb
 from baton.worker.options import WorkerOptions
@@ -48,7 +48,7 @@ async def meeting_with(sender: Process) -> pb.MeetResponse:
         transports=("nixl", "loopback"),
         sender_instance_id=sender.identity.instance_id,
     )
-    return await GrpcSenderConnection(sender.channel).meet(request)
+    return await SenderConnection(sender.channel).meet(request)
 
 
 def beyond_loopback(process: Process) -> list[str]:

@@ -12,7 +12,6 @@ from baton.rpc.lifecycle import new_instance_id, run_until_stopped
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import worker_service
-from baton.transfer.grpc import HandoverServicer
 from baton.transfer.sender import KvSender
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import Ucx
@@ -43,7 +42,6 @@ async def listen(
         ends.push_async_callback(staging.close)
         sender = KvSender(me, LAYOUT, staging)
         ends.push_async_callback(sender.close)
-        servicer = HandoverServicer(sender)
         description = WorkerDescription(me, layout=LAYOUT, transports=staging.names)
         load = WorkerLoad(WorkerState.SERVING)
         server = ProcessServer(
@@ -51,7 +49,7 @@ async def listen(
             services=[
                 Service(
                     "baton.v1.Handover",
-                    lambda server: add_HandoverServicer_to_server(servicer, server),
+                    lambda server: add_HandoverServicer_to_server(sender, server),
                 ),
                 worker_service(lambda: description, lambda: load),
             ],

@@ -31,8 +31,8 @@ from baton.rpc.lifecycle import die_with_parent, new_instance_id
 from baton.rpc.peer_token import VARIABLE
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
-from baton.transfer.grpc import GrpcCollectStream, GrpcSenderConnection
 from baton.transfer.kv_chunk import HEADER_BYTES, PROBE_S, made_up, positions_per_kv_chunk
+from baton.transfer.peers import CollectStream, SenderConnection
 from baton.transfer.receiver import KvReceiver, TransferRequest
 from baton.transfer.staging import StagingPool, TransportError
 from baton.transfer.transports import Staging
@@ -49,7 +49,7 @@ AT_ONCE = 4
 SIZES = (64 << 10, 1 << 20, 4 << 20)
 
 
-class Watched(GrpcSenderConnection):
+class Watched(SenderConnection):
     """The real connection; notes by which transport the two met and where a probe lies."""
 
     transport = ""
@@ -60,12 +60,12 @@ class Watched(GrpcSenderConnection):
         self.transport = meeting.transport
         return meeting
 
-    def collect(self) -> GrpcCollectStream:
+    def collect(self) -> CollectStream:
         return _WatchedStream(super().collect(), self)
 
 
-class _WatchedStream(GrpcCollectStream):
-    def __init__(self, stream: GrpcCollectStream, watched: Watched) -> None:
+class _WatchedStream(CollectStream):
+    def __init__(self, stream: CollectStream, watched: Watched) -> None:
         self._stream, self._watched = stream, watched
 
     async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:

@@ -1,7 +1,7 @@
-"""The hand-over as one table and two counters-keeping sides.
+"""The states of a hand-over as one table, and the counters of its two sides.
 
-A hand-over moves the KV of one input from a sender to a receiver. Both sides walk the same road,
-each in its own states, told by messages on one FIFO stream whose end is the end of the hand-over:
+A hand-over moves the KV of one input from a sender to a receiver. Each side has states of its own,
+which follow the messages of one FIFO stream; the end of the stream is the end of the hand-over:
 
     sender       OFFERED ── OPENED ── ANNOUNCED ── GIVING ── GIVEN ── COMPLETED
                               │          │  └──── REFUSED (the receiver is full)
@@ -9,15 +9,15 @@ each in its own states, told by messages on one FIFO stream whose end is the end
                                          └──── FULL
 
 From every state that is not an end, CANCEL (our own side gives up), PEER_FAILED (the other side
-said so), PEER_LOST (the stream broke or fell silent) and DEADLINE lead to FAILED, so whatever
-happens, both sides end. `LIMITS` says for each state whom it waits for and for how long; PROGRESS
+gave up), PEER_LOST (the stream broke or fell silent) and DEADLINE lead to FAILED, so whatever
+happens, both sides end. `LIMITS` names for each state whom it waits for and for how long; PROGRESS
 is the one event that stays in its state and starts that state's time again. On top of these, the
 whole hand-over has a deadline of its own, which the worker that runs it sets.
 
-Three rules carry the safety, and the tests explore every interleaving for them:
+Safety rests on three rules, and the tests explore every interleaving for them:
 - A KV chunk is made only from positions that are finished, not cached by the receiver, and against
   a credit; a credit is given only against finished positions and a landing buffer that is held.
-- KV chunks follow each other without gap or overlap, so the counters below say it all.
+- KV chunks follow each other without gap or overlap, so the counters below are the whole state.
 - After its end a side makes no KV chunk and gives no credit.
 
 A Collect stream may overtake the offer it asks for. It then waits for `EARLY_STREAM_S`, before
@@ -78,62 +78,37 @@ class HandoverEvent(Enum):
 
 _G, _C, _E = SenderState, ReceiverState, HandoverEvent
 
-TRANSITIONS: Mapping[tuple[State, HandoverEvent], State] = {
-    (_G.OFFERED, _E.OPEN): _G.OPENED,
-    (_G.OFFERED, _E.CANCEL): _G.FAILED,
-    (_G.OFFERED, _E.PEER_FAILED): _G.FAILED,
-    (_G.OFFERED, _E.PEER_LOST): _G.FAILED,
-    (_G.OFFERED, _E.DEADLINE): _G.FAILED,
-    (_G.OPENED, _E.ANNOUNCE): _G.ANNOUNCED,
-    (_G.OPENED, _E.CANCEL): _G.FAILED,
-    (_G.OPENED, _E.PEER_FAILED): _G.FAILED,
-    (_G.OPENED, _E.PEER_LOST): _G.FAILED,
-    (_G.OPENED, _E.DEADLINE): _G.FAILED,
-    (_G.ANNOUNCED, _E.GRANT): _G.GIVING,
-    (_G.ANNOUNCED, _E.FULL): _G.REFUSED,
-    (_G.ANNOUNCED, _E.CANCEL): _G.FAILED,
-    (_G.ANNOUNCED, _E.PEER_FAILED): _G.FAILED,
-    (_G.ANNOUNCED, _E.PEER_LOST): _G.FAILED,
-    (_G.ANNOUNCED, _E.DEADLINE): _G.FAILED,
-    (_G.GIVING, _E.PROGRESS): _G.GIVING,
-    (_G.GIVING, _E.ALL_GIVEN): _G.GIVEN,
-    (_G.GIVING, _E.CANCEL): _G.FAILED,
-    (_G.GIVING, _E.PEER_FAILED): _G.FAILED,
-    (_G.GIVING, _E.PEER_LOST): _G.FAILED,
-    (_G.GIVING, _E.DEADLINE): _G.FAILED,
-    (_G.GIVEN, _E.COMPLETE): _G.COMPLETED,
-    (_G.GIVEN, _E.CANCEL): _G.FAILED,
-    (_G.GIVEN, _E.PEER_FAILED): _G.FAILED,
-    (_G.GIVEN, _E.PEER_LOST): _G.FAILED,
-    (_G.GIVEN, _E.DEADLINE): _G.FAILED,
-    (_C.OPENING, _E.ANNOUNCE): _C.RESERVING,
-    (_C.OPENING, _E.CANCEL): _C.FAILED,
-    (_C.OPENING, _E.PEER_FAILED): _C.FAILED,
-    (_C.OPENING, _E.PEER_LOST): _C.FAILED,
-    (_C.OPENING, _E.DEADLINE): _C.FAILED,
-    (_C.RESERVING, _E.GRANT): _C.TAKING,
-    (_C.RESERVING, _E.FULL): _C.FULL,
-    (_C.RESERVING, _E.CANCEL): _C.FAILED,
-    (_C.RESERVING, _E.PEER_FAILED): _C.FAILED,
-    (_C.RESERVING, _E.PEER_LOST): _C.FAILED,
-    (_C.RESERVING, _E.DEADLINE): _C.FAILED,
-    (_C.TAKING, _E.PROGRESS): _C.TAKING,
-    (_C.TAKING, _E.COMPLETE): _C.COMPLETED,
-    (_C.TAKING, _E.CANCEL): _C.FAILED,
-    (_C.TAKING, _E.PEER_FAILED): _C.FAILED,
-    (_C.TAKING, _E.PEER_LOST): _C.FAILED,
-    (_C.TAKING, _E.DEADLINE): _C.FAILED,
-}
-
 ENDS: frozenset[State] = frozenset(
     {_G.COMPLETED, _G.REFUSED, _G.FAILED, _C.COMPLETED, _C.FULL, _C.FAILED}
 )
 
+TRANSITIONS: Mapping[tuple[State, HandoverEvent], State] = {
+    (_G.OFFERED, _E.OPEN): _G.OPENED,
+    (_G.OPENED, _E.ANNOUNCE): _G.ANNOUNCED,
+    (_G.ANNOUNCED, _E.GRANT): _G.GIVING,
+    (_G.ANNOUNCED, _E.FULL): _G.REFUSED,
+    (_G.GIVING, _E.PROGRESS): _G.GIVING,
+    (_G.GIVING, _E.ALL_GIVEN): _G.GIVEN,
+    (_G.GIVEN, _E.COMPLETE): _G.COMPLETED,
+    (_C.OPENING, _E.ANNOUNCE): _C.RESERVING,
+    (_C.RESERVING, _E.GRANT): _C.TAKING,
+    (_C.RESERVING, _E.FULL): _C.FULL,
+    (_C.TAKING, _E.PROGRESS): _C.TAKING,
+    (_C.TAKING, _E.COMPLETE): _C.COMPLETED,
+    **{
+        (state, event): type(state)["FAILED"]
+        for state in (*SenderState, *ReceiverState)
+        if state not in ENDS
+        for event in (_E.CANCEL, _E.PEER_FAILED, _E.PEER_LOST, _E.DEADLINE)
+    },
+}
+
 
 class StateLimit(NamedTuple):
-    """Whom a state waits for, and for how many seconds at most."""
+    """How long a state may last."""
 
     owner: str
+    """Whom it waits for, and what for."""
     seconds: float
 
 
@@ -159,32 +134,39 @@ def follow(state: State, event: HandoverEvent) -> State:
 
 @dataclass(frozen=True, slots=True)
 class KvChunkRange:
-    """The positions that one KV chunk carries, and the KV chunk's number."""
+    """The positions that one KV chunk carries."""
 
     index: int
+    """The KV chunk's number in the hand-over."""
     first_position: int
     num_positions: int
 
 
 @dataclass(slots=True)
 class SenderSide:
-    """What the sender knows of one hand-over. Methods are named after what was heard or done.
+    """The sender's state of one hand-over. A method is called for each thing received or done.
 
-    finished: positions told as computed. next_position: first one that no KV chunk carries yet.
-    outstanding: KV chunks that were sent and not confirmed. Peer faults raise
-    HandoverFailed and leave the state as it was; the driver then calls `end`.
+    Faults of the peer raise HandoverFailed and leave the state as it was; the caller then calls
+    `end`.
     """
 
     num_positions: int
+    """Of the input."""
     state: State = SenderState.OFFERED
     positions_per_kv_chunk: int = 0
     finished: int = 0
+    """Positions below this one are computed, and the receiver was sent so."""
     next_position: int = 0
+    """The first one that no KV chunk carries yet."""
     next_index: int = 0
+    """Of the next KV chunk."""
     credits: int = 0
+    """KV chunks that the receiver has landing buffers for and that were not made yet."""
     outstanding: set[int] = field(default_factory=set)
+    """KV chunks that were sent and not confirmed."""
     num_sent: int = 0
-    told_tokens: bool = False
+    """KV chunks that were sent."""
+    sent_tokens: bool = False
 
     @property
     def ended(self) -> bool:
@@ -192,12 +174,12 @@ class SenderSide:
 
     @property
     def wants_tokens(self) -> bool:
-        """Every KV chunk was sent: token 0 may be told, which is the sender's last word."""
+        """Every KV chunk was sent: token 0 may follow, which is the sender's last message."""
         return (
             self.state is SenderState.GIVING
             and self.next_position == self.num_positions
             and self.num_sent == self.next_index
-            and not self.told_tokens
+            and not self.sent_tokens
         )
 
     def opened(self, positions_per_kv_chunk: int) -> None:
@@ -220,7 +202,7 @@ class SenderSide:
         self.state = follow(self.state, HandoverEvent.FULL)
 
     def advanced(self, finished: int) -> bool:
-        """Our engine computed up to `finished`. True when the receiver has to be told."""
+        """Our engine computed up to `finished`. True when the receiver has to be sent so."""
         if self.state is not SenderState.GIVING or finished <= self.finished:
             return False
         self.state = follow(self.state, HandoverEvent.PROGRESS)
@@ -254,7 +236,7 @@ class SenderSide:
         return chunk
 
     def sent(self, index: int) -> None:
-        """The KV chunk is sealed in its buffer and is being told."""
+        """The KV chunk is sealed in its buffer and is being announced."""
         self.state = follow(self.state, HandoverEvent.PROGRESS)
         self.num_sent += 1
         self.outstanding.add(index)
@@ -268,10 +250,10 @@ class SenderSide:
         self._check_given()
 
     def tokens(self) -> None:
-        """Token 0 is being told. Raises HandoverFailed unless `wants_tokens`."""
+        """Token 0 is being sent. Raises HandoverFailed unless `wants_tokens`."""
         if not self.wants_tokens:
             raise HandoverFailed("token 0 was told before the last KV chunk, or twice")
-        self.told_tokens = True
+        self.sent_tokens = True
         self._check_given()
 
     def completed(self) -> None:
@@ -283,26 +265,28 @@ class SenderSide:
             self.state = follow(self.state, event)
 
     def _check_given(self) -> None:
-        if self.told_tokens and not self.outstanding:
+        if self.sent_tokens and not self.outstanding:
             self.state = follow(self.state, HandoverEvent.ALL_GIVEN)
 
 
 @dataclass(slots=True)
 class ReceiverSide:
-    """What the receiver knows of one hand-over.
-
-    finished: positions told as computed. next_position: first one that no KV chunk carried yet.
-    credits: given and not used. landing: KV chunks on their way into our blocks.
-    """
+    """The receiver's state of one hand-over. A method is called for each thing received or done."""
 
     num_positions: int
+    """Of the input."""
     positions_per_kv_chunk: int
     state: State = ReceiverState.OPENING
     finished: int = 0
+    """Positions below this one are computed, as far as the sender has sent."""
     next_position: int = 0
+    """The first one that no KV chunk carried yet."""
     next_index: int = 0
+    """Of the next KV chunk."""
     credits: int = 0
+    """Credits that were given and not used."""
     landing: set[int] = field(default_factory=set)
+    """KV chunks on their way into our blocks."""
     has_tokens: bool = False
 
     @property
