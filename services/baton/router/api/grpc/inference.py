@@ -9,7 +9,6 @@ import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, from_reason
 from baton.core.observe.stages import StageTimes
-from baton.core.request.model import ModelDescription
 from baton.core.request.request import (
     Accepted,
     ChatPrompt,
@@ -36,10 +35,10 @@ from baton.rpc.errors import with_hint
 from baton.rpc.server import Service
 from baton.rpc.tracing import context_of
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
+from baton.v1 import inference_pb2_grpc, types_pb2
 
-Asked = TypeVar("Asked", pb.GenerateRequest, pb.ChatRequest)
-Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
+RequestMessage = TypeVar("RequestMessage", pb.GenerateRequest, pb.ChatRequest)
+ResponseMessage = TypeVar("ResponseMessage", pb.GenerateResponse, pb.ChatResponse)
 
 
 SERVICE = "baton.v1.Inference"
@@ -53,7 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._stall_timeout_s = stall_timeout_s
 
     def service(self) -> Service:
-        """Ready to be given to a ProcessServer."""
+        """For a ProcessServer."""
         return Service(
             SERVICE, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         )
@@ -77,17 +76,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
-        return models_to_proto(self._pipeline.models())
+        models = self._pipeline.models()
+        return pb.ListModelsResponse(models=[model_to_proto(model) for model in models])
 
     async def _answer(
         self,
-        message: Asked,
-        read: Callable[[Asked, float | None], Request],
-        new: Callable[[], Response],
-        context: grpc.aio.ServicerContext[Asked, Response],
+        message: RequestMessage,
+        read: Callable[[RequestMessage, float | None], Request],
+        new: Callable[[], ResponseMessage],
+        context: grpc.aio.ServicerContext[RequestMessage, ResponseMessage],
     ) -> None:
         tenant = caller(context)
-        # The message is in memory already: what is held is room for its encoding.
+        # The message is in memory already: the room is for its encoding.
         holding = self._pipeline.receive(tenant, message.ByteSize())
         try:
             self._pipeline.turn_away(tenant, message.options.priority)
@@ -110,23 +110,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 _FIELDS = {
-    "n": "options.n",
-    "max_tokens": "options.stop.max_tokens",
-    "min_tokens": "options.stop.min_tokens",
-    "stop_token_ids": "options.stop.stop_token_ids",
-    "stop_strings": "options.stop.stop_strings",
-    "priority": "options.priority",
-    "seed": "options.sampling.seed",
-    "temperature": "options.sampling.temperature",
-    "top_p": "options.sampling.top_p",
-    "top_k": "options.sampling.top_k",
-    "min_p": "options.sampling.min_p",
-    "repetition_penalty": "options.sampling.repetition_penalty",
-    "presence_penalty": "options.sampling.presence_penalty",
-    "frequency_penalty": "options.sampling.frequency_penalty",
-    "logit_bias": "options.sampling.logit_bias",
-    "top_logprobs": "options.sampling.top_logprobs",
-    "allowed_token_ids": "options.sampling.allowed_token_ids",
+    **{name: f"options.{name}" for name in pb.GenerationOptions.DESCRIPTOR.fields_by_name},
+    **{
+        name: f"options.sampling.{name}"
+        for name in types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    },
+    **{name: f"options.stop.{name}" for name in types_pb2.StopParams.DESCRIPTOR.fields_by_name},
     "grammar": "options.structured_output",
 }
 """Names of core's request fields to those of these messages, where they differ."""
@@ -291,7 +280,3 @@ def _stages_to_proto(times: StageTimes) -> pb.StageTimes:
 
 def _logprob_to_proto(entry: TextLogprob) -> pb.TextLogprob:
     return pb.TextLogprob(token_id=entry.token_id, text=entry.text, logprob=entry.logprob)
-
-
-def models_to_proto(models: list[ModelDescription]) -> pb.ListModelsResponse:
-    return pb.ListModelsResponse(models=[model_to_proto(model) for model in models])
