@@ -44,7 +44,7 @@ OF_NO_REQUEST = {
     "rpc/startup.py": "the process",
     "rpc/tls.py": "certificates",
     "tokenizer/__main__.py": "the process",
-    "worker/fitness.py": "the worker",
+    "worker/self_test.py": "the worker",
     "worker/process.py": "the worker",
 }
 """Modules that have lines without a request, and what those are about."""

@@ -52,9 +52,9 @@ from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from baton.worker.engine import OpenRunner, open_runner
-from baton.worker.fitness import KvSelfTest
 from baton.worker.options import WorkerOptions
 from baton.worker.report import WorkerReport, count_step, describe, export_handovers
+from baton.worker.self_test import KvSelfTest
 from baton.worker.service import AttemptService
 
 # What a worker's options say of the network that KV moves on; the rules are
@@ -240,8 +240,8 @@ async def run_worker(
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)
         stats = HandoverStats()
-        fitness = KvSelfTest(engine, runner, staging, identity, stats, options.probe_interval_s)
-        await fitness.prove()
+        self_test = KvSelfTest(engine, runner, staging, identity, stats, options.probe_interval_s)
+        await self_test.prove()
         given = stats if side == "sender" else HandoverStats()
         sender = KvSender(identity, runner.layout, staging, stats=given)
         service, served = make_service(
@@ -251,7 +251,7 @@ async def run_worker(
         )
         ends.push_async_callback(service.close)
         report = WorkerReport(
-            engine, staging, stats, side, runner.num_blocks, scheduler, service, fitness
+            engine, staging, stats, side, runner.num_blocks, scheduler, service, self_test
         )
         if given is not stats:
             export_handovers("sender", given)
@@ -278,8 +278,8 @@ async def run_worker(
         )
         listening = await server.start()
         server.set_serving(True)
-        fitness.watch(lambda: service.num_attempts == 0, server.set_serving)
-        ends.push_async_callback(fitness.close)
+        self_test.watch(lambda: service.num_attempts == 0, server.set_serving)
+        ends.push_async_callback(self_test.close)
         log.info(
             "%s serves %s at %s: %d blocks of %d positions, KV over %s",
             role, runner.model.name, listening, runner.num_blocks, runner.block_size,
@@ -294,7 +294,7 @@ async def run_worker(
         ends.callback(exhausted.cancel)
 
         async def drain() -> None:
-            fitness.stop()
+            self_test.stop()
             await service.drain()
             await staging.ring.no_orphaned.wait()
 

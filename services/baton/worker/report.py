@@ -15,7 +15,7 @@ from baton.rpc import aliases, metrics
 from baton.transfer.stats import MISMATCHES, HandoverStats
 from baton.transfer.transports import Staging
 from baton.worker.engine import is_exact
-from baton.worker.fitness import KvSelfTest
+from baton.worker.self_test import KvSelfTest
 from baton.worker.service import AttemptService
 
 Gauge = dict[tuple[str, ...], float]

@@ -1,8 +1,9 @@
-"""Whether this worker's own way for KV works: proven at start, and again while nothing happens.
+"""KvSelfTest, whether this worker's own way for KV works: at start, and again while it is idle.
 
-The rule: a worker that cannot prove it at start does not start. Later, two failed probes in a row
-make it not ready, and two good ones in a row make it ready again, probed once a second in between;
-a single failure changes nothing. Probes run only while there is no attempt here, and one at a time.
+The rule: a worker whose way does not work at start does not start. Later, two failed probes in a
+row make it not ready, and two good ones in a row make it ready again, probed once a second in
+between; a single failure changes nothing. Probes run only while there is no attempt here, and one
+at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FIRST_BLOCK = ((0, 1),)
 
 
 class KvSelfTest:
-    """every_s: between two probes. Lives on the event loop."""
+    """Lives on the event loop."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class KvSelfTest:
         stats: HandoverStats,
         every_s: float,
     ) -> None:
+        """every_s: between two probes."""
         self._engine, self._staging, self._identity = engine, staging, identity
         self._layout, self._stats, self._every_s = runner.layout, stats, every_s
         self._positions = min(
@@ -60,15 +62,15 @@ class KvSelfTest:
         return self._verdict.good
 
     def limit(self, state: WorkerState) -> WorkerState:
-        """The state to tell, when the service itself is in `state`."""
+        """The state to report, when the service itself is in `state`."""
         serving = state is WorkerState.SERVING
         return state if self.fit or not serving else WorkerState.STARTING
 
     async def prove(self) -> None:
         """Before anything is served: from the engine's memory into it, over every transport.
 
-        The pool's first block is used, which nobody owns yet. Raises Unavailable when no transport
-        works, or one does not that was asked for by name.
+        Uses the pool's first block, which has no owner yet. Raises Unavailable when no transport
+        works, or one does not that the options name.
         """
         for name in self._staging.names:
             try:
@@ -76,9 +78,9 @@ class KvSelfTest:
             except Unavailable as error:
                 await self._staging.give_up(name, error.message)
 
-    def watch(self, idle: Callable[[], bool], tell: Callable[[bool], None]) -> None:
-        """Goes on proving it. idle: no attempt is here. tell: called whenever `fit` changes."""
-        self._watching = asyncio.create_task(self._watch(idle, tell))
+    def watch(self, idle: Callable[[], bool], report: Callable[[bool], None]) -> None:
+        """Tests again and again. idle: no attempt is here. report: called when `fit` changes."""
+        self._watching = asyncio.create_task(self._watch(idle, report))
 
     def stop(self) -> None:
         """No more probes."""
@@ -90,7 +92,7 @@ class KvSelfTest:
             self._watching.cancel()
             await outlast([self._watching])
 
-    async def _watch(self, idle: Callable[[], bool], tell: Callable[[bool], None]) -> None:
+    async def _watch(self, idle: Callable[[], bool], report: Callable[[bool], None]) -> None:
         while True:
             await asyncio.sleep(self._every_s if self.fit else min(AGAIN_S, self._every_s))
             if not idle():
@@ -98,7 +100,7 @@ class KvSelfTest:
             why = await self._look()
             if self._verdict.observe(not why):
                 log.warning("the way for KV works again" if self.fit else f"not ready: {why}")
-                tell(self.fit)
+                report(self.fit)
 
     async def _look(self) -> str:
         """What does not work, or ""."""
@@ -170,12 +172,26 @@ async def probe_self(
     pack and unpack raise BatonError when they find something wrong. Raises Unavailable saying what
     does not work.
     """
+    ring, reader = staging.ring, staging.readers[name]
+    sealer = Sealer(secrets.token_bytes(HANDOVER_ID_BYTES), me.instance_id, layout)
+    header = sealer.header(KvChunkRange(0, 0, num_positions))
+    size = HEADER_BYTES + header.payload_bytes
     buffers: list[StagingBuffer] = []
     try:
         async with asyncio.timeout(READ_S):
             for _ in range(2):
-                buffers.append(await staging.ring.wait(me.instance_id))
-            await _move(staging, name, me, layout, num_positions, buffers, pack, unpack)
+                buffers.append(await ring.wait(me.instance_id))
+            source, landing = buffers
+            await to_end(pack(0, num_positions, source.view[HEADER_BYTES:size]))
+            sealer.seal(header, source.view)
+            await reader.add_peer(me.instance_id, reader.metadata, ring.describe())
+            try:
+                await reader.read(me.instance_id, source.index, landing, size, READ_S)
+            finally:
+                await reader.remove_peer(me.instance_id)
+            if wrong := sealer.mismatch(header, landing.view):
+                raise Unavailable(f"its {wrong} did not arrive as it was sent")
+            await to_end(unpack(0, num_positions, landing.view[HEADER_BYTES:size]))
     except TimeoutError:
         raise Unavailable("a KV chunk to ourselves takes too long") from None
     except TransportError as error:
@@ -185,30 +201,3 @@ async def probe_self(
     finally:
         for buffer in buffers:
             buffer.release()
-
-
-async def _move(
-    staging: Staging,
-    name: str,
-    me: WorkerIdentity,
-    layout: KvLayout,
-    num_positions: int,
-    buffers: list[StagingBuffer],
-    pack: Pack,
-    unpack: Unpack,
-) -> None:
-    source, landing = buffers
-    reader = staging.readers[name]
-    sealer = Sealer(secrets.token_bytes(HANDOVER_ID_BYTES), me.instance_id, layout)
-    header = sealer.header(KvChunkRange(0, 0, num_positions))
-    size = HEADER_BYTES + header.payload_bytes
-    await to_end(pack(0, num_positions, source.view[HEADER_BYTES:size]))
-    sealer.seal(header, source.view)
-    await reader.add_peer(me.instance_id, reader.metadata, staging.ring.describe())
-    try:
-        await reader.read(me.instance_id, source.index, landing, size, READ_S)
-    finally:
-        await reader.remove_peer(me.instance_id)
-    if wrong := sealer.mismatch(header, landing.view):
-        raise Unavailable(f"its {wrong} did not arrive as it was sent")
-    await to_end(unpack(0, num_positions, landing.view[HEADER_BYTES:size]))
