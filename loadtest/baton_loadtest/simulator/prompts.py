@@ -19,8 +19,7 @@ from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.scheduler.plan import CompiledGrammar
 from baton.core.scheduler.scheduler import Scheduler
-from baton.core.scheduler.sequence import Sequence, SequenceGroup, StopRule
-from baton.core.scheduler.validation import validate_sizes
+from baton.core.scheduler.sequence import Sequence, SequenceGroup, StopRule, validate_sizes
 
 _PLACE = Struct("<qq").pack
 _OWN = -1

@@ -1,4 +1,4 @@
-"""Opens the runner that a worker's options ask for and tells how far loading has come.
+"""Opens the runner of a worker's options and reports how far loading has come.
 
 torch is imported only when a torch runner is opened, after the thread policy is set.
 """
@@ -40,7 +40,7 @@ _OPTION_NAMES = {
 def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: None) -> ModelRunner:
     """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason.
 
-    loading: told beside whoever started this process.
+    loading: called as well as the process's own report is made.
     """
     folder = Path(options.model)
     digest = tokenizer_digest(folder) if folder.is_dir() else ""

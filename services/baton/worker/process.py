@@ -2,10 +2,10 @@
 
 It listens only when everything is there: a port that answers means a worker that works. Health and
 metrics alone answer while it loads. SIGTERM drains; an engine thread that died ends the process at
-once, because its memory is in an unknown state and a new process is the only clean one. A ring that
-is worn out drains too, and ends with a code of its own. Transfers orphaned get what is left of the
-drain's time to end: UCX aborts a frozen peer that wakes up with our read before it and us gone.
-With one that does not end nothing is torn down: the process ends at once.
+once, because its memory is in an unknown state and a new process is the only clean one. A ring with
+too many orphaned buffers drains too, and ends with a code of its own. Orphaned transfers get what
+is left of the drain's time to end: UCX aborts a frozen peer that wakes up with our read before it
+and us gone. With one that does not end nothing is torn down: the process ends at once.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ from baton.worker.report import WorkerReport, count_step, describe, export_hando
 from baton.worker.self_test import KvSelfTest
 from baton.worker.service import AttemptService
 
-# What a worker's options say of the network that KV moves on; the rules are
-# `baton.transfer.ucx`'s.
-
 
 def ucx_of(options: WorkerOptions) -> Ucx:
     """What UCX may do in this worker. Raises InvalidArgument naming the option at fault."""
@@ -97,13 +94,8 @@ def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
     return KvNetwork.LOCAL
 
 
-# Ties a worker of several ranks together: their runner, the ring, and the process's life.
-#
-# A worker of one rank has none of this, and nothing is done for it.
-
-
 def share_ring(runner: ModelRunner, ring: StagingPool) -> None:
-    """Lets ranks pack into buffers and unpack out of them where they lie."""
+    """Lets the ranks of a worker pack into buffers and unpack out of them where they lie."""
     if isinstance(runner, RankedRunner):
         runner.share(Region(MemoryFile.of(ring.fd), ring.base_address))
 
@@ -126,11 +118,9 @@ def end_with_ranks(runner: ModelRunner, fatal: asyncio.Future[None]) -> None:
     runner.on_death(died)
 
 
-# Opens what a worker follows grammars with.
-
-
 def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
-    """May take a second. A model without a tokenizer in its folder follows no grammars."""
+    """What the worker follows grammars with. May take a second. A model without a tokenizer in its
+    folder follows none."""
     folder = Path(options.model)
     if not (folder / "tokenizer.json").is_file():
         return GrammarBook(None)
@@ -178,7 +168,7 @@ async def run_worker(
     open_runner: OpenRunner = open_runner,
     faults: Faults = NO_FAULTS,
 ) -> int:
-    """Runs the worker until it is told to stop. Returns the exit code.
+    """Runs the worker until it is stopped. Returns the exit code.
 
     policy: of its scheduler. open_runner, faults: tests and experiments have their own, see
     `baton.testing.worker`.
@@ -311,7 +301,7 @@ async def run_worker(
 
 
 def _settled(listen: str) -> str:
-    """With a free port in place of port 0: peers are told the address before the server is made."""
+    """With a free port in place of port 0: peers get the address before the server is made."""
     host, port = split(listen, "listen")
     if port:
         return listen

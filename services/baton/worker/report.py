@@ -117,7 +117,7 @@ class WorkerReport:
         return {labels: number for labels, number in dict(self.stats.probes).items()}
 
     def _leaks(self) -> Gauge:
-        """What is held though nobody is here for whom: what stays so, nobody will ever free.
+        """What is held though no attempt is here: what stays so has leaked.
 
         Buffers orphaned are not counted: a transfer owns them. For a moment after the last attempt,
         and after a probe, this may see what is just being freed.

@@ -1,19 +1,19 @@
-"""BlockPool, who owns every block of KV memory; knows ids and counts, never the memory itself.
+"""BlockPool, who owns every block of KV memory: ids and counts, never the memory itself.
 
 A block is in exactly one of three states:
 
     owned    referenced by tables, by pending copies or by frees that wait for a step
-    cached   owned by nobody, its content can be found by its prefix; evicted oldest first
-    unused   owned by nobody, its content is worth nothing
+    cached   without owner, its content can be found by its prefix; evicted oldest first
+    unused   without owner, its content is worth nothing
 
 Attention reads a run of consecutive blocks where it lies and gathers what is scattered, so a table
 that will grow is placed where unused blocks follow. These are *kept* for it: others take them only
 when nothing else is left. That is a preference and no ownership; they count as free.
 
-Ownership is a `BlockTable`: whoever got one releases it exactly once. Steps in flight still read
-and write blocks whose table was released, so the pool itself keeps those references until the
-newest step launched before the release is done. Whoever launches steps therefore calls `launched`
-and `completed`, in order.
+Ownership is a `BlockTable`, which is released exactly once. Steps in flight still read and write
+blocks whose table was released, so the pool itself keeps those references until the newest step
+launched before the release is done. That takes a call of `launched` and `completed` for each step,
+in order. Swap memory has owners in the same way (`SwapSpace`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from baton.core.kvcache.cache_events import CachedUnits, Tell, units_in
+from baton.core.kvcache.cache_events import CachedUnits, OnChange, units_in
 from baton.core.kvcache.prefix import PrefixChain, PrefixLink
 
 Extents = tuple[tuple[int, int], ...]
@@ -41,21 +41,14 @@ class BlockCopy:
     num_positions: int
 
 
-# BlockTable, a sequence's list of blocks.
-
-
 def blocks_for(num_positions: int, block_size: int) -> int:
     """How many blocks hold so many positions."""
     return -(-num_positions // block_size)
 
 
 class BlockTable:
-    """Blocks in position order, owned until `BlockPool.release`. Only the pool changes it.
-
-    num_cached: leading blocks that came from the prefix cache. num_published: leading blocks that
-    others may find there. copy: what has to be copied into this table before its first step.
-    room_end: the block at which the room ends that the pool kept behind the last one, or less.
-    """
+    """A sequence's blocks in position order, owned until `BlockPool.release`. Only the pool changes
+    it."""
 
     __slots__ = (
         "_extents",
@@ -70,9 +63,13 @@ class BlockTable:
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.num_cached = 0
+        """Leading blocks that came from the prefix cache."""
         self.num_published = 0
+        """Leading blocks that can be found there."""
         self.room_end = 0
+        """The block at which the room ends that the pool kept behind the last one, or less."""
         self.copy: BlockCopy | None = None
+        """What has to be copied into this table before its first step."""
         self._runs: list[tuple[int, int]] = []
         self._extents: Extents | None = ()
 
@@ -110,12 +107,10 @@ class InvariantBroken(RuntimeError):
 
 
 class BlockPool:
-    """num_blocks blocks of block_size token positions each, ids from 0.
+    """num_blocks blocks of block_size token positions each, ids from 0."""
 
-    tell: told of every unit that the prefix cache gains or loses, see `CachedUnits`.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, tell: Tell = lambda change: None):
+    def __init__(self, num_blocks: int, block_size: int, report: OnChange = lambda change: None):
+        """report: called with every unit that the prefix cache gains or loses (`CachedUnits`)."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError("a pool needs at least one block of at least one position")
         self.num_blocks = num_blocks
@@ -126,7 +121,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._links: dict[int, PrefixLink] = {}
         self._by_digest: dict[bytes, int] = {}
-        self._units = CachedUnits(tell)
+        self._units = CachedUnits(report)
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._tables: set[BlockTable] = set()
         self._newest_launched = 0
@@ -153,7 +148,7 @@ class BlockPool:
         return sum(self._references[block] == count for block, count in released.items())
 
     def num_shared(self, table: BlockTable) -> int:
-        """How many of a table's leading blocks are also owned by somebody else."""
+        """How many of a table's leading blocks have another owner, too."""
         shared = 0
         while shared < len(table.blocks) and self._references[table.blocks[shared]] > 1:
             shared += 1
@@ -172,7 +167,7 @@ class BlockPool:
         None changes nothing. room: by how many blocks it will likely grow.
 
         Up to max_cached leading blocks come from the prefix cache as far as `chain` is found there
-        (`BlockTable.num_cached` says how many); they are shared and must not be written. The others
+        (`BlockTable.num_cached` is how many); they are shared and must not be written. The others
         are one run of consecutive ids where possible, following the last shared one if it can.
         """
         hits = self._lookup(chain, min(max_cached, num_blocks)) if chain else []
@@ -271,7 +266,7 @@ class BlockPool:
 
     def withhold(self, blocks: Iterable[int]) -> None:
         """Of blocks that the newest launched step still reads though their owner gave them up for
-        it: those that nobody took meanwhile are free again only when that step is done."""
+        it: those that got no other owner meanwhile are free only when that step is done."""
         free = [block for block in blocks if not self._references[block]]
         for block in free:
             if block in self._evictable:
@@ -325,7 +320,7 @@ class BlockPool:
         if self._by_digest != {link.digest: block for block, link in self._links.items()}:
             raise InvariantBroken("the prefix cache's two directions differ")
         if self._units.present != units_in(self._links.values()):
-            raise InvariantBroken("the units told are not those in the prefix cache")
+            raise InvariantBroken("the units reported are not those in the prefix cache")
 
     def _lookup(self, chain: PrefixChain, limit: int) -> list[int]:
         hits: list[int] = []

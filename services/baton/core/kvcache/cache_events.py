@@ -1,9 +1,13 @@
-"""CacheLog, the numbered changes of a worker's prefix cache.
+"""Cache events: which units of 64 tokens a worker's prefix cache holds, and their numbered changes.
+
+A unit is in the cache when every block up to its end is: a block whose predecessor was evicted
+cannot be found, so its units are gone with the predecessor's, and back with it. A block that is
+longer than what its units need may share them with others; a unit stays as long as one of them.
 
 Every change has a number, from 0. A reader gets a snapshot first, which carries the number of the
 first change after it, and then all changes in order; one that falls behind what is kept gets a
-snapshot again. So whoever applies what it reads in order holds exactly the units that are present,
-and a number that does not go on from the last one shows that something is missing.
+snapshot again. So a reader that applies what it gets in order holds exactly the units that are
+present, and a number that does not go on from the last one shows that something is missing.
 """
 
 from __future__ import annotations
@@ -15,27 +19,20 @@ from itertools import islice
 
 from baton.core.kvcache.prefix import HASH_BYTES, PrefixLink
 
-# CachedUnits, which units of 64 tokens a prefix cache holds.
-#
-# A unit is in the cache when every block up to its end is: a block whose predecessor was evicted
-# cannot be found, so its units are gone with the predecessor's, and back with it. A block that is
-# longer than what its units need may share them with others; a unit stays as long as one of them.
-
-
 Change = tuple[bytes, bool]
 """A unit's hash, and whether it came (or went)."""
 
-Tell = Callable[[Change], object]
+OnChange = Callable[[Change], object]
 
 
 class CachedUnits:
-    """Follows links as they come and go, and tells every change of a unit once, in order.
+    """Follows links as they come and go, and reports every change of a unit once, in order.
 
     Costs a few dictionary operations per link, and per link after it when a predecessor goes.
     """
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, report: OnChange) -> None:
+        self._report = report
         self._links: dict[bytes, PrefixLink] = {}
         self._next: dict[bytes, set[bytes]] = {}
         """Links that are here by their parents, whether those are here or not."""
@@ -59,7 +56,7 @@ class CachedUnits:
             self._found.add(found.digest)
             for unit in found.units:
                 if unit not in self._holders:
-                    self._tell((unit, True))
+                    self._report((unit, True))
                 self._holders[unit] += 1
 
     def remove(self, link: PrefixLink) -> None:
@@ -71,7 +68,7 @@ class CachedUnits:
                     self._holders[unit] -= 1
                     if not self._holders[unit]:
                         del self._holders[unit]
-                        self._tell((unit, False))
+                        self._report((unit, False))
         del self._links[link.digest]
         siblings = self._next[link.parent]
         siblings.remove(link.digest)
@@ -105,16 +102,17 @@ BATCH_UNITS = 4096
 
 @dataclass(frozen=True, slots=True)
 class CacheBatch:
-    """Consecutive changes, no unit twice. added, removed: hashes, concatenated.
-
-    first_number: of its first change; the next batch's is as many hashes further on. All parts of a
-    snapshot have the number of the first change after it, and only add; there is at least one.
-    """
+    """Consecutive changes, no unit twice."""
 
     first_number: int
+    """Of its first change; the next batch's is as many hashes further on. All parts of a snapshot
+    have the number of the first change after it."""
     added: bytes = b""
+    """Hashes, concatenated."""
     removed: bytes = b""
+    """Hashes, concatenated."""
     snapshot: bool = False
+    """Whether it is part of one: these only add, and there is at least one."""
 
     @property
     def next_number(self) -> int:
@@ -123,13 +121,12 @@ class CacheBatch:
 
 
 class CacheLog:
-    """changes: what `CachedUnits` told, oldest first; taken from the left as it is read.
-
-    Another thread may append to them meanwhile: that is all that producer and reader share. Whoever
-    owns the log calls `collect` often enough that few changes wait there.
-    """
+    """The newest changes, and all units that are present. The owner calls `collect` often enough
+    that few changes wait."""
 
     def __init__(self, changes: deque[Change], *, max_kept: int = MAX_KEPT) -> None:
+        """changes: what `CachedUnits` reports, oldest first; taken from the left as it is read.
+        Another thread may append to them meanwhile: that is all that producer and reader share."""
         self._changes = changes
         self._kept: deque[Change] = deque(maxlen=max_kept)
         self._present: dict[bytes, None] = {}
@@ -137,7 +134,7 @@ class CacheLog:
         self._next_number = 0
 
     def collect(self) -> None:
-        """Numbers what was told since."""
+        """Numbers what was reported since."""
         while self._changes:
             change = self._changes.popleft()
             unit, came = change

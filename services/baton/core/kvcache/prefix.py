@@ -1,11 +1,11 @@
-"""Names prefixes of token histories by chained, keyed hashes.
+"""PrefixChain and prefix_hashes: names of prefixes of token histories, by chained, keyed hashes.
 
 A prefix is cut into units of equal size. The hash of a unit is keyed by the hash before it, and the
 first one by a namespace made of {tenant salt, model, adapter}. Equal hashes therefore mean equal
 prefixes in one namespace, and two tenants never share one. Two chains are in use: blocks of a
 worker's own size inside its pool, keyed by the model (`PrefixChain`), and units of 64 tokens
-between processes, whatever a worker's block size is, keyed by the tokenizer (`prefix_hashes`): what
-a router asks of all workers before it knows which model files each of them has.
+between processes, whatever a worker's block size is, keyed by the tokenizer (`prefix_hashes`): a
+router compares these with all workers, whichever model files each of them has.
 """
 
 from __future__ import annotations
@@ -59,27 +59,24 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixLink(NamedTuple):
-    """One full block of a chain. Links are equal only when their tokens are equal too.
-
-    depth: how many links are before it. units: the hashes of those units that end in this block.
-    """
+    """One full block of a chain. Links are equal only when their tokens are equal too."""
 
     digest: bytes
     parent: bytes
     tokens: bytes
     depth: int
+    """How many links are before it."""
     units: tuple[bytes, ...]
+    """The hashes of those units that end in this block."""
 
 
 class PrefixChain:
-    """The links of one growing token history, made on demand and never twice.
-
-    root, unit_root: the namespaces of blocks and of units.
-    """
+    """The links of one growing token history, made on demand and never twice."""
 
     __slots__ = ("_begun", "_block_size", "_pack", "_root", "_unit", "links")
 
     def __init__(self, root: bytes, unit_root: bytes, block_size: int):
+        """root, unit_root: the namespaces of blocks and of units."""
         self._root = root
         self._block_size = block_size
         # For a block's few ids a quarter of what `token_bytes` takes.

@@ -322,7 +322,7 @@ class Swapping:
         """A step is done; its moves took so many seconds."""
         self._space.completed(step)
         moved = self._moves.pop(step, None)
-        # Of a step that moved blocks to both kinds it cannot be told which one took the time.
+        # A step that moved blocks to both kinds does not show which one took the time.
         if moved is not None and len(moved) == 1:
             ((place, count),) = moved.items()
             known = self._block_s.get(place, swap_s / count)

@@ -1,19 +1,19 @@
-"""Whose turn it is: deficit round robin over tenants, by tokens.
+"""Deficits, which tenant is next: deficit round robin, by tokens.
 
 Deficit round robin (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin",
 SIGCOMM 1995) in its surplus form (Adiseshu, Parulkar and Varghese, SIGCOMM 1996): a tenant may
-serve while its deficit is above zero and pays afterwards, so nobody has to know in advance what
-serving will cost. A round gives every tenant that takes part quantum x weight tokens. Whenever two
+serve while its deficit is above zero and pays afterwards, so what serving will cost need not be
+known in advance. A round gives every tenant that takes part quantum x weight tokens. Whenever two
 tenants both have work all the time, what they were served, divided by their weights, differs by no
 more than a quantum and the largest single services, however long it goes on.
 
-Rounds are counted, not run: the order says how many of them each tenant still has to wait.
+Rounds are counted, not run: a tenant's place follows from how many of them it still has to wait.
 """
 
 from __future__ import annotations
 
 MAX_DEBTORS = 1024
-"""Tenants that are remembered only because they still owe."""
+"""Tenants that are kept only because they still owe."""
 
 
 class Deficits:
@@ -34,7 +34,7 @@ class Deficits:
         self._weights[tenant] = weight
 
     def leave(self, tenant: str) -> None:
-        """The tenant has no work. A debt is remembered, a turn that was not used up is not."""
+        """The tenant has no work. A debt is kept, a turn that was not used up is not."""
         self._weights.pop(tenant, None)
         if not self._weights:
             self._deficits.clear()
@@ -84,8 +84,8 @@ class Deficits:
         return 0 if deficit > 0 else int(-deficit // self._turn(tenant)) + 1
 
     def _run(self, rounds: int) -> None:
-        """A turn that was not taken is not saved up; a debt is paid by whoever it is owed by,
-        present or not."""
+        """A turn that was not taken is not saved up; a debt is paid off, also by a tenant that is
+        not here."""
         if not rounds:
             return
         for name, deficit in list(self._deficits.items()):

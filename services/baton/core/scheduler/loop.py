@@ -16,7 +16,7 @@ from baton.core.scheduler.scheduler import Scheduler
 
 
 class EngineLoop:
-    """A scheduler and the runner that computes its steps. Whoever calls it is the only one.
+    """A scheduler and the runner that computes its steps, for one caller.
 
     What the runner raises is fatal: memory is in an unknown state.
     """
@@ -56,11 +56,11 @@ class EngineLoop:
         return plan, result
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
-        """Takes a step's result. What one sequence did wrong ends that sequence, nothing else."""
+        """Takes a step's result. A fault of one sequence ends that sequence, nothing else."""
         return self.scheduler.apply(result, now)
 
     def step(self, now: float) -> list[Event]:
-        """Submits what there is room for, ends at most one step, and tells all that happened."""
+        """Submits what there is room for, ends at most one step, and returns all that happened."""
         while self.has_room and (plan := self.plan(now)) is not None:
             self.submit(plan)
         events = self.scheduler.take_events()

@@ -1,7 +1,7 @@
-"""The values between scheduler and runner: what to compute, and what came out.
+"""The values between scheduler and runner, what to compute and what came out; and the ports.
 
-Plain data: A runner sees nothing else. Nobody changes a value once it is made; those that a step
-has hundreds of are still no frozen dataclasses, which take 1 µs each to make.
+Plain data: a runner sees nothing else. A value does not change once it is made; those that a step
+has hundreds of are NamedTuples, because a frozen dataclass takes 1 µs to make.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ sampled nothing for the sequence, whatever this one samples for it is worthless 
 
 
 class SampleRow(NamedTuple):
-    """One token to draw from the logits of a chunk's last position.
-
-    choice and position (output position of the drawn token) key the random number together with
-    params.seed. banned: tokens that must not be drawn (end tokens before min_tokens). history:
-    prompt and output so far, given only when params.needs_history; its first num_prompt_tokens are
-    the prompt. allowed: a bit for each token id that may be drawn, least significant first (ids
-    behind its end may not), or empty: all may. What is not allowed is banned.
-    """
+    """One token to draw from the logits of a chunk's last position. choice, position and
+    params.seed key its random number."""
 
     sequence_id: int
     choice: int
     position: int
+    """Output position of the drawn token."""
     params: SamplingParams
     banned: tuple[int, ...] = ()
+    """Tokens that must not be drawn (end tokens before min_tokens)."""
     history: Sequence[int] = ()
+    """Prompt and output so far, given only when params.needs_history."""
     num_prompt_tokens: int = 0
+    """How many tokens of the history are the prompt."""
     allowed: bytes = b""
+    """A bit for each token id that may be drawn, least significant first (ids behind its end may
+    not), or empty: all may. What is not allowed is banned."""
 
 
 class Scored(NamedTuple):
-    """Tokens of a prompt whose log-probabilities are wanted: tokens[i] comes behind a chunk's i-th
-    position. num_top: how many alternatives to tell with each."""
+    """Tokens of a prompt whose log-probabilities are wanted."""
 
     tokens: Sequence[int]
+    """tokens[i] comes behind the chunk's i-th position."""
     num_top: int
+    """How many alternatives to report with each."""
 
 
 class Chunk(NamedTuple):
-    """Consecutive positions of one sequence that this step computes.
-
-    token_ids are the inputs at positions first_position, first_position + 1, …; extents cover all
-    positions up to the last one. samples is empty unless the last position's logits are needed; a
-    prompt with n choices has n samples. scored: set when tokens of the prompt are; none of them
-    lies behind the last position of a chunk with samples. sequence_id is local to the worker.
-    """
+    """Consecutive positions of one sequence that this step computes."""
 
     sequence_id: int
+    """Local to the worker."""
     token_ids: Sequence[int]
+    """The inputs at positions first_position, first_position + 1, …"""
     first_position: int
     extents: Extents
+    """Of all positions up to the last one."""
     samples: tuple[SampleRow, ...] = ()
+    """Empty unless the last position's logits are needed; a prompt with n choices has n."""
     scored: Scored | None = None
+    """Set when tokens of the prompt are scored; none of them lies behind the last position of a
+    chunk with samples."""
 
     @property
     def end_position(self) -> int:
@@ -81,22 +82,24 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockSwap:
-    """Whole blocks of the pool, and for each of them the block of swap memory it is moved to or
-    from. Ids of swap memory count from 0: first those in host memory, then those on disk.
-    """
+    """Whole blocks that are moved out to swap memory, or in from it."""
 
     blocks: tuple[int, ...]
+    """Of the pool."""
     stored: tuple[int, ...]
+    """For each of them its block of swap memory. Ids count from 0: first those in host memory, then
+    those on disk."""
 
 
 class StepWork(NamedTuple):
-    """What a step has to compute, counted. rows: chunks of one running sequence's next position.
-    context: positions that those rows read. prefill: positions of the other chunks.
-    """
+    """What a step has to compute, counted."""
 
     rows: int = 0
+    """Chunks of one running sequence's next position."""
     context: int = 0
+    """Positions that those rows read."""
     prefill: int = 0
+    """Positions of the other chunks."""
 
 
 NO_WORK = StepWork()
@@ -104,11 +107,8 @@ NO_WORK = StepWork()
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. First blocks are swapped out, then in, then copied; then it computes.
-
-    So a block may be swapped out and get its next owner within one step. work: by which a step's
-    time is predicted; runners need not look at it.
-    """
+    """One forward pass. First blocks are swapped out, then in, then copied; then it computes. So a
+    block may be swapped out and get its next owner within one step."""
 
     step: int
     chunks: tuple[Chunk, ...]
@@ -116,6 +116,7 @@ class StepPlan:
     swap_out: tuple[BlockSwap, ...] = ()
     swap_in: tuple[BlockSwap, ...] = ()
     work: StepWork = NO_WORK
+    """By which a step's time is predicted; runners need not look at it."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,7 +138,7 @@ class SampledToken(NamedTuple):
 
 
 class ScoredTokens(NamedTuple):
-    """The entries that one chunk asked for, from the token behind its first position on."""
+    """The entries of one chunk's scored tokens, from the one behind its first position on."""
 
     sequence_id: int
     first_position: int
@@ -146,17 +147,16 @@ class ScoredTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step made. failed: sequences whose own inputs made sampling fail, with a reason.
-
-    swap_s: seconds that moving blocks to and from swap memory took. scored: one of each chunk that
-    asked for it.
-    """
+    """What one step made."""
 
     step: int
     tokens: tuple[SampledToken, ...]
     failed: tuple[tuple[int, str], ...] = ()
+    """Sequences whose own inputs made sampling fail, with a reason."""
     swap_s: float = 0.0
+    """Seconds that moving blocks to and from swap memory took."""
     scored: tuple[ScoredTokens, ...] = ()
+    """One for each chunk with `Chunk.scored`."""
 
 
 # What core needs from outside, as protocols; each ships with a double that passes its tests.
@@ -232,7 +232,7 @@ class Matcher(Protocol):
 
         tokens: of the choice; its output begins at index `first` and only ever grows. An end token
         is among them where the grammar is satisfied, and alone where nothing can follow. All bits
-        are 0 when no token can be drawn; then `stuck` says why.
+        are 0 when no token can be drawn; then `stuck` has the reason.
         """
 
     @property

@@ -65,10 +65,11 @@ from baton.core.scheduler.sequence import (
     SequenceState,
     StopRule,
     next_chunks,
+    validate_attempt,
+    validate_ids,
 )
 from baton.core.scheduler.sequence_table import Load, SequenceTable
 from baton.core.scheduler.step_cost import PrefillCost, StepCost
-from baton.core.scheduler.validation import validate_attempt, validate_ids
 
 
 class _InputChunk(NamedTuple):
@@ -337,7 +338,7 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """How long a step ran, so that the time of later ones can be predicted: from its start, or
         the end of the one before it, to its own end. Called before its result is applied, by
-        whoever has a clock."""
+        the caller, who has a clock."""
         # What moving blocks takes is reported apart, in StepResult.swap_s. Rows of logits, with
         # which a prompt is scored, take time that no other step's positions do.
         if plan.swap_out or plan.swap_in or plan.scores:
@@ -660,7 +661,7 @@ class Scheduler:
         choices = tuple(sequence.key.choice for sequence in group.sequences)
         self._events.append(AttemptFailed(group.key, choices, error))
         if group.keep and group.table is not None:
-            # Whoever hands it over may be copying its blocks just now.
+            # Its blocks may be being copied for the hand-over just now.
             self.sequences.keep(group)
         else:
             self._end(group, SequenceEvent.FAIL)

@@ -1,6 +1,6 @@
 """StepCost, how long a step will probably take.
 
-A best guess, unlike `StepTimes`, which is pessimistic for those who watch whether a worker lives.
+A best guess, unlike `StepTimes`, which is pessimistic because it decides whether a worker lives.
 Steps without prefill teach a + b * rows + c * context. Steps with prefill teach only the seconds
 that one prefilled position adds to that, so a long time without any forgets nothing about it. The
 growth of a position's cost with its context is not modelled: it is averaged over recent chunks
@@ -13,11 +13,6 @@ from collections.abc import Iterable, Sequence
 
 from baton.core.scheduler.plan import Chunk, StepWork
 
-# Regression, weights that turn measured terms into a value.
-#
-# Least squares over what was told, old evidence slowly forgotten, no weight below 0: more work
-# never takes less time, whatever was measured.
-
 _KEEP = 0.99
 """Weight that evidence keeps with each newer one: the fit looks at some hundred of them."""
 
@@ -28,13 +23,18 @@ always changed together."""
 
 
 class Regression:
-    """value = sum of weights * terms. weights: all 0 until something was observed; replaced as a
-    whole, so that another thread may read them."""
+    """value = sum of weights * terms, by least squares over what was observed.
+
+    Old evidence fades, and no weight is below 0: more work never takes less time, whatever was
+    measured.
+    """
 
     def __init__(self, num_terms: int) -> None:
         self._products = [[0.0] * num_terms for _ in range(num_terms)]
         self._sums = [0.0] * num_terms
         self.weights = (0.0,) * num_terms
+        """All 0 until something was observed; replaced as a whole, so that another thread may read
+        them."""
         self._unfitted = 0
         self._seen = 0
 
@@ -83,13 +83,6 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     return found
 
 
-# PrefillCost, what prefilling so many positions takes.
-#
-# Every step with prefill teaches a + b * positions + c * reads, where a read is one position that a
-# computed one attends to: attention grows with the square of a prompt's length, all else does not.
-# Reads count from NEAR on. What short prompts take then teaches nothing about that square: guessed
-# from differences as small as theirs, it would come out for a long prompt as anything.
-
 NEAR = 512
 """Positions that every one may attend to for nothing: that is part of what it takes itself."""
 
@@ -99,7 +92,13 @@ for slow may never be given the work that would show otherwise."""
 
 
 class PrefillCost:
-    """All times are seconds. What was never seen counts as costing nothing."""
+    """What prefilling so many positions takes, in seconds. What was never seen costs nothing.
+
+    Every step with prefill teaches a + b * positions + c * reads, where a read is one position that
+    a computed one attends to: attention grows with the square of a prompt's length, all else does
+    not. Reads count from NEAR on, so that short prompts teach nothing about that square: from
+    differences as small as theirs, any number could come out for a long prompt.
+    """
 
     def __init__(self) -> None:
         self._fit = Regression(3)
@@ -130,20 +129,20 @@ def reads(first: int, end: int) -> int:
     return (far * (far + 1) - from_far * (from_far + 1)) // 2
 
 
-# StepTimes, how long a step of so many tokens will take.
-#
-# The guess is pessimistic on purpose, because whoever waits longer than a multiple of it takes the
-# worker for dead. It follows slower steps at once and faster ones slowly, in classes of token
-# counts that double from one to the next.
-
 _FORGET = 0.05
 """Weight of a step that was faster than expected."""
 
 
 class StepTimes:
-    """first_s: the guess before anything is known, in seconds (first steps warm up and compile)."""
+    """How long a step of so many tokens may take.
+
+    The guess is pessimistic on purpose: a worker whose step runs for longer than a multiple of it
+    counts as dead. It follows slower steps at once and faster ones slowly, in classes of token
+    counts that double from one to the next.
+    """
 
     def __init__(self, first_s: float = 10.0):
+        """first_s: the guess before anything is known, in seconds: first steps compile."""
         self._first_s = first_s
         self._by_class: dict[int, float] = {}
 
@@ -177,7 +176,7 @@ _RENEW = 0.2
 
 
 class StepCost:
-    """All times are seconds. Until a kind of work was seen it counts as costing nothing."""
+    """How long a step will take, in seconds. Until a kind of work was seen it costs nothing."""
 
     def __init__(self) -> None:
         self._decode = Regression(3)
