@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.admission.admission import Admission, AdmissionCharge, AdmissionLimits, Ask, Outlook
+from baton.core.admission.admission import (
+    Admission,
+    AdmissionCharge,
+    AdmissionLimits,
+    Ask,
+    FleetState,
+)
 from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
-from baton.core.admission.tenant_budgets import Limit, Refusal, Use
+from baton.core.admission.tenant_budgets import Limit, OthersUsage, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument
 from tests.depth import examples
@@ -23,7 +29,7 @@ TENANTS = {
     "small": Tenant("small", max_tokens=400, tokens_per_minute=6000),
 }
 MAX_REQUESTS, MAX_TOKENS = 6, 2000
-NOWHERE = Outlook()
+NOWHERE = FleetState()
 
 
 @dataclass
@@ -53,7 +59,7 @@ def ask(tenant: Tenant = TENANTS["free"], **more: Any) -> Ask:
 
 
 def enter(
-    by: Admission, wanted: Ask, outlook: Outlook, left_s: float, now: float
+    by: Admission, wanted: Ask, outlook: FleetState, left_s: float, now: float
 ) -> AdmissionCharge:
     """As a request is: first room for its bytes, then the request."""
     holding = by.receive(wanted.tenant, wanted.most_tokens, outlook, now)
@@ -148,7 +154,7 @@ TestAdmission = AdmissionMachine.TestCase
 
 
 def refused(
-    by: Admission, wanted: Ask, outlook: Outlook = NOWHERE, left_s: float = 100.0
+    by: Admission, wanted: Ask, outlook: FleetState = NOWHERE, left_s: float = 100.0
 ) -> Refusal:
     with pytest.raises(Refusal) as caught:
         enter(by, wanted, outlook, left_s, 0.0)
@@ -200,7 +206,7 @@ def test_a_precheck_refuses_nothing_that_would_be_enter(
     busy = waiting(1)
     for name, tokens in queued:
         busy._queue.add(Entry(None, name, 1.0, 0, tokens, 0.0))
-    outlook = Outlook(kv_tokens=kv_tokens)
+    outlook = FleetState(kv_tokens=kv_tokens)
     asked = ask(TENANTS[tenant], priority=priority, least_tokens=wanted[0], most_tokens=400)
     refused_anyway = False
     try:
@@ -255,12 +261,12 @@ def test_another_tenants_flood_is_not_waited_for() -> None:
 
 def test_who_cannot_begin_before_its_deadline_is_refused() -> None:
     assert refused(waiting(150), ask(), left_s=1.0).limit is Limit.DEADLINE
-    slow = Outlook(first_token_s=5.0)
+    slow = FleetState(first_token_s=5.0)
     assert refused(waiting(50), ask(), slow, left_s=4.0).limit is Limit.DEADLINE
 
 
 def test_prompts_that_wait_may_take_what_kv_memory_is_free_and_comes_free() -> None:
-    tight = Outlook(kv_tokens=100)
+    tight = FleetState(kv_tokens=100)
     busy = waiting(50)
     for tenant, size, fits in (("free", 250, True), ("few", 100, False)):
         grant = enter(busy, ask(TENANTS[tenant]), tight, 100.0, 0.0)
@@ -298,10 +304,10 @@ def test_a_refused_request_is_not_charged() -> None:
 def test_what_a_tenant_holds_at_other_routers_counts() -> None:
     two = Tenant("two", max_requests=2)
     let_in = admission()
-    enter(let_in, ask(two), Outlook(replicas=2), 100.0, 0.0)
-    elsewhere = Outlook(replicas=2, others=Use(requests=1))
+    enter(let_in, ask(two), FleetState(replicas=2), 100.0, 0.0)
+    elsewhere = FleetState(replicas=2, others=OthersUsage(requests=1))
     assert refused(let_in, ask(two), elsewhere).limit is Limit.TENANT_REQUESTS
-    enter(let_in, ask(two), Outlook(replicas=2), 100.0, 0.0)
+    enter(let_in, ask(two), FleetState(replicas=2), 100.0, 0.0)
 
 
 def test_one_larger_than_its_limit_passes_alone_and_keeps_the_next_one_out() -> None:
@@ -350,7 +356,7 @@ def test_a_tenant_is_let_in_whatever_others_hold(flood: dict[str, Any], limit: L
 
 
 def test_a_tenants_prompts_do_not_take_the_kv_that_others_wait_for() -> None:
-    tight = Outlook(kv_tokens=100)
+    tight = FleetState(kv_tokens=100)
     busy = waiting(50)
     with pytest.raises(Refusal) as caught:
         for _ in range(100):
@@ -409,7 +415,7 @@ def test_what_is_only_encoded_or_decoded_takes_a_request_and_no_tokens() -> None
     assert len(let_in.approach) == 0
     rated = refused(let_in, ask(tenant, choices=0, longest_output=0))
     assert rated.limit is Limit.REQUEST_RATE
-    let_in.budgets.check(replace(tenant, requests_per_minute=None), 1, 10, Use(), 1, 0.0)
+    let_in.budgets.check(replace(tenant, requests_per_minute=None), 1, 10, OthersUsage(), 1, 0.0)
 
 
 def test_bytes_are_held_until_they_are_encoded_whoever_holds_them() -> None:

@@ -13,7 +13,7 @@ from baton.core.routing.routing import (
     Decision,
     Demand,
     FilterReason,
-    PoolView,
+    PoolSnapshot,
     RoutingPolicy,
     decide,
     filtered,
@@ -32,7 +32,7 @@ POOL = [
 
 
 def route(demand: Demand, workers: list[WorkerSnapshot], overlap: Overlap) -> Decision:
-    return decide(demand, PoolView([]), PoolView(workers, overlap), RoutingPolicy())
+    return decide(demand, PoolSnapshot([]), PoolSnapshot(workers, overlap), RoutingPolicy())
 
 
 def test_who_holds_the_prompt_is_looked_at_among_a_thousand() -> None:
@@ -46,8 +46,10 @@ def test_who_holds_the_prompt_is_looked_at_among_a_thousand() -> None:
 def test_few_are_looked_at_however_many_hold_it() -> None:
     everyone = Overlap(((10, (1 << 1000) - 1),))
     most = MAX_DRAWN + MAX_HOLDERS
-    assert len(filtered(DEMAND, PoolView(POOL, everyone)).fitting) <= most
-    assert len(filtered(DEMAND, PoolView(POOL[:most], everyone)).fitting) == most, "a small pool"
+    assert len(filtered(DEMAND, PoolSnapshot(POOL, everyone)).fitting) <= most
+    assert len(filtered(DEMAND, PoolSnapshot(POOL[:most], everyone)).fitting) == most, (
+        "a small pool"
+    )
 
 
 def test_requests_draw_differently_and_spread() -> None:
@@ -59,7 +61,9 @@ def test_requests_draw_differently_and_spread() -> None:
 
 
 def test_a_draw_is_the_same_for_the_same_request() -> None:
-    assert filtered(DEMAND, PoolView(POOL)).fitting == filtered(DEMAND, PoolView(POOL)).fitting
+    assert (
+        filtered(DEMAND, PoolSnapshot(POOL)).fitting == filtered(DEMAND, PoolSnapshot(POOL)).fitting
+    )
 
 
 def test_when_none_of_them_can_run_it_all_are_looked_at() -> None:

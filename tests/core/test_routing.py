@@ -15,7 +15,7 @@ from baton.core.routing.routing import (
     Decision,
     Demand,
     FilterReason,
-    PoolView,
+    PoolSnapshot,
     RoutingPolicy,
     decide,
     is_stalled,
@@ -45,7 +45,7 @@ def route(
     local_prefill_tokens: int = 32,
 ) -> Decision:
     return decide(
-        demand, PoolView(prefills), PoolView(decodes), RoutingPolicy(local_prefill_tokens)
+        demand, PoolSnapshot(prefills), PoolSnapshot(decodes), RoutingPolicy(local_prefill_tokens)
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.routing.load import UNMEASURED, WorkerSnapshot, WorkerSpeed, WorkerState
 from baton.core.routing.prefix_index import Overlap
-from baton.core.routing.routing import Decision, Demand, PoolView, RoutingPolicy, decide
+from baton.core.routing.routing import Decision, Demand, PoolSnapshot, RoutingPolicy, decide
 from tests.core.test_routing import DEMAND, route, worker
 
 SPEED = WorkerSpeed(
@@ -37,13 +37,13 @@ def test_what_is_cached_is_no_work() -> None:
     """A cached prompt outweighs a queue that is shorter than it, and not one that is longer."""
     holder, other = replace(worker("a"), number=0), replace(worker("b"), number=1)
     demand = replace(DEMAND, input_tokens=520)
-    view = PoolView([holder, other], Overlap(((8, 1),)))
-    picked = decide(demand, PoolView([]), view, RoutingPolicy(0))
+    view = PoolSnapshot([holder, other], Overlap(((8, 1),)))
+    picked = decide(demand, PoolSnapshot([]), view, RoutingPolicy(0))
     assert (picked.decode, picked.uncached_tokens) == (holder.identity, 8)
     for waiting, expected in ((400, "a"), (700, "b")):
         busy = replace(holder, load=replace(holder.load, waiting_tokens=waiting))
         picked = decide(
-            demand, PoolView([]), view._replace(workers=[busy, other]), RoutingPolicy(0)
+            demand, PoolSnapshot([]), view._replace(workers=[busy, other]), RoutingPolicy(0)
         )
         assert picked.decode is not None
         assert picked.decode.instance_id == expected
@@ -53,7 +53,7 @@ def test_what_is_cached_is_no_work() -> None:
 def test_kv_that_decode_has_need_not_travel(rate: float, running: int, expected: int) -> None:
     """Among equals the one that has the prefix collects; a busier one does not."""
     speed = replace(SPEED, link_bytes_per_s=rate)
-    prefills = PoolView([measured("p", "prefill")])
+    prefills = PoolSnapshot([measured("p", "prefill")])
     decodes = [
         replace(measured(name, speed=speed, free_blocks=1000), number=i, kv_bytes_per_position=9999)
         for i, name in enumerate(("a", "b"))
@@ -61,7 +61,9 @@ def test_kv_that_decode_has_need_not_travel(rate: float, running: int, expected:
     decodes[0] = replace(decodes[0], load=replace(decodes[0].load, running_sequences=running))
     for number in range(20):
         demand = replace(DEMAND, request_id=str(number), input_tokens=4096)
-        picked = decide(demand, prefills, PoolView(decodes, Overlap(((8, 1),))), RoutingPolicy(0))
+        picked = decide(
+            demand, prefills, PoolSnapshot(decodes, Overlap(((8, 1),))), RoutingPolicy(0)
+        )
         assert picked.prefill is not None
         assert picked.decode == decodes[expected].identity
 
@@ -69,9 +71,9 @@ def test_kv_that_decode_has_need_not_travel(rate: float, running: int, expected:
 def test_a_short_rest_of_a_long_prompt_is_prefilled_on_decode() -> None:
     demand = replace(DEMAND, input_tokens=8 * 64 + 32)
     decodes = [replace(worker("d"), number=3)]
-    held = PoolView(decodes, Overlap(((8, 1 << 3),)))
-    for view, remote in ((held, False), (PoolView(decodes), True)):
-        decision = decide(demand, PoolView([worker("p", "prefill")]), view, RoutingPolicy(32))
+    held = PoolSnapshot(decodes, Overlap(((8, 1 << 3),)))
+    for view, remote in ((held, False), (PoolSnapshot(decodes), True)):
+        decision = decide(demand, PoolSnapshot([worker("p", "prefill")]), view, RoutingPolicy(32))
         assert (decision.prefill is not None) is remote
 
 
@@ -150,8 +152,8 @@ def test_who_has_not_decoded_yet_is_taken_for_no_faster() -> None:
             replace(measured("new", speed=UNMEASURED), number=1),
         ]
         for holder in (0, 1):
-            view = PoolView(decodes, Overlap(((8, 1 << holder),)))
-            decision = decide(demand, PoolView([]), view, RoutingPolicy(0))
+            view = PoolSnapshot(decodes, Overlap(((8, 1 << holder),)))
+            decision = decide(demand, PoolSnapshot([]), view, RoutingPolicy(0))
             assert decision.decode == decodes[holder].identity
 
 
@@ -164,8 +166,8 @@ def test_small_differences_between_steps_do_not_outweigh_what_is_cached() -> Non
             replace(measured("quick"), number=1),
         ]
         for order in (decodes, decodes[::-1]):
-            view = PoolView(order, Overlap(((8, 1),)))
-            decision = decide(demand, PoolView([]), view, RoutingPolicy(0))
+            view = PoolSnapshot(order, Overlap(((8, 1),)))
+            decision = decide(demand, PoolSnapshot([]), view, RoutingPolicy(0))
             assert decision.decode is not None and decision.decode.instance_id == expected
 
 
@@ -177,8 +179,8 @@ def test_a_new_workers_share_grows() -> None:
         for number in range(300):
             decision = decide(
                 replace(DEMAND, request_id=str(number), input_tokens=16),
-                PoolView([]),
-                PoolView(list(decodes.values())),
+                PoolSnapshot([]),
+                PoolSnapshot(list(decodes.values())),
                 RoutingPolicy(64, slow_start_s=10.0),
             )
             assert decision.decode is not None
@@ -200,8 +202,8 @@ def test_a_new_worker_gets_work_while_the_others_are_idle() -> None:
     given = [
         decide(
             replace(DEMAND, request_id=str(number), input_tokens=800),
-            PoolView(prefills),
-            PoolView(decodes),
+            PoolSnapshot(prefills),
+            PoolSnapshot(decodes),
             RoutingPolicy(64, slow_start_s=10.0),
             now=1.0,
         )
@@ -221,8 +223,8 @@ def test_what_is_cached_counts_among_workers_that_are_all_new() -> None:
         prefills[0] = replace(prefills[0], placed_sequences=1, placed_tokens=100)
         decision = decide(
             replace(DEMAND, input_tokens=520),
-            PoolView(prefills, Overlap(((8, 1),))),
-            PoolView([measured("d")]),
+            PoolSnapshot(prefills, Overlap(((8, 1),))),
+            PoolSnapshot([measured("d")]),
             RoutingPolicy(0, slow_start_s=10.0),
             now=now,
         )

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from baton.core.admission.tenant_budgets import (
     MAX_TOLD,
     NO_USE,
+    OthersUsage,
     OthersUse,
     Refusal,
     TenantBudgets,
-    Use,
     UseMeter,
     share,
 )
@@ -131,7 +131,7 @@ def test_a_first_request_is_let_in_whatever_its_size_and_however_many_routers_th
 ) -> None:
     """What it goes beyond the part that this router has saved up is a debt."""
     tenant = Tenant("a", tokens_per_minute=per_minute)
-    others = Use(tokens_per_s=elsewhere)
+    others = OthersUsage(tokens_per_s=elsewhere)
     budgets = TenantBudgets()
     budgets.check(tenant, 1, wanted, others, replicas, 0.0)
     budgets.take("a", 1, wanted, 0.0)

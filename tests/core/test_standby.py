@@ -14,7 +14,7 @@ from baton.core.routing.routing import (
     Decision,
     Demand,
     FilterReason,
-    PoolView,
+    PoolSnapshot,
     RoutingPolicy,
     decide,
     receiver_for,
@@ -35,7 +35,7 @@ STANDBY = decode("standby", standby=True)
 
 
 def route(demand: Demand, *workers: WorkerSnapshot, missing: bool = False) -> Decision:
-    return decide(demand, PoolView([]), PoolView(workers, missing=missing), RoutingPolicy())
+    return decide(demand, PoolSnapshot([]), PoolSnapshot(workers, missing=missing), RoutingPolicy())
 
 
 def fates(decision: Decision) -> dict[str, FilterReason]:

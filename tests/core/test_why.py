@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.observe.request_record import AttemptRecord, outline, why
 from baton.core.routing.load import WorkerSnapshot, WorkerSpeed, WorkerState
-from baton.core.routing.routing import Decision, PoolView, RoutingPolicy, decide
+from baton.core.routing.routing import Decision, PoolSnapshot, RoutingPolicy, decide
 from tests.core.test_routing import DEMAND, LAYOUT, worker
 
 BY_SPEED = RoutingPolicy()
@@ -33,7 +33,7 @@ def chosen(
     outputs: bool = True,
 ) -> Decision:
     demand = replace(DEMAND, input_tokens=tokens, needs_decode=outputs)
-    return decide(demand, PoolView(prefills), PoolView([with_speed(worker("d"))]), policy)
+    return decide(demand, PoolSnapshot(prefills), PoolSnapshot([with_speed(worker("d"))]), policy)
 
 
 def with_speed(one: WorkerSnapshot, position_s: float = 1e-3) -> WorkerSnapshot:
@@ -63,7 +63,7 @@ def test_workers_that_could_not_take_it_are_counted_by_their_filter_reason() -> 
 def test_ways_for_kv_that_do_not_meet() -> None:
     decode = replace(worker("d"), transports=("nixl:a",))
     prefill = replace(worker("p", "prefill"), transports=("nixl:b",))
-    decision = decide(DEMAND, PoolView([prefill]), PoolView([decode]), BY_LENGTH)
+    decision = decide(DEMAND, PoolSnapshot([prefill]), PoolSnapshot([decode]), BY_LENGTH)
     assert "transports: nixl:b against nixl:a" in why(decision, BY_LENGTH, split=True)
 
 

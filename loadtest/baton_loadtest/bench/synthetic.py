@@ -21,9 +21,9 @@ from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
 from baton.testing.scripted import (
     HEARTBEAT_S,
     Context,
-    KvNetwork,
     ScriptedDecode,
     ScriptedDetokenizer,
+    ScriptedKv,
     ScriptedPrefill,
     ScriptedTokenizer,
     ScriptedWorker,
@@ -80,7 +80,7 @@ class Tokenizer(ScriptedTokenizer):
 class Prefill(ScriptedPrefill):
     """Answers with token 0 of every choice; then its KV may be collected."""
 
-    def __init__(self, network: KvNetwork, times: Times) -> None:
+    def __init__(self, network: ScriptedKv, times: Times) -> None:
         super().__init__(network, model=MODEL, layout=LAYOUT)
         self._times = times
 
@@ -112,7 +112,7 @@ class Decode(ScriptedDecode):
     goes out as one StepFrame, with one entry a sequence.
     """
 
-    def __init__(self, network: KvNetwork, times: Times) -> None:
+    def __init__(self, network: ScriptedKv, times: Times) -> None:
         super().__init__(network, model=MODEL, layout=LAYOUT)
         self.step_s = self._next_step = 0.1
         self._times = times
@@ -245,7 +245,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.times = Times()
-        network = KvNetwork()
+        network = ScriptedKv()
         self.decode = Decode(network, self.times)
         self._all: list[ScriptedWorker] = [
             Tokenizer(self.times),

@@ -15,7 +15,7 @@ from baton.core.kvcache.cache_events import CacheBatch
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.load import WorkerLedger, WorkerLoad, WorkerSnapshot
 from baton.core.routing.prefix_index import PrefixIndex
-from baton.core.routing.routing import Decision, Demand, PoolView, decide
+from baton.core.routing.routing import Decision, Demand, PoolSnapshot, decide
 from baton_loadtest.simulator.prompts import Prompt
 from baton_loadtest.simulator.queue import IDLE, EventQueue
 from baton_loadtest.simulator.requests import Record
@@ -139,12 +139,12 @@ class SeenPool:
     def get(self, identity: WorkerIdentity | None) -> Seen | None:
         return None if identity is None else self._by_name[identity.instance_id]
 
-    def view(self, hashes: bytes) -> PoolView:
+    def view(self, hashes: bytes) -> PoolSnapshot:
         for number in self.stale:
             self._snapshots[number] = self.workers[number].snapshot()
         self.stale.clear()
         found = [snapshot for snapshot in self._snapshots if snapshot is not None]
-        return PoolView(found, self.index.find(hashes))
+        return PoolSnapshot(found, self.index.find(hashes))
 
 
 LOOK_AGAIN_S = 0.05

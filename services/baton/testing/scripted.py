@@ -1,7 +1,7 @@
 """Scripted workers: real gRPC servers of every role over the made-up model of `language`.
 
 They speak the protos on real sockets, record what they are sent, and can be made to misbehave. Only
-the KV is not real: a hand-over is an entry in `KvNetwork`, gone with its sender.
+the KV is not real: a hand-over is an entry in `ScriptedKv`, gone with its sender.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass
-class KvNetwork:
+class ScriptedKv:
     """KV on offer, by hand-over id. on_collected: called when somebody has it."""
 
     on_collected: dict[bytes, Callable[[], None]] = field(default_factory=dict)
@@ -306,7 +306,7 @@ class ScriptedPrefill(ScriptedWorker, prefill_pb2_grpc.PrefillServicer):
     role = "prefill"
     layout = language.LAYOUT
 
-    def __init__(self, network: KvNetwork, **kwargs: Any) -> None:
+    def __init__(self, network: ScriptedKv, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.network = network
         self.answering = asyncio.Event()
@@ -406,7 +406,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
     role = "decode"
     layout = language.LAYOUT
 
-    def __init__(self, network: KvNetwork, **kwargs: Any) -> None:
+    def __init__(self, network: ScriptedKv, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.network = network
         self.keeping = False

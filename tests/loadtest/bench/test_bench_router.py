@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.main import main
-from baton.testing.scripted import KvNetwork
+from baton.testing.scripted import ScriptedKv
 from baton.v1 import decode_pb2, types_pb2
 from baton.v1 import inference_pb2 as pb
 from baton_loadtest.bench.router import GrpcStreams, SseStream
@@ -58,7 +58,7 @@ def test_server_sent_text_is_counted_however_it_is_cut(piece: int) -> None:
 
 
 async def test_unsent_steps_share_an_entry() -> None:
-    decode = Decode(KvNetwork(), Times())
+    decode = Decode(ScriptedKv(), Times())
     attempt = types_pb2.Attempt(request_id="r", choices=[0], token_ids=b"\x01\0\0\0")
     attempt.stop.max_tokens = 5
     await decode.prefill(decode_pb2.StartSequence(attempt=attempt))

@@ -21,9 +21,9 @@ from baton.router.workers.fleet import Fleet
 from baton.rpc.channels import Channels
 from baton.rpc.tracing import OFF, Tracer
 from baton.testing.scripted import (
-    KvNetwork,
     ScriptedDecode,
     ScriptedDetokenizer,
+    ScriptedKv,
     ScriptedPrefill,
     ScriptedTokenizer,
     ScriptedWorker,
@@ -89,7 +89,7 @@ async def until(condition: Callable[[], bool]) -> None:
 class World:
     """The workers of one test, and the router's pipeline over them."""
 
-    network: KvNetwork = field(default_factory=KvNetwork)
+    network: ScriptedKv = field(default_factory=ScriptedKv)
     tokenizers: list[ScriptedTokenizer] = field(default_factory=list)
     prefills: list[ScriptedPrefill] = field(default_factory=list)
     decodes: list[ScriptedDecode] = field(default_factory=list)

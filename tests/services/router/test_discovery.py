@@ -15,13 +15,13 @@ import pytest
 from baton.core.errors import InvalidArgument
 from baton.router.config import RouterConfig
 from baton.router.workers.discovery import (
+    AddressSource,
     Discovery,
     DnsSource,
     DnsTarget,
     ListTarget,
     Replicas,
     ServiceTarget,
-    Source,
     StaticDiscovery,
     StaticSource,
     discovery_of,
@@ -42,7 +42,7 @@ class Place(Protocol):
     """A source, and the world that it tells of."""
 
     @property
-    def source(self) -> Source: ...
+    def source(self) -> AddressSource: ...
 
     def now(self, *addresses: str) -> None:
         """Workers are at these addresses from now on."""
@@ -138,7 +138,7 @@ THAT_CHANGES = pytest.mark.parametrize("place", ["dns", "kubernetes"], indirect=
 
 
 @asynccontextmanager
-async def watching(source: Source) -> AsyncIterator[AsyncIterator[frozenset[str]]]:
+async def watching(source: AddressSource) -> AsyncIterator[AsyncIterator[frozenset[str]]]:
     """Read by a task, as a pool does, and ended by cancelling it."""
     found: asyncio.Queue[frozenset[str]] = asyncio.Queue()
 

@@ -23,9 +23,9 @@ from baton.router.workers.tokenizers import (
     SHORT_BYTES_PER_THREAD,
     SHORT_INPUTS_PER_THREAD,
     Lane,
-    TokenizerTurns,
-    Turn,
-    Wanted,
+    QueuedInput,
+    TokenizerQueue,
+    TokenizerSlot,
 )
 from tests.services.router.conftest import until
 
@@ -56,8 +56,8 @@ class World:
     def __init__(self) -> None:
         self.pool = Usable(worker())
         self.changed = Broadcast()
-        self.turns = TokenizerTurns(cast(Pool[TokenizerClient], self.pool), self.changed)
-        self.had: list[tuple[str, Turn]] = []
+        self.turns = TokenizerQueue(cast(Pool[TokenizerClient], self.pool), self.changed)
+        self.had: list[tuple[str, TokenizerSlot]] = []
 
     def ask(
         self,
@@ -67,12 +67,12 @@ class World:
         *,
         deadline: float = NEVER,
         **more: Any,
-    ) -> asyncio.Task[Turn]:
-        async def one() -> Turn:
+    ) -> asyncio.Task[TokenizerSlot]:
+        async def one() -> TokenizerSlot:
             fields: dict[str, Any] = {
                 "tokenizer_digest": "d", "passed_over": (), "give_up": NEVER, **more
             }  # fmt: skip
-            wanted = Wanted("r", tenant, lane, size, **fields)
+            wanted = QueuedInput("r", tenant, lane, size, **fields)
             turn = await self.turns.turn(wanted, deadline)
             self.had.append((tenant.name, turn))
             return turn
@@ -240,7 +240,7 @@ async def test_who_is_cancelled_before_its_turn_comes_does_not_keep_the_next_one
 
 async def test_nothing_is_left_whenever_who_is_cancelled(world: World) -> None:
     draw = random.Random(5)
-    tasks: list[asyncio.Task[Turn]] = []
+    tasks: list[asyncio.Task[TokenizerSlot]] = []
     for _ in range(400):
         match draw.randrange(4):
             case 0 | 1:

@@ -17,7 +17,7 @@ import openai
 from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
-from baton.core.admission.admission import Admission, AdmissionLimits, Holding, Outlook
+from baton.core.admission.admission import Admission, AdmissionLimits, FleetState, Holding
 from baton.core.admission.fair_queue import DrainRate, FairQueue
 from baton.core.admission.tenant_budgets import Refusal
 from baton.core.admission.tenants import Tenant
@@ -45,7 +45,7 @@ from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
 from baton.router.request.pipeline import Pipeline
-from baton.router.workers.clients import Encoded
+from baton.router.workers.clients import EncodedPrompt
 from baton.rpc.server import ProcessServer
 
 ANYONE = HttpAccess(OpenAuthenticator(), open_metrics=False)
@@ -109,7 +109,7 @@ class Scripted:
             raise self.away
 
     def receive(self, tenant: Tenant, size: int) -> Holding:
-        return self.admission.receive(tenant, size, Outlook(), 0.0)
+        return self.admission.receive(tenant, size, FleetState(), 0.0)
 
     @contextmanager
     def reading(self, tenant: Tenant) -> Iterator[None]:
@@ -126,13 +126,13 @@ class Scripted:
         request: Request,
         holding: Holding | None = None,
         on_names: Callable[[Sequence[str]], None] | None = None,
-    ) -> tuple[Encoded, ModelDescription]:
+    ) -> tuple[EncodedPrompt, ModelDescription]:
         self.seen.append(validate(request))
         ids = prompt_ids(request)
         if on_names is not None:
             for token_id in ids:
                 on_names([f"<{token_id}>"])
-        return Encoded(ids, b""), MODEL
+        return EncodedPrompt(ids, b""), MODEL
 
     async def detokenize(self, request: Request, holding: Holding | None = None) -> str:
         self.seen.append(validate(request))

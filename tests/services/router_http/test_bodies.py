@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.core.admission.admission import Admission, AdmissionLimits, Outlook
+from baton.core.admission.admission import Admission, AdmissionLimits, FleetState
 from baton.core.admission.fair_queue import DrainRate, FairQueue
 from baton.core.admission.tenants import ANYONE, Tenant
 from baton.router.api.http import body as bodies
@@ -251,7 +251,7 @@ async def test_every_route_that_takes_a_body_counts_requests(world: World) -> No
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= paths
     for path in paths:
         tenant = Tenant(path, requests_per_minute=6)
-        world.frontend.admission.fault(tenant, Outlook(), 0.0)
+        world.frontend.admission.fault(tenant, FleetState(), 0.0)
         one = Client(f"{path} 6", path)
         assert await one.ask(world.app) == 429, path
 

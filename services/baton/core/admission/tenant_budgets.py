@@ -67,7 +67,7 @@ SMOOTH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class OthersUsage:
     """What one tenant uses through other routers: rates, and what it holds now."""
 
     requests_per_s: float = 0.0
@@ -76,7 +76,7 @@ class Use:
     tokens: int = 0
 
 
-NO_USE = Use()
+NO_USE = OthersUsage()
 
 
 def share(total: float, replicas: int, others: float) -> float:
@@ -115,7 +115,7 @@ class OthersUse:
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, _Seen]] = {}
-        self._sums: dict[str, Use] = {}
+        self._sums: dict[str, OthersUsage] = {}
 
     def see(self, reports: Mapping[str, Iterable[TenantUse]], now: float) -> None:
         """The newest report of every worker that there is; the others are forgotten."""
@@ -136,11 +136,11 @@ class OthersUse:
                 seen.held = use
         self._sums = {}
 
-    def of(self, tenant: str) -> Use:
+    def of(self, tenant: str) -> OthersUsage:
         """All workers together."""
         if tenant not in self._sums:
             found = [known[tenant] for known in self._seen.values() if tenant in known]
-            self._sums[tenant] = Use(
+            self._sums[tenant] = OthersUsage(
                 requests_per_s=sum(seen.requests.per_s for seen in found),
                 tokens_per_s=sum(seen.tokens.per_s for seen in found),
                 requests=sum(seen.held.held_requests for seen in found),
@@ -305,7 +305,13 @@ class TenantBudgets:
         return (0, 0) if account is None else (account.requests, account.tokens)
 
     def check(
-        self, tenant: Tenant, requests: int, tokens: int, others: Use, replicas: int, now: float
+        self,
+        tenant: Tenant,
+        requests: int,
+        tokens: int,
+        others: OthersUsage,
+        replicas: int,
+        now: float,
     ) -> None:
         """Raises Refusal when the tenant may not have so many more now."""
         account = self._account(tenant.name, now)
@@ -350,7 +356,7 @@ class TenantBudgets:
         if Limit.TOKEN_RATE in account.buckets:
             account.buckets[Limit.TOKEN_RATE].give_back(unused, now)
 
-    def count_request(self, tenant: Tenant, others: Use, replicas: int, now: float) -> None:
+    def count_request(self, tenant: Tenant, others: OthersUsage, replicas: int, now: float) -> None:
         """A request that was never let in counts against the rate all the same."""
         account = self._account(tenant.name, now)
         self._shape(account, tenant, others, replicas, now)
@@ -380,7 +386,7 @@ class TenantBudgets:
                 del self._accounts[name]
 
     def _shape(
-        self, account: Account, tenant: Tenant, others: Use, replicas: int, now: float
+        self, account: Account, tenant: Tenant, others: OthersUsage, replicas: int, now: float
     ) -> None:
         """Buckets of the sizes that the tenant's limits have now; limits are reloaded."""
         rates = (

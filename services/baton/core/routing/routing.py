@@ -214,7 +214,7 @@ MAX_DRAWN = 12
 MAX_HOLDERS = 6
 
 
-class PoolView(NamedTuple):
+class PoolSnapshot(NamedTuple):
     """Workers of one role, and what they hold of the prompt. missing: one that does not stand by is
     expected there and takes no work: it is silent, gone, draining, or starting.
     """
@@ -260,14 +260,16 @@ class Filtered(NamedTuple):
     others: Sequence[Candidate]
 
 
-class Scored(NamedTuple):
+class ScoredWorker(NamedTuple):
     """A worker that could run it, and what that would cost."""
 
     cost: Cost
     worker: WorkerSnapshot
 
 
-def filtered(demand: Demand, pool: PoolView, receiver: WorkerSnapshot | None = None) -> Filtered:
+def filtered(
+    demand: Demand, pool: PoolSnapshot, receiver: WorkerSnapshot | None = None
+) -> Filtered:
     """Looks at some of a pool; at all of it when none of those fits. receiver: who takes the KV,
     if anybody."""
     some = _some(demand, pool)
@@ -277,7 +279,7 @@ def filtered(demand: Demand, pool: PoolView, receiver: WorkerSnapshot | None = N
     return found
 
 
-def ranked(demand: Demand, scored: Iterable[Scored]) -> list[Scored]:
+def ranked(demand: Demand, scored: Iterable[ScoredWorker]) -> list[ScoredWorker]:
     """Best first. Equal ones are told apart by a hash of request and worker, so that requests
     spread without a counter."""
     ranked = sorted(scored, key=_total)
@@ -293,7 +295,7 @@ def tie_break(request_id: str, worker: WorkerIdentity) -> bytes:
     return blake2b(f"{request_id} {worker.instance_id}".encode(), digest_size=8).digest()
 
 
-def told(ranked: Sequence[Scored], *, picked: bool = True) -> tuple[Candidate, ...]:
+def told(ranked: Sequence[ScoredWorker], *, picked: bool = True) -> tuple[Candidate, ...]:
     """The fates of scored workers."""
     fates = [FilterReason.OUTSCORED] * len(ranked)
     if picked and fates:
@@ -318,7 +320,7 @@ def default_speed(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed:
     return found
 
 
-def _some(demand: Demand, pool: PoolView) -> Sequence[WorkerSnapshot]:
+def _some(demand: Demand, pool: PoolSnapshot) -> Sequence[WorkerSnapshot]:
     workers = pool.workers
     if len(workers) <= MAX_DRAWN + MAX_HOLDERS:
         return workers
@@ -393,7 +395,7 @@ def _fits(wanted: str, offered: str) -> bool:
     return not wanted or not offered or wanted == offered
 
 
-def _total(entry: Scored) -> float:
+def _total(entry: ScoredWorker) -> float:
     return entry.cost.total
 
 
@@ -463,7 +465,11 @@ class Decision:
 
 
 def decide(
-    demand: Demand, prefills: PoolView, decodes: PoolView, policy: RoutingPolicy, now: float = 0.0
+    demand: Demand,
+    prefills: PoolSnapshot,
+    decodes: PoolSnapshot,
+    policy: RoutingPolicy,
+    now: float = 0.0,
 ) -> Decision:
     """Filter, score, pick. now: on the clock by which workers were met."""
     if not demand.needs_decode:
@@ -473,14 +479,14 @@ def decide(
     found = filtered(demand, decodes)
     moment = _moment(decodes, found.fitting, policy, now)
     costs = [(decode_costs(demand, worker, moment), worker) for worker in found.fitting]
-    local = ranked(demand, [Scored(cost[0], worker) for cost, worker in costs])
+    local = ranked(demand, [ScoredWorker(cost[0], worker) for cost, worker in costs])
     here = _Choice(local, found.others)
     if here.best is None:
         return Decision(None, None, "no decode worker can take it", here.told())
     short = here.best.cost.uncached_tokens <= policy.short
     if short and not policy.by_speed:
         return _on_decode(here, None, SHORT)
-    collecting = ranked(demand, [Scored(cost[1], worker) for cost, worker in costs])
+    collecting = ranked(demand, [ScoredWorker(cost[1], worker) for cost, worker in costs])
     there = _Choice(collecting, found.others)
     assert there.best is not None
     apart = _prefill(demand, prefills, policy, now, there.best.worker)
@@ -506,9 +512,9 @@ def receiver_for(
         return None
     roomy = [w for w in decodes if not shortage(demand, w) and _has_places(demand, w)]
     leaving = sender.load.state is not WorkerState.SERVING
-    fitting = filtered(demand, PoolView(roomy, missing=leaving), sender).fitting
+    fitting = filtered(demand, PoolSnapshot(roomy, missing=leaving), sender).fitting
     moment = Moment(NO_OVERLAP, 0.0, 0.0, default_speed(fitting))
-    found = ranked(demand, [Scored(decode_costs(demand, w, moment)[1], w) for w in fitting])
+    found = ranked(demand, [ScoredWorker(decode_costs(demand, w, moment)[1], w) for w in fitting])
     return found[0].worker.identity if found else None
 
 
@@ -520,11 +526,11 @@ def is_stalled(step_age_us: int, step_predicted_us: int) -> bool:
 class _Choice(NamedTuple):
     """One pool's part: workers that can do it, best first, and the fates of others."""
 
-    scored: Sequence[Scored]
+    scored: Sequence[ScoredWorker]
     others: Sequence[Candidate]
 
     @property
-    def best(self) -> Scored | None:
+    def best(self) -> ScoredWorker | None:
         return self.scored[0] if self.scored else None
 
     def told(self, *, picked: bool = True) -> tuple[Candidate, ...]:
@@ -533,26 +539,26 @@ class _Choice(NamedTuple):
 
 def _prefill(
     demand: Demand,
-    pool: PoolView,
+    pool: PoolSnapshot,
     policy: RoutingPolicy,
     now: float,
     receiver: WorkerSnapshot | None = None,
 ) -> _Choice:
     found = filtered(demand, pool, receiver)
     moment = _moment(pool, found.fitting, policy, now)
-    costs = [Scored(prefill_cost(demand, worker, moment), worker) for worker in found.fitting]
+    costs = [ScoredWorker(prefill_cost(demand, worker, moment), worker) for worker in found.fitting]
     return _Choice(ranked(demand, costs), found.others)
 
 
 def _moment(
-    pool: PoolView, fitting: Sequence[WorkerSnapshot], policy: RoutingPolicy, now: float
+    pool: PoolSnapshot, fitting: Sequence[WorkerSnapshot], policy: RoutingPolicy, now: float
 ) -> Moment:
     first_met = min((worker.since for worker in fitting), default=now)
     return Moment(pool.overlap, now, policy.slow_start_s, default_speed(fitting), first_met)
 
 
 def _compared(
-    demand: Demand, here: Scored, there: Scored, apart: Scored
+    demand: Demand, here: ScoredWorker, there: ScoredWorker, apart: ScoredWorker
 ) -> tuple[float, float] | None:
     """Seconds on decode alone, and with prefill and decode apart; None when somebody's speed is
     not known."""
@@ -583,9 +589,9 @@ def _on_prefill(
 
 
 def _decision(
-    prefill: Scored | None,
-    decode: Scored | None,
-    computing: Scored | None,
+    prefill: ScoredWorker | None,
+    decode: ScoredWorker | None,
+    computing: ScoredWorker | None,
     reason: str,
     seen: tuple[Candidate, ...],
     times: tuple[float, float] | None,

@@ -69,7 +69,7 @@ POOL_TARGETS = Spec(
 Readers = dict[Spec, GaugeReader]
 
 
-class Use:
+class RouterUse:
     """What a router's requests and its decode workers do now. Counters are by name of the model."""
 
     def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
@@ -151,7 +151,7 @@ def leaks(num_requests: int, held: Mapping[str, int]) -> dict[tuple[str, ...], f
 def vllm_readers(pipeline: Pipeline, fleet: Fleet) -> Readers:
     """A router's own load and its decode pool's memory under vLLM's names. KV is that of all decode
     workers: every router uses them all."""
-    use = Use(pipeline, fleet)
+    use = RouterUse(pipeline, fleet)
 
     def by_model(counted: Counter[str]) -> dict[tuple[str, ...], float]:
         models = {model.name for model in pipeline.models()}

@@ -19,8 +19,8 @@ from baton.core.admission.admission import (
     AdmissionCharge,
     AdmissionLimits,
     Ask,
+    FleetState,
     Holding,
-    Outlook,
 )
 from baton.core.admission.concurrency_limiter import (
     FIRST_WINDOW,
@@ -212,9 +212,9 @@ class AdmissionController:
             self._metrics.refused(refusal.limit, tenant)
             raise
 
-    def _outlook(self, tenant: Tenant, now: float) -> Outlook:
+    def _outlook(self, tenant: Tenant, now: float) -> FleetState:
         self._look(now)
-        return Outlook(
+        return FleetState(
             self._kv_tokens,
             self.dispatcher.window.round_trip_s,
             self._live_replicas(),

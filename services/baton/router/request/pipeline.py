@@ -30,7 +30,7 @@ from baton.router.request.guards import Guards
 from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.request.preparation import Preparation, new_id
 from baton.router.request.runner import RequestRunner
-from baton.router.workers.clients import Encoded
+from baton.router.workers.clients import EncodedPrompt
 from baton.router.workers.fleet import Fleet
 from baton.rpc.tracing import OFF, Tracer, now
 
@@ -333,12 +333,12 @@ class Pipeline:
         request: Request,
         holding: Holding | None = None,
         on_names: Callable[[Sequence[str]], None] | None = None,
-    ) -> tuple[Encoded, ModelDescription]:
+    ) -> tuple[EncodedPrompt, ModelDescription]:
         """A request's prompt as tokens, of the model named with them. on_names: gets the tokens'
         names in the vocabulary, some at a time. holding: of its bytes, which stays the caller's: an
         answer of this kind is larger than its request. Raises BatonError."""
 
-        def work(held: Permit) -> Awaitable[tuple[Encoded, ModelDescription]]:
+        def work(held: Permit) -> Awaitable[tuple[EncodedPrompt, ModelDescription]]:
             return self._preparation.tokenize(held, on_names)
 
         return await self._text_only(request, holding, work)

@@ -40,7 +40,7 @@ from baton.router.request.guards import Guards
 from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.request.runner import RequestRunner, RequestRunnerLimits
 from baton.router.request.texts import PROMPT_TAIL, Speller, TextOptions
-from baton.router.workers.clients import Encoded
+from baton.router.workers.clients import EncodedPrompt
 from baton.router.workers.fleet import Fleet
 from baton.router.workers.tokenizers import AskedBy, Tokenizers
 from baton.rpc.trace_names import SCORE
@@ -307,7 +307,7 @@ class Preparation:
 
     async def tokenize(
         self, held: Permit, on_names: Callable[[Sequence[str]], None] | None
-    ) -> tuple[Encoded, ModelDescription]:
+    ) -> tuple[EncodedPrompt, ModelDescription]:
         """See `Pipeline`. Raises BatonError."""
         request, asked_by = held.request, _asked_by(held, new_id())
         model = await self._model(request.model, asked_by.request_id)
@@ -349,7 +349,7 @@ class Preparation:
     async def _check_tools(
         self,
         request: Request,
-        encoded: Encoded,
+        encoded: EncodedPrompt,
         request_id: str,
         model: ModelDescription,
         held: Permit,

@@ -151,7 +151,7 @@ AT_ONCE_BYTES = 1 << 16
 _UNTOLD = AnswerFormat()
 
 
-class Encoded(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt's token ids, the hashes of its units as `core.prefix` has them, and, when asked for,
     each token's name in the vocabulary.
 
@@ -186,7 +186,7 @@ class TokenizerClient(UnaryClient):
         most_tokens: int | None = None,
         with_token_strings: bool = False,
         trace: TraceContext = UNTRACED,
-    ) -> Encoded:
+    ) -> EncodedPrompt:
         """most_tokens: of more only the number is told: to look at a million of them would keep
         the event loop. Raises BatonError, naming the field if the prompt or the grammar is at
         fault."""
@@ -199,14 +199,14 @@ class TokenizerClient(UnaryClient):
         )
         num_tokens = len(output.token_ids) // TOKEN_ID_BYTES
         if most_tokens is not None and num_tokens > most_tokens:
-            return Encoded((), b"", too_many=num_tokens)
+            return EncodedPrompt((), b"", too_many=num_tokens)
         token_ids = await _in_turns(output.token_ids)
         strings = tuple(output.token_strings)
         if len(output.prefix_hashes) % HASH_BYTES or len(strings) != (
             len(token_ids) if with_token_strings else 0
         ):
             raise _astray()
-        return Encoded(
+        return EncodedPrompt(
             token_ids, output.prefix_hashes, strings, output.reasoning_open, self._answer_format
         )
 

@@ -85,7 +85,7 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdecimal() and 1 <= int(text) <= 65535
 
 
-class Source(Protocol):
+class AddressSource(Protocol):
     """Told by DNS, by Kubernetes, or by a list: the addresses of one role."""
 
     def watch(self) -> AsyncIterator[frozenset[str]]:
@@ -103,7 +103,7 @@ class Discovery:
     Nothing runs while nobody watches.
     """
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(self, sources: Mapping[str, AddressSource]) -> None:
         self._sources = sources
 
     def watch(self, role: str) -> AsyncIterator[frozenset[str]]:
@@ -112,7 +112,7 @@ class Discovery:
     def look_again(self, role: str) -> None:
         self._source(role).look_again()
 
-    def _source(self, role: str) -> Source:
+    def _source(self, role: str) -> AddressSource:
         return self._sources.get(role) or StaticSource(())
 
 
@@ -255,7 +255,7 @@ async def discovery_of(
     when Kubernetes is asked for and there is no way to it.
     """
     api: KubernetesApi | None = None
-    sources: dict[str, Source] = {}
+    sources: dict[str, AddressSource] = {}
     for role, texts in places.items():
         match parse_target(texts, f"{role}s"):
             case ListTarget(addresses):

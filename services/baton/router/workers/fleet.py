@@ -22,7 +22,7 @@ from baton.core.routing.prefix_index import MAX_ENTRIES, NO_OVERLAP, PrefixIndex
 from baton.core.routing.routing import (
     Decision,
     FilterReason,
-    PoolView,
+    PoolSnapshot,
     is_stalled,
     model_for,
     models_of,
@@ -53,7 +53,7 @@ from baton.v1.worker_pb2_grpc import WorkerStub
 _NO_MODEL = ModelDescription("", "", 0, 0, ())
 
 
-class Client(Protocol):
+class WorkerClient(Protocol):
     """What a pool keeps per worker."""
 
     @property
@@ -64,7 +64,7 @@ class Client(Protocol):
         """Runs while the instance id lives; cancelled when it is gone, it tells its users so."""
 
 
-C = TypeVar("C", bound=Client)
+C = TypeVar("C", bound=WorkerClient)
 
 
 @dataclass(slots=True, eq=False)
@@ -503,10 +503,10 @@ class Pool(Generic[C]):
     def snapshots(self) -> list[WorkerSnapshot]:
         return list(self.each_snapshot())
 
-    def view(self, prefix_hashes: bytes) -> PoolView:
+    def view(self, prefix_hashes: bytes) -> PoolSnapshot:
         """All snapshots, and what these workers hold of a prompt."""
         overlap = NO_OVERLAP if self.index is None else self.index.find(prefix_hashes)
-        return PoolView(self.snapshots(), overlap, self.missing)
+        return PoolSnapshot(self.snapshots(), overlap, self.missing)
 
     def _follow(self, address: str) -> None:
         link = WorkerLink(

@@ -23,12 +23,12 @@ from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.core.routing.failures import RetryBudget
 from baton.core.routing.routing import tie_break
 from baton.router.config import RouterConfig
-from baton.router.workers.clients import TOKEN_ID_BYTES, Encoded, TokenizerClient
+from baton.router.workers.clients import TOKEN_ID_BYTES, EncodedPrompt, TokenizerClient
 from baton.router.workers.fleet import Fleet, Placed, Pool, Worker
 from baton.router.workers.shared_stream import Broadcast
 from baton.rpc.logs import named
 
-# TokenizerTurns, where what tokenizers are to do waits for one with room, in fair order.
+# TokenizerQueue, where what tokenizers are to do waits for one with room, in fair order.
 #
 # A tokenizer works in the order in which things come, so what decides is what it is sent, and
 # when: a router sends each one only as much as keeps its threads busy, and the rest waits here,
@@ -74,7 +74,7 @@ class Lane(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Wanted:
+class QueuedInput:
     """One input that a tokenizer is wanted for. size: bytes. tokenizer_digest: "" fits all.
     passed_over: instance ids that are only used when there is no other. give_up: how long a
     tokenizer may be missing; a reading of the loop's clock.
@@ -87,7 +87,7 @@ class Wanted:
     tokenizer_digest: str
     passed_over: Collection[str]
     give_up: float
-    future: asyncio.Future[Turn] = field(
+    future: asyncio.Future[TokenizerSlot] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -117,11 +117,11 @@ class _Sent:
             self.short_bytes += one * size
 
 
-class Turn:
+class TokenizerSlot:
     """A tokenizer, and room there until it is released, once or more."""
 
     def __init__(
-        self, turns: TokenizerTurns, worker: Worker[TokenizerClient], lane: Lane, size: int
+        self, turns: TokenizerQueue, worker: Worker[TokenizerClient], lane: Lane, size: int
     ) -> None:
         self.worker = worker
         self._turns = turns
@@ -137,21 +137,21 @@ class Turn:
             self._turns._sent_one(self.worker, self._lane, self._size, -1)
             self._turns._dispatch()
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> TokenizerSlot:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
-class TokenizerTurns:
+class TokenizerQueue:
     """One per router. changed: set when there may be other tokenizers, or other states of them."""
 
     def __init__(self, pool: Pool[TokenizerClient], changed: Broadcast) -> None:
         self._pool = pool
         self._changed = changed
         # Its bounds are the gate's: whoever waits here holds its bytes there.
-        self._queues: dict[Lane, FairQueue[Wanted]] = {
+        self._queues: dict[Lane, FairQueue[QueuedInput]] = {
             lane: FairQueue(max_tokens=sys.maxsize, max_entries=sys.maxsize, quantum=QUANTUM_BYTES)
             for lane in Lane
         }
@@ -167,7 +167,7 @@ class TokenizerTurns:
         """Inputs that tokenizers have of this router's."""
         return sum(sum(sent.inputs.values()) for sent in self._sent.values())
 
-    async def turn(self, wanted: Wanted, deadline: float) -> Turn:
+    async def turn(self, wanted: QueuedInput, deadline: float) -> TokenizerSlot:
         """A tokenizer with room; the caller releases it. deadline: on the running loop's clock;
         within a tenant the earliest goes first. Raises Unavailable when there is no tokenizer for
         too long, TimeoutError at the deadline."""
@@ -222,7 +222,9 @@ class TokenizerTurns:
                 pass
             self._give_up(queue, usable, now)
 
-    def _serve_one(self, queue: FairQueue[Wanted], usable: list[Worker[TokenizerClient]]) -> bool:
+    def _serve_one(
+        self, queue: FairQueue[QueuedInput], usable: list[Worker[TokenizerClient]]
+    ) -> bool:
         """Whether one left the queue that did not have to wait any longer."""
         full: set[str] = set()
         for entry in queue.heads():
@@ -238,12 +240,12 @@ class TokenizerTurns:
                 full.add(wanted.tokenizer_digest)
                 continue
             queue.remove(entry, served=True)
-            wanted.future.set_result(Turn(self, worker, wanted.lane, wanted.size))
+            wanted.future.set_result(TokenizerSlot(self, worker, wanted.lane, wanted.size))
             return True
         return False
 
     def _give_up(
-        self, queue: FairQueue[Wanted], usable: list[Worker[TokenizerClient]], now: float
+        self, queue: FairQueue[QueuedInput], usable: list[Worker[TokenizerClient]], now: float
     ) -> None:
         """Ends the waiting of those whose tokenizers have been missing for too long."""
         digests = {entry.item.tokenizer_digest for entry in queue.heads()}
@@ -257,7 +259,7 @@ class TokenizerTurns:
                 wanted.future.set_exception(error)
 
     def _pick(
-        self, fitting: list[Worker[TokenizerClient]], wanted: Wanted
+        self, fitting: list[Worker[TokenizerClient]], wanted: QueuedInput
     ) -> Worker[TokenizerClient] | None:
         """The one with the fewest running calls of this router, of those that have room. One that
         was passed over is taken only when there is no other, busy or not."""
@@ -271,7 +273,7 @@ class TokenizerTurns:
             default=None,
         )
 
-    def _has_room(self, worker: Worker[TokenizerClient], wanted: Wanted) -> bool:
+    def _has_room(self, worker: Worker[TokenizerClient], wanted: QueuedInput) -> bool:
         sent = self._sent.get(worker.identity.instance_id)
         threads = worker.description.max_sequences or THREADS
         return sent is None or sent.has_room(wanted.lane, wanted.size, threads)
@@ -313,7 +315,7 @@ class Tokenizers:
     """
 
     def __init__(self, fleet: Fleet, config: RouterConfig, budget: RetryBudget) -> None:
-        self.turns = TokenizerTurns(fleet.tokenizers, fleet.changed)
+        self.turns = TokenizerQueue(fleet.tokenizers, fleet.changed)
         self._config = config
         self._budget = budget
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()
@@ -331,7 +333,7 @@ class Tokenizers:
         most_tokens: int | None = None,
         on_turn: Callable[[], None] = lambda: None,
         on_served: Callable[[WorkerIdentity], None] | None = None,
-    ) -> Encoded:
+    ) -> EncodedPrompt:
         """grammar: tried first. most_tokens: see TokenizerClient. on_served: told which tokenizer
         did it."""
         digest = grammar.digest if grammar is not None else b""
@@ -429,7 +431,7 @@ class Tokenizers:
         passed_over: set[str] = set()
         failures = 0
         while True:
-            wanted = Wanted(
+            wanted = QueuedInput(
                 asked_by.request_id,
                 asked_by.tenant,
                 lane,

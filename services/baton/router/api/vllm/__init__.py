@@ -23,8 +23,8 @@ def engine_service(pipeline: Pipeline, fleet: Fleet, config: RouterConfig) -> Se
             "needs the protocol's messages: pip install 'baton[vllm]'", field="vllm_engine"
         ) from None
     from baton.router.api.vllm.engine import TokenizerArchive, VllmEngine
-    from baton.router.observe.gauges import Use
+    from baton.router.observe.gauges import RouterUse
 
     files = TokenizerArchive.of(config.vllm_tokenizer) if config.vllm_tokenizer else None
-    use = Use(pipeline, fleet)
+    use = RouterUse(pipeline, fleet)
     return VllmEngine(pipeline, use, files, stall_timeout_s=config.stall_timeout_s).service()

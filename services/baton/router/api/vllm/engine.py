@@ -34,7 +34,7 @@ from baton.core.request.request import Accepted, Delta
 from baton.router.api.grpc.access import caller, deadline_s
 from baton.router.api.translation import in_client_words
 from baton.router.api.vllm.messages import MAX_REQUEST_IDS, EngineAnswer, EngineCall, call_of
-from baton.router.observe.gauges import Use
+from baton.router.observe.gauges import RouterUse
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.calls import WriteTimeout
 from baton.rpc.digest import FILES, tokenizer_digest
@@ -75,7 +75,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
     def __init__(
         self,
         pipeline: Pipeline,
-        use: Use,
+        use: RouterUse,
         files: TokenizerArchive | None,
         *,
         stall_timeout_s: float,
