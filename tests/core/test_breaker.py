@@ -27,7 +27,7 @@ def tripped(breaker: Breaker, now: float = 0.0) -> float:
     """Loses until it opens; returns when that was."""
     while breaker.state is BreakerState.CLOSED:
         now += APART_S
-        breaker.lost(now)
+        breaker.failure(now)
     return now
 
 
@@ -35,14 +35,14 @@ def test_it_trips_after_losses_in_a_row() -> None:
     breaker = Breaker()
     for number in range(MAX_IN_A_ROW):
         assert not breaker.refuses(number)
-        breaker.lost(float(number))
+        breaker.failure(float(number))
     assert breaker.refuses(MAX_IN_A_ROW - 1)
 
 
 def test_what_is_gained_in_between_breaks_the_row() -> None:
     breaker = Breaker()
     for number in range(4 * MAX_IN_A_ROW):
-        breaker.lost(float(number)) if number % 3 == 0 else breaker.gained(float(number))
+        breaker.failure(float(number)) if number % 3 == 0 else breaker.success(float(number))
         assert breaker.state is BreakerState.CLOSED
 
 
@@ -50,9 +50,9 @@ def test_a_high_rate_trips_too() -> None:
     """Every second attempt is lost: never several in a row."""
     breaker = Breaker()
     for number in range(FEWEST - 1):
-        breaker.lost(float(number)) if number % 2 == 0 else breaker.gained(float(number))
+        breaker.failure(float(number)) if number % 2 == 0 else breaker.success(float(number))
     assert not breaker.refuses(FEWEST)
-    breaker.lost(FEWEST)
+    breaker.failure(FEWEST)
     assert breaker.refuses(FEWEST)
 
 
@@ -60,7 +60,7 @@ def test_what_is_lost_in_one_moment_counts_once() -> None:
     """A stream that breaks takes its hundred attempts with it."""
     breaker = Breaker()
     for number in range(100):
-        breaker.lost(number * MOMENT_S / 100)
+        breaker.failure(number * MOMENT_S / 100)
     assert breaker.state is BreakerState.CLOSED
 
 
@@ -75,7 +75,7 @@ def test_one_probe_at_a_time() -> None:
     breaker.left()
     assert not breaker.refuses(now), "a probe that told nothing is followed by another one"
     assert breaker.placed()
-    breaker.gained(now)
+    breaker.success(now)
     assert breaker.state is BreakerState.CLOSED
     breaker.left()
     assert breaker.state is BreakerState.CLOSED
@@ -89,7 +89,7 @@ def test_each_failed_probe_doubles_the_time_up_to_a_bound() -> None:
         now = breaker.open_until
         assert not breaker.refuses(now)
         assert breaker.placed()
-        breaker.lost(now)
+        breaker.failure(now)
     doubled = [OPEN_S * 2**number for number in range(8)]
     assert times == pytest.approx([min(time, LONGEST_OPEN_S) for time in doubled])
 
@@ -97,7 +97,7 @@ def test_each_failed_probe_doubles_the_time_up_to_a_bound() -> None:
 def test_what_still_runs_on_an_open_one_does_not_close_it() -> None:
     breaker = Breaker()
     now = tripped(breaker)
-    breaker.gained(now)
+    breaker.success(now)
     assert breaker.refuses(now)
 
 
@@ -139,7 +139,7 @@ class Pools(RuleBasedStateMachine):
     @rule(data=st.data(), gained=st.booleans())
     def outcome(self, data: st.DataObject, gained: bool) -> None:
         breaker = self.breakers.of(data.draw(st.sampled_from(self.live)))
-        (breaker.gained if gained else breaker.lost)(self.now)
+        (breaker.success if gained else breaker.failure)(self.now)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -19,13 +19,12 @@ from typing import Any
 from baton.core.kvcache.cache_events import BATCH_UNITS, CacheBatch
 from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.failures import Breaker, Breakers
+from baton.core.routing.failures import Breaker
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton.core.routing.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
 from baton.core.routing.routing import Demand, RoutingPolicy, decide
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.fleet import Pool, Worker, WorkerLink
-from baton.router.workers.shared_stream import Broadcast
+from baton.router.workers.fleet import FleetContext, Pool, Worker, WorkerLink
 from baton.rpc.channels import Channels
 from baton_loadtest.bench.options import option
 from baton_loadtest.report import Report, Result, at_most, quantile
@@ -121,25 +120,13 @@ class _StandingPool(Pool[Any]):
     def __init__(self, role: str, workers: int, draw: random.Random) -> None:
         self.known = PrefixIndex()
         me = WorkerIdentity("router", "r" * 32, "")
-        super().__init__(
-            role, Discovery({}), Channels(), me, _Client, Broadcast(), time.monotonic, self.known
-        )
+        context = FleetContext(Discovery({}), Channels(), me, time.monotonic)
+        super().__init__(role, context, lambda *_: _Client(), self.known)
         self.standing = [self._worker(role, number, draw) for number in range(workers)]
         nobody: Any = None
         for worker in self.standing:
-            link: WorkerLink[Any] = WorkerLink(
-                nobody,
-                role,
-                me,
-                _Client,
-                Broadcast(),
-                time.monotonic,
-                Breakers(),
-                doubted=nobody,
-                known=nobody,
-            )
+            link = self.links[worker.identity.address] = WorkerLink(self, nobody)
             link.worker, link.settled = worker, True
-            self._links[worker.identity.address] = (link, nobody)
 
     def _worker(self, role: str, number: int, draw: random.Random) -> Worker[Any]:
         identity = WorkerIdentity(role, f"{number:032x}", f"host-{number}:1")
@@ -180,9 +167,6 @@ class _Client:
     """Of a worker that nobody speaks to."""
 
     ready = True
-
-    def __init__(self, *_: object) -> None:
-        """What a pool makes its clients of is not needed."""
 
     async def run(self) -> None:
         """There is nothing to do."""

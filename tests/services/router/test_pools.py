@@ -40,7 +40,7 @@ async def test_a_worker_that_is_listed_no_more_goes_on_until_it_is_gone(world: W
     assert len((await asking).token_ids[0]) == 40
     await decode.kill()
     await until(lambda: in_state(world))
-    assert decodes(world)._links == {}
+    assert decodes(world).links == {}
     assert world.channels is not None
     assert len(world.channels._channels) == 3, "the channel is given up with its worker"
 
@@ -62,7 +62,7 @@ async def test_an_address_that_comes_back_has_another_worker(world: World) -> No
     await until(lambda: in_state(world, gone=1))
     assert world.listed["decode"].doubts > 0, "discovery is told that nobody answered"
     world.listed["decode"].set([])
-    await until(lambda: decodes(world)._links == {})
+    await until(lambda: decodes(world).links == {})
     replacement = world.new_decode()
     world.decodes.append(replacement)
     await replacement.start(address)
@@ -81,7 +81,7 @@ async def test_a_stranger_at_an_address_that_is_listed_no_more_is_not_followed(
     await world.decodes[0].kill()
     await stranger.start(address)
     world.decodes.append(stranger)
-    await until(lambda: decodes(world)._links == {})
+    await until(lambda: decodes(world).links == {})
     assert stranger.hellos == []
 
 
@@ -89,7 +89,7 @@ async def test_one_worker_at_two_addresses_is_one_worker(world: World) -> None:
     await world.start(LOCAL)
     (address,) = world.addresses["decode"]
     world.listed["decode"].set([address, address.replace("127.0.0.1", "localhost")])
-    await until(lambda: any(link.elsewhere for link, _ in decodes(world)._links.values()))
+    await until(lambda: any(link.elsewhere for link in decodes(world).links.values()))
     assert in_state(world, serving=1)
     assert len((await world.ask(REQUEST)).token_ids[0]) == 40
     assert len(world.decodes[0].hellos) == 1
@@ -109,7 +109,7 @@ async def test_a_worker_of_another_role_gets_no_work(world: World) -> None:
     await world.start(LOCAL)
     wrong: ScriptedWorker = world.prefills[0]
     world.listed["decode"].set([*world.addresses["decode"], wrong.identity.address])
-    await until(lambda: len(decodes(world)._links) == 2)
+    await until(lambda: len(decodes(world).links) == 2)
     assert len((await world.ask(REQUEST)).token_ids[0]) == 40
     assert len(decodes(world).workers()) == 1
 

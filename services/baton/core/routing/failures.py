@@ -1,4 +1,8 @@
-"""What a router learns from failures: breakers, quarantine, retry budgets, steady verdicts."""
+"""What a router does about failures: breakers, quarantine, a retry budget, a steady verdict.
+
+In: what became of attempts, and readings of the caller's monotonic clock, in seconds.
+Out: which workers get no new attempts, which requests run apart, whether a retry is allowed.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +13,54 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-# When a worker that loses attempts gets no new ones: a circuit breaker, and those of a whole pool.
-#
-# Pure: told what became of attempts and what time it is. A worker that died needs no breaker: its
-# next instance id is another worker.
-#
-#     CLOSED ──TRIPPED──► OPEN ──COOLED──► HALF_OPEN ──PLACED──► PROBING ──GAINED──► CLOSED
-#                                              ▲                  │  └────LOST────► OPEN, for longer
-#                                              └───────LEFT───────┘
-#
-# A breaker trips when attempts are lost one after the other, or when a worker that is not simply
-# unlucky loses many of them (outlier ejection). Losses of one moment are one piece of evidence: a
-# stream that breaks takes all its attempts with it. However many breakers are open, at least half
-# of a pool is used, and the last worker always.
-
-
 MAX_IN_A_ROW = 3
+"""Failures one after the other that trip a breaker."""
 WINDOW = 20
 """Outcomes that are remembered of a worker."""
 FEWEST = 10
-"""Outcomes from which a rate is told."""
+"""Outcomes from which on a share of failures is computed."""
 MAX_LOST = 0.5
+"""Share of failures that trips a breaker."""
 MOMENT_S = 0.1
+"""Failures within so long are one piece of evidence."""
 OPEN_S = 0.5
+"""The first time that a breaker stays open."""
 LONGEST_OPEN_S = 4.0
 """Capacity that is back is used within five seconds; until then it costs an attempt so often."""
 FORGET_S = 60.0
+"""A breaker that stays closed for so long starts with OPEN_S again."""
 MAX_KNOWN = 4096
+"""Instance ids whose breakers are kept."""
 
 
 class BreakerState(Enum):
-    """What a worker gets: all, nothing, the next attempt, nothing besides that attempt."""
+    """What a worker gets."""
 
     CLOSED = auto()
+    """Every attempt that is placed on it."""
     OPEN = auto()
+    """Nothing."""
     HALF_OPEN = auto()
+    """The next attempt."""
     PROBING = auto()
+    """Nothing besides the one attempt that it has."""
 
 
 class BreakerEvent(Enum):
-    """TRIPPED: too much was lost. COOLED: it was open for long enough. PLACED: an attempt is given
-    to the worker. GAINED, LOST: an attempt got somewhere there, or was lost. LEFT: the one that
-    was given has left without either.
-    """
+    """What happens to a breaker."""
 
     TRIPPED = auto()
+    """Too many attempts were lost."""
     COOLED = auto()
+    """It was open for long enough."""
     PLACED = auto()
-    GAINED = auto()
-    LOST = auto()
+    """An attempt is given to the worker."""
+    SUCCESS = auto()
+    """An attempt gained a token or an answer there."""
+    FAILURE = auto()
+    """An attempt was lost there."""
     LEFT = auto()
+    """The probe has left with neither."""
 
 
 _S, _E = BreakerState, BreakerEvent
@@ -67,8 +69,8 @@ TRANSITIONS: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
     (_S.CLOSED, _E.TRIPPED): _S.OPEN,
     (_S.OPEN, _E.COOLED): _S.HALF_OPEN,
     (_S.HALF_OPEN, _E.PLACED): _S.PROBING,
-    (_S.PROBING, _E.GAINED): _S.CLOSED,
-    (_S.PROBING, _E.LOST): _S.OPEN,
+    (_S.PROBING, _E.SUCCESS): _S.CLOSED,
+    (_S.PROBING, _E.FAILURE): _S.OPEN,
     (_S.PROBING, _E.LEFT): _S.HALF_OPEN,
 }
 """Any other event changes nothing: what still ran on a worker whose breaker opened is no probe."""
@@ -76,41 +78,48 @@ TRANSITIONS: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
 
 @dataclass(slots=True)
 class Breaker:
-    """One worker's. Times in seconds of the caller's monotonic clock.
+    """A circuit breaker: a worker that loses attempts gets no new ones for a while.
 
-    open_until: of the present or the last opening. openings: in a row, each twice as long as the
-    one before; forgotten when it then stayed closed for FORGET_S.
+        CLOSED ──TRIPPED──► OPEN ──COOLED──► HALF_OPEN ──PLACED──► PROBING ──SUCCESS──► CLOSED
+                                                 ▲                  │  └──FAILURE──► OPEN, longer
+                                                 └───────LEFT───────┘
+
+    It trips when attempts are lost one after the other, or when half of the last ones were lost
+    (outlier ejection). Failures of one moment count once: a stream that breaks takes all its
+    attempts with it. A worker that died needs no breaker: its next instance id is another worker.
     """
 
     state: BreakerState = BreakerState.CLOSED
     open_until: float = 0.0
+    """End of the present or the last opening."""
     openings: int = 0
+    """In a row, each twice as long as the one before."""
     _outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _in_a_row: int = 0
-    _lost_at: float = float("-inf")
+    _failed_at: float = float("-inf")
 
-    def gained(self, now: float) -> None:
-        """An attempt got somewhere on the worker; told once per attempt."""
+    def success(self, now: float) -> None:
+        """An attempt gained something on the worker. Call it once per attempt."""
         self._outcomes.append(True)
         self._in_a_row = 0
-        self._apply(_E.GAINED, now)
+        self._apply(_E.SUCCESS, now)
 
-    def lost(self, now: float) -> None:
+    def failure(self, now: float) -> None:
         """The worker is to blame for the loss of an attempt."""
-        if now - self._lost_at < MOMENT_S:
+        if now - self._failed_at < MOMENT_S:
             return
-        self._lost_at = now
+        self._failed_at = now
         self._outcomes.append(False)
         self._in_a_row += 1
         many = len(self._outcomes) >= FEWEST
         often = many and self._outcomes.count(False) >= MAX_LOST * len(self._outcomes)
-        self._apply(_E.LOST, now)
+        self._apply(_E.FAILURE, now)
         if self._in_a_row >= MAX_IN_A_ROW or often:
             self._apply(_E.TRIPPED, now)
 
     def placed(self) -> bool:
-        """An attempt is placed on the worker. Returns whether it is the probe; `left` must follow
-        when that one is over."""
+        """An attempt is placed on the worker. Returns whether it is the probe; call `left` when
+        the probe is over."""
         probes = self.state is _S.HALF_OPEN
         self._apply(_E.PLACED)
         return probes
@@ -126,7 +135,7 @@ class Breaker:
         return self.state in (_S.OPEN, _S.PROBING)
 
     def _apply(self, event: BreakerEvent, now: float = 0.0) -> None:
-        """now: of events that may open it."""
+        """now: needed by events that may open it."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             return
@@ -141,7 +150,7 @@ class Breaker:
 
 
 class Breakers:
-    """Those of one pool, by instance id. Bounded: the ones that were not used for longest go."""
+    """Those of one pool, by instance id. Bounded: the ones that were unused for longest go."""
 
     def __init__(self) -> None:
         self._breakers: OrderedDict[str, Breaker] = OrderedDict()
@@ -159,8 +168,8 @@ class Breakers:
         return all(breaker.state is _S.CLOSED for breaker in self._breakers.values())
 
     def ejected(self, live: Collection[str], now: float) -> frozenset[str]:
-        """Of these workers, those that get no new attempt: at most half of them. Of too many, those
-        whose turn is furthest off."""
+        """Of these workers, those that get no new attempt: at most half of them, so the last
+        worker is always used. Of too many, those that stay open for longest."""
         refusing = [
             (breaker.open_until, instance_id)
             for instance_id in live
@@ -170,23 +179,21 @@ class Breakers:
         return frozenset(instance_id for _, instance_id in refusing[: len(live) // 2])
 
 
-# Which requests may be what kills workers, and how they are kept apart.
-#
-# A request that had gained no token in an attempt whose worker died (or hung) is a suspect: it may
-# have done it. Suspects run at most one per worker at a time, so that the next death tells who it
-# was. Two deaths with a lone suspect end it. One that gains a token in a later attempt is cleared,
-# whatever it shared a batch with.
-
-
 MAX_LONE_DEATHS = 2
+"""Deaths of workers with a lone suspect after which its request ends."""
 
 
 @dataclass(slots=True)
 class Suspicion:
-    """Of one request. lone_deaths: of workers on which it was the only suspect."""
+    """Whether one request may be what kills workers.
+
+    A request that had gained no token in an attempt whose worker died (or hung) is a suspect. A
+    suspect that gains a token in a later attempt is cleared, whatever it shared a batch with.
+    """
 
     suspect: bool = False
     lone_deaths: int = 0
+    """Deaths of workers on which it was the only suspect."""
 
     @property
     def guilty(self) -> bool:
@@ -205,7 +212,8 @@ class Suspicion:
 
 
 class Quarantine:
-    """Where the suspects of one router run, by instance id."""
+    """Where the suspects of one router run, by instance id: at most one per worker at a time, so
+    that the next death shows which one it was."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
@@ -226,20 +234,18 @@ class Quarantine:
             self._taken.difference_update(instance_ids)
 
 
-# How many retries a router may add to the load of a fleet that fails.
-#
-# A token bucket (as in "Handling Overload", Site Reliability Engineering, 2016, and as Finagle has
-# it): every request that starts pays in a share of a retry, time pays in a little, so that a quiet
-# router can retry too, and every retry takes one out. What a client has begun to read is no retry:
-# it is never asked for here.
-
-
 class RetryBudget:
-    """share: retries per request started. per_s: retries per second besides. most: the largest
-    burst. Times in seconds of the caller's monotonic clock.
+    """How many retries a router may add to the load of a fleet that fails.
+
+    A token bucket (as in "Handling Overload", Site Reliability Engineering, 2016, and as Finagle
+    has it): every request that starts pays in a share of a retry, time pays in a little, so that a
+    quiet router can retry too, and every retry takes one out. An attempt that goes on with output
+    which a client has begun to read is no retry: it needs no budget.
     """
 
     def __init__(self, *, share: float, per_s: float, most: float) -> None:
+        """share: retries per request started. per_s: retries per second besides. most: the largest
+        burst."""
         self._share = share
         self._per_s = per_s
         self._most = most
@@ -260,18 +266,16 @@ class RetryBudget:
         return True
 
 
-# A verdict that does not flap: only several observations in a row against it change it.
-
-
 @dataclass(slots=True)
 class SteadyVerdict:
-    """Good at first. patience: so many observations in a row change it, in either direction.
+    """A verdict that only several observations in a row against it change. It is good at first.
 
-    One observation may be an accident (a pause, a full ring); a verdict that follows every one of
-    them would send work away and call it back all the time.
+    One observation may be an accident (a pause, a full ring); a verdict that follows every one
+    would send work away and call it back all the time.
     """
 
     patience: int = 2
+    """Observations in a row that change it, in either direction."""
     good: bool = True
     _against: int = 0
 

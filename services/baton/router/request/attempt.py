@@ -214,7 +214,7 @@ class AttemptRunner:
             self._blame(Phase.PREFILL, error)
             request_state.phase_failed(self._number, Phase.PREFILL, error)
         else:
-            worker.gained()
+            worker.success()
             if self._place is not None:
                 self._place.answered(answer.queue_us / 1e6, answer.prefill_us / 1e6)
             self._owner.stages.prefill_answered(self._run, answer)
@@ -340,7 +340,7 @@ class AttemptRunner:
         if self._owner.request_state.gained(self._run, Phase.DECODE):
             self._proved = True
             place.apart.close()
-            place.decode.gained()
+            place.decode.success()
 
     def _note_first_token(self) -> None:
         began, self._began = self._began, None

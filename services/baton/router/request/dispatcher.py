@@ -298,7 +298,7 @@ class Placer:
             self._policy,
             now,
         )
-        self._fleet.incompatible_pairs.note(decision)
+        self._fleet.log_unpaired(decision)
         if not decision.wait:
             self.decisions.append(decision)
             return self._place(run, decision)
@@ -331,12 +331,12 @@ class Placer:
         return place
 
     def blame_prefill(self, worker: Worker[PrefillClient], error: BatonError) -> None:
-        worker.blamed(error)
+        worker.failure(error)
         if not self._is_busy(worker.identity, error):
             self._pass_over(self._failed, worker.identity, math.inf)
 
     def blame_decode(self, worker: Worker[DecodeSession], error: BatonError) -> None:
-        worker.blamed(error)
+        worker.failure(error)
         if not self._is_busy(worker.identity, error):
             self._pass_over(self._failed, worker.identity, RETRY_S * 2**self._decode_failures)
             self._decode_failures = min(self._decode_failures + 1, MAX_DOUBLINGS)

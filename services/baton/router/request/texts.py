@@ -334,7 +334,7 @@ class Texts:
     async def _judge(self, worker: Worker[DetokenizerSession]) -> None:
         """Whether to try once more after a loss."""
         assert self._lost is not None
-        worker.blamed(self._lost)
+        worker.failure(self._lost)
         self.moves += 1
         verdict = VERDICTS[self._lost.reason]
         self._fruitless_attempts += verdict is FailureAction.ELSEWHERE
@@ -352,7 +352,7 @@ class Texts:
         self._fruitless_attempts = 0
         if self._worker is not None and not self._proved:
             self._proved = True
-            self._worker.gained()
+            self._worker.success()
             self._stages.served_by(self._worker.identity)
         if self.choices[choice].ended:
             self._woken.set()
@@ -401,7 +401,7 @@ class Speller:
                     await words.done
                 except BatonError as error:
                     lost = error
-                    worker.blamed(error)
+                    worker.failure(error)
                     passed_over.add(worker.identity.instance_id)
                     failures += 1
                     fatal = VERDICTS[error.reason] is FailureAction.FATAL
@@ -409,7 +409,7 @@ class Speller:
                         raise
                     await asyncio.sleep(PAUSE_S)
                 else:
-                    worker.gained()
+                    worker.success()
                     return words.spelled
                 finally:
                     worker.client.close(text_id)

@@ -1,12 +1,17 @@
-"""All pools of one router, with the clients it needs to each role."""
+"""The workers of every role as one router sees them, and a link to each.
+
+`Fleet` has a `Pool` per role. A pool follows each address that discovery names by a `WorkerLink`,
+which keeps a `Worker` with a client for whichever instance id lives there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -47,8 +52,7 @@ from baton.rpc.worker import cache_from_proto, description_from_proto, load_from
 from baton.v1.worker_pb2 import WatchRequest
 from baton.v1.worker_pb2_grpc import WorkerStub
 
-# One worker as a router sees it: what it is, what it reports, and what this router gave it.
-
+log = logging.getLogger(__name__)
 
 _NO_MODEL = ModelDescription("", "", 0, 0, ())
 
@@ -61,32 +65,40 @@ class WorkerClient(Protocol):
         """Whether new work may be given to it."""
 
     async def run(self) -> None:
-        """Runs while the instance id lives; cancelled when it is gone, it tells its users so."""
+        """Runs while the instance id lives. Cancelled when that is gone, it fails its users."""
 
 
 C = TypeVar("C", bound=WorkerClient)
 
+MakeClient = Callable[[grpc.aio.Channel, WorkerDescription], C]
+
 
 @dataclass(slots=True, eq=False)
 class Worker(Generic[C]):
-    """One instance id. number: in the pool's prefix index. since: when it was met, on the loop's
-    clock. placed_*: what this router gave it and has not taken back; fresh_*: since its newest
-    report, which cannot know of it. breaker: the instance id's own, also when it was out of sight
-    for a while.
-    """
+    """One instance id: what it is, what it reports, and what this router gave it."""
 
     description: WorkerDescription
     client: C
     running: asyncio.Task[None]
+    """The client's `run`."""
     breaker: Breaker
+    """The instance id's own, also when the worker was out of sight for a while."""
     number: int = -1
+    """In the pool's prefix index; below 0: it has no place there."""
     since: float = 0.0
+    """When it was met, on the loop's clock."""
     load: WorkerLoad | None = None
+    """The newest report."""
     placed_sequences: int = 0
+    """That this router gave it and has not taken back."""
     placed_tokens: int = 0
+    """To prefill, likewise."""
     fresh_sequences: int = 0
+    """Given since the newest report, which cannot count them."""
     fresh_tokens: int = 0
+    """To prefill, likewise."""
     fresh_positions: int = 0
+    """That need blocks, likewise."""
     _snapshot: WorkerSnapshot | None = None
 
     @property
@@ -98,7 +110,7 @@ class Worker(Generic[C]):
         return self.description.model or _NO_MODEL
 
     def report(self, load: WorkerLoad) -> None:
-        """News of its load."""
+        """Takes a new report of its load."""
         self.load = load
         self.fresh_sequences = self.fresh_tokens = self.fresh_positions = 0
         self._snapshot = self._look(load)
@@ -111,23 +123,22 @@ class Worker(Generic[C]):
         self.fresh_tokens += tokens
         self.fresh_positions += positions
         self._snapshot = None
-        probes = self.breaker.placed()
-        return Placed(self, sequences, tokens, probes)
+        return Placed(self, sequences, tokens, probes=self.breaker.placed())
 
     def take_back(self, sequences: int, tokens: int) -> None:
-        """What `Placed` calls."""
+        """Called by `Placed`."""
         self.placed_sequences -= sequences
         self.placed_tokens -= tokens
         self._snapshot = None
 
-    def gained(self) -> None:
-        """An attempt got somewhere here; told once per attempt."""
-        self.breaker.gained(asyncio.get_running_loop().time())
+    def success(self) -> None:
+        """An attempt gained a token or an answer here. Call it once per attempt."""
+        self.breaker.success(asyncio.get_running_loop().time())
 
-    def blamed(self, error: BatonError) -> None:
+    def failure(self, error: BatonError) -> None:
         """An attempt was lost here."""
         if is_fault(error):
-            self.breaker.lost(asyncio.get_running_loop().time())
+            self.breaker.failure(asyncio.get_running_loop().time())
 
     @property
     def snapshot(self) -> WorkerSnapshot | None:
@@ -161,14 +172,12 @@ class Worker(Generic[C]):
 
 
 class Placed:
-    """Work that is on a worker until it is released. `with` releases it, too.
-
-    probes: it is the one attempt that a half-open breaker lets through.
-    """
+    """Work that is on a worker until it is released, by `release` or `with`."""
 
     __slots__ = ("_probes", "_sequences", "_tokens", "_worker")
 
-    def __init__(self, worker: Worker[C], sequences: int, tokens: int, probes: bool) -> None:
+    def __init__(self, worker: Worker[C], sequences: int, tokens: int, *, probes: bool) -> None:
+        """probes: it is the one attempt that a half-open breaker lets through."""
         self._worker = worker
         self._probes = probes
         self._sequences = sequences
@@ -194,74 +203,44 @@ class Placed:
         self.release()
 
 
-# Follows the worker at one address and keeps a client for its present instance id.
-#
-# Another instance id at the same address is another worker: the old one's client is closed, which
-# tells everyone who used it.
-
-
-log = logging.getLogger(__name__)
-
 GONE, SILENT = "gone", "silent"
 STATES = (*(state.name.lower() for state in WorkerState), SILENT, GONE)
-"""What a link may be in. The worker's own word: starting (also: nobody was met yet), serving,
-draining, kv_only. silent: it cannot be spoken to, and may live. gone: it was there once."""
+"""States of a link. The worker's own: starting (also before the first worker is met), serving,
+draining, kv_only. silent: it cannot be reached, and may live. gone: it was there once."""
 
 ELSEWHERE_S = 5.0
 """Before it is tried again whether a worker is still met at another address."""
+
+WATCH_AGAIN_S = 0.1
+"""Before a Watch is opened again because some of a worker's cache events were missing."""
 
 
 class NotFollowed(Exception):
     """This worker is followed at another address already, or nobody expects it here."""
 
 
-MakeClient = Callable[[grpc.aio.Channel, WorkerDescription], C]
-
-WATCH_AGAIN_S = 0.1
-"""Before a Watch is opened again because some of a worker's cache events were missing."""
-
-
 class WorkerLink(Generic[C]):
-    """Follows one address. `worker` is None while nobody lives there; `settled` is False while its
-    Watch is broken and it is not known yet whether it lives: it then gets no new work. `listed`:
-    whether discovery names the address; set from outside. `stands_by`: whether who was last met
-    here does.
+    """Follows the worker at one address and keeps a client for its present instance id.
 
-    awake: what its silence is measured with. index: where what it has cached is kept; None where
-    workers cache nothing. doubted: called whenever nobody answers here. known: whether an
-    instance id has another link.
+    Another instance id at the same address is another worker: the old one's client is closed, which
+    fails everyone who used it.
     """
 
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        role: str,
-        router: WorkerIdentity,
-        make_client: MakeClient[C],
-        changed: Broadcast,
-        awake: Clock,
-        breakers: Breakers,
-        index: PrefixIndex | None = None,
-        *,
-        doubted: Callable[[], None],
-        known: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, pool: Pool[C], channel: grpc.aio.Channel) -> None:
         self.worker: Worker[C] | None = None
+        """None while nobody lives there."""
         self.settled = False
+        """False while the Watch is broken and it is not known whether the worker lives: it gets no
+        new work then."""
         self.listed = True
+        """Whether discovery names the address; set from outside."""
         self.elsewhere = False
+        """Whether the worker here is followed at another address."""
         self.stands_by = False
+        """Whether the worker that was last met here is a standby."""
         self._met = False
-        self._role = role
-        self._doubted = doubted
-        self._known = known
+        self._pool = pool
         self._channel = channel
-        self._router = router
-        self._make_client = make_client
-        self._changed = changed
-        self._awake = awake
-        self._breakers = breakers
-        self._index = index
 
     @property
     def state(self) -> str:
@@ -269,47 +248,52 @@ class WorkerLink(Generic[C]):
         worker = self.worker
         if worker is None:
             return GONE if self._met else WorkerState.STARTING.name.lower()
-        if worker.load is None or not (self.settled and worker.client.ready):
+        if worker.load is None or not self.usable:
             return SILENT
         return worker.load.state.name.lower()
 
+    @property
+    def usable(self) -> bool:
+        """Whether the worker here can be reached."""
+        return self.worker is not None and self.settled and self.worker.client.ready
+
     async def run(self) -> None:
         """Until cancelled, or until nobody lives here and nobody is expected to."""
-        grace = ReconnectPolicy(self._awake)
+        patience = ReconnectPolicy(self._pool.context.awake)
         try:
             while self.listed or self.worker is not None:
                 try:
-                    if await self._watch(grace):
+                    if await self._watch(patience):
                         await asyncio.sleep(WATCH_AGAIN_S)
                         continue
                 except asyncio.CancelledError:
                     if cancelled_here():
                         raise
                 except WorkerStalled:
-                    grace.give_up()
+                    patience.give_up()
                 except NotFollowed:
                     await asyncio.sleep(ELSEWHERE_S if self.listed else 0)
                 except BROKEN as error:
                     log.debug("watch broke: %r", error)
                 except (BatonError, ValueError):
                     log.exception("a worker describes itself in a way that cannot be")
-                grace.failed()
-                self._doubted()
+                patience.failed()
+                self._pool.context.discovery.look_again(self._pool.role)
                 self.settled = False
-                if grace.spent:
+                if patience.spent:
                     await self._leave()
-                await asyncio.sleep(grace.pause_s)
+                await asyncio.sleep(patience.pause_s)
         finally:
             await self._leave()
 
-    async def _watch(self, grace: ReconnectPolicy) -> bool:
+    async def _watch(self, patience: ReconnectPolicy) -> bool:
         """Returns when the worker ends the stream; True: when cache events are missing, which a new
         stream's snapshot makes good."""
-        call = WorkerStub(self._channel).Watch(
-            WatchRequest(watcher=identity_to_proto(self._router))
-        )
+        context = self._pool.context
+        watcher = identity_to_proto(context.router)
+        call = WorkerStub(self._channel).Watch(WatchRequest(watcher=watcher))
         try:
-            async with StepLimit(SILENCE_S, self._awake) as silence:
+            async with StepLimit(SILENCE_S, context.awake) as silence:
                 while True:
                     answer: Any = await silence.watch(call.read())
                     if answer is grpc.aio.EOF:
@@ -324,28 +308,28 @@ class WorkerLink(Generic[C]):
                                 return True
                         case _:
                             pass
-                    grace.alive()
+                    patience.alive()
         finally:
             call.cancel()
 
     async def _meet(self, description: WorkerDescription) -> None:
-        identity = description.identity
+        identity, pool = description.identity, self._pool
         if self.worker is not None and self.worker.identity.instance_id == identity.instance_id:
             return
         await self._leave()
-        if identity.role != self._role:
-            raise ValueError(f"a {identity.role} worker is where {self._role} workers should be")
-        self.elsewhere = self._known(identity.instance_id)
+        if identity.role != pool.role:
+            raise ValueError(f"a {identity.role} worker is where {pool.role} workers should be")
+        self.elsewhere = pool.follows(identity.instance_id)
         # An address that is listed no more may belong to anybody by now.
         if self.elsewhere or not self.listed:
             raise NotFollowed
-        client = self._make_client(self._channel, description)
+        client = pool.make_client(self._channel, description)
         self.worker = Worker(
             description,
             client,
             asyncio.create_task(client.run()),
-            self._breakers.of(identity.instance_id),
-            number=-1 if self._index is None else self._index.join(),
+            pool.breakers.of(identity.instance_id),
+            number=-1 if pool.index is None else pool.index.join(),
             since=asyncio.get_running_loop().time(),
         )
         self._met = True
@@ -359,13 +343,14 @@ class WorkerLink(Generic[C]):
             raise WorkerStalled
         self.worker.report(load)
         self.settled = True
-        self._changed.set()
+        self._pool.context.changed.set()
 
     def _take_cache(self, batch: CacheBatch) -> bool:
         """False when something is missing before it."""
         if self.worker is None:
             raise ValueError("cache before description")
-        if self._index is None or self._index.apply(self.worker.number, batch):
+        index = self._pool.index
+        if index is None or index.apply(self.worker.number, batch):
             return True
         log.info("cache events of %s are missing", self.worker.identity.instance_id[:8])
         return False
@@ -374,12 +359,26 @@ class WorkerLink(Generic[C]):
         worker, self.worker = self.worker, None
         self.settled = False
         if worker is not None:
-            if self._index is not None:
-                self._index.leave(worker.number)
+            if self._pool.index is not None:
+                self._pool.index.leave(worker.number)
             log.info("lost %s %s", worker.identity.role, worker.identity.instance_id[:8])
             worker.running.cancel()
             await asyncio.gather(worker.running, return_exceptions=True)
-            self._changed.set()
+            self._pool.context.changed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetContext:
+    """What all pools of a router have in common."""
+
+    discovery: Discovery
+    channels: Channels
+    router: WorkerIdentity
+    """This router."""
+    awake: Clock
+    """Measures the silence of workers."""
+    changed: Broadcast = field(default_factory=Broadcast)
+    """Set whenever a snapshot of a worker may differ."""
 
 
 class Pool(Generic[C]):
@@ -400,46 +399,38 @@ class Pool(Generic[C]):
     def __init__(
         self,
         role: str,
-        discovery: Discovery,
-        channels: Channels,
-        router: WorkerIdentity,
+        context: FleetContext,
         make_client: MakeClient[C],
-        changed: Broadcast,
-        awake: Clock,
         index: PrefixIndex | None = None,
     ) -> None:
-        self.index = index
         self.role = role
-        self._discovery = discovery
-        self._channels = channels
-        self._router = router
-        self._make_client = make_client
-        self._changed = changed
-        self._awake = awake
-        self._breakers = Breakers()
-        self._links: dict[str, tuple[WorkerLink[C], asyncio.Task[None]]] = {}
+        self.context = context
+        self.make_client = make_client
+        self.index = index
+        """What the workers have cached; None where they cache nothing."""
+        self.breakers = Breakers()
+        self.links: dict[str, WorkerLink[C]] = {}
+        """By address."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Follows discovery until cancelled; closes all links on the way out."""
         try:
-            async for addresses in self._discovery.watch(self.role):
-                for address, (link, _) in self._links.items():
+            async for addresses in self.context.discovery.watch(self.role):
+                for address, link in self.links.items():
                     link.listed = address in addresses
-                for address in sorted(addresses - self._links.keys()):
-                    self._follow(address)
+                for address in sorted(addresses - self.links.keys()):
+                    channel = self.context.channels.get(address, self.role)
+                    link = self.links[address] = WorkerLink(self, channel)
+                    self._tasks.add(asyncio.create_task(self._keep(address, link)))
         finally:
-            tasks = [task for _, task in self._links.values()]
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def workers(self) -> list[Worker[C]]:
-        """Those that can be spoken to, whatever they say of themselves."""
-        return [
-            link.worker
-            for link, _ in self._links.values()
-            if link.worker is not None and link.settled and link.worker.client.ready
-        ]
+        """Those that can be reached, whatever they report."""
+        return list(self._usable())
 
     def serving(self) -> list[Worker[C]]:
         """Those that take new work."""
@@ -452,17 +443,16 @@ class Pool(Generic[C]):
     def states(self) -> Counter[str]:
         """How many are in each state; every state is named."""
         found = Counter(dict.fromkeys(STATES, 0))
-        found.update(link.state for link, _ in self._links.values() if not link.elsewhere)
+        found.update(link.state for link in self.links.values() if not link.elsewhere)
         return found
 
     @property
     def missing(self) -> bool:
-        """Whether somebody who does not stand by is expected here and takes no work. Who was not
-        met yet counts, whoever it will be.
-        """
+        """Whether a worker that is no standby is expected here and takes no work. An address where
+        no worker was met yet counts, whatever will be met there."""
         return any(
             link.state != WorkerState.SERVING.name.lower()
-            for link, _ in self._links.values()
+            for link in self.links.values()
             if not (link.stands_by or link.elsewhere)
         )
 
@@ -475,9 +465,9 @@ class Pool(Generic[C]):
 
     def ejected(self, now: float) -> frozenset[str]:
         """Instance ids that get no new attempts now, because they lose too many."""
-        if self._breakers.all_closed:
+        if self.breakers.all_closed:
             return frozenset()
-        return self._breakers.ejected([w.identity.instance_id for w in self.workers()], now)
+        return self.breakers.ejected([w.identity.instance_id for w in self.workers()], now)
 
     def usable(self, now: float) -> list[Worker[C]]:
         """Those that take new work and are not ejected."""
@@ -485,20 +475,24 @@ class Pool(Generic[C]):
         return [w for w in self.serving() if w.identity.instance_id not in ejected]
 
     def get(self, instance_id: str) -> Worker[C] | None:
-        for link, _ in self._links.values():
+        for link in self.links.values():
             worker = link.worker
             if worker is not None and worker.identity.instance_id == instance_id:
-                return worker if link.settled and worker.client.ready else None
+                return worker if link.usable else None
         return None
 
+    def follows(self, instance_id: str) -> bool:
+        """Whether a link has this worker, usable or not."""
+        return any(
+            link.worker is not None and link.worker.identity.instance_id == instance_id
+            for link in self.links.values()
+        )
+
     def each_snapshot(self) -> Iterator[WorkerSnapshot]:
-        """For who need not look at all of them."""
-        for link, _ in self._links.values():
-            worker = link.worker
-            if link.settled and worker is not None and worker.client.ready:
-                snapshot = worker.snapshot
-                if snapshot is not None:
-                    yield snapshot
+        """For a caller that may stop early."""
+        for worker in self._usable():
+            if (snapshot := worker.snapshot) is not None:
+                yield snapshot
 
     def snapshots(self) -> list[WorkerSnapshot]:
         return list(self.each_snapshot())
@@ -508,20 +502,11 @@ class Pool(Generic[C]):
         overlap = NO_OVERLAP if self.index is None else self.index.find(prefix_hashes)
         return PoolSnapshot(self.snapshots(), overlap, self.missing)
 
-    def _follow(self, address: str) -> None:
-        link = WorkerLink(
-            self._channels.get(address, self.role),
-            self.role,
-            self._router,
-            self._make_client,
-            self._changed,
-            self._awake,
-            self._breakers,
-            self.index,
-            doubted=lambda: self._discovery.look_again(self.role),
-            known=lambda instance_id: self._is_known(instance_id, link),
-        )
-        self._links[address] = (link, asyncio.create_task(self._keep(address, link)))
+    def _usable(self) -> Iterator[Worker[C]]:
+        for link in self.links.values():
+            worker = link.worker
+            if worker is not None and link.settled and worker.client.ready:
+                yield worker
 
     async def _keep(self, address: str, link: WorkerLink[C]) -> None:
         try:
@@ -530,47 +515,17 @@ class Pool(Generic[C]):
             log.exception("the link to %s failed by a fault of the router", address)
         finally:
             # Without an await since the link's last look at whether it is listed.
-            del self._links[address]
-            await self._channels.drop(address, self.role)
-
-    def _is_known(self, instance_id: str, asking: WorkerLink[C]) -> bool:
-        """Whether another link has this worker."""
-        return any(
-            link.worker is not None and link.worker.identity.instance_id == instance_id
-            for link, _ in self._links.values()
-            if link is not asking
-        )
+            del self.links[address]
+            if (task := asyncio.current_task()) is not None:
+                self._tasks.discard(task)
+            await self.context.channels.drop(address, self.role)
 
 
-# Tells the log, once a pair, which workers cannot be paired and why; decides nothing.
-
-MAX_TOLD = 4096
-
-
-class IncompatiblePairs:
-    """An operator's mistake that costs no request: decode prefills by itself, only slower."""
-
-    def __init__(self) -> None:
-        self._told: OrderedDict[tuple[str, str], None] = OrderedDict()
-
-    def note(self, decision: Decision) -> None:
-        """Looks through the candidates of a decision."""
-        if decision.decode is None:
-            return
-        for candidate in decision.candidates:
-            if candidate.filter_reason is FilterReason.OTHER_LAYOUT:
-                pair = candidate.identity.instance_id, decision.decode.instance_id
-                if pair not in self._told:
-                    error = refusal(candidate.identity, decision.decode, candidate.detail)
-                    log.warning("%s (they are not paired)", error.message)
-                self._told[pair] = None
-                self._told.move_to_end(pair)
-        while len(self._told) > MAX_TOLD:
-            self._told.popitem(last=False)
+MAX_LOGGED_PAIRS = 4096
 
 
 class Fleet:
-    """Four pools and one notice that any of them changed."""
+    """The four pools of a router, with the clients that it needs to each role."""
 
     def __init__(
         self,
@@ -580,49 +535,28 @@ class Fleet:
         *,
         index_entries: int = MAX_ENTRIES,
     ) -> None:
-        self.changed = Broadcast()
-        self.awake = AwakeClock(asyncio.get_running_loop().time)
-        """What silence of workers is measured with."""
-        self.incompatible_pairs = IncompatiblePairs()
-        self.tokenizers = Pool(
-            "tokenizer",
-            discovery,
-            channels,
-            router,
-            _tokenizer_client,
-            self.changed,
-            self.awake,
-        )
+        self.awake = awake = AwakeClock(asyncio.get_running_loop().time)
+        """Measures the silence of workers."""
+        context = FleetContext(discovery, channels, router, awake)
+        self.changed = changed = context.changed
+        """Set when any worker changed."""
+        self.tokenizers = Pool("tokenizer", context, _tokenizer_client)
         self.prefills = Pool(
             "prefill",
-            discovery,
-            channels,
-            router,
+            context,
             lambda channel, worker: PrefillClient(channel, worker.identity, router),
-            self.changed,
-            self.awake,
             PrefixIndex(index_entries),
         )
         self.decodes = Pool(
             "decode",
-            discovery,
-            channels,
-            router,
-            lambda channel, worker: DecodeSession(
-                channel, worker.identity, router, self.changed, self.awake
-            ),
-            self.changed,
-            self.awake,
+            context,
+            lambda channel, worker: DecodeSession(channel, worker.identity, router, changed, awake),
             PrefixIndex(index_entries),
         )
         self.detokenizers = Pool(
             "detokenizer",
-            discovery,
-            channels,
-            router,
-            lambda channel, worker: DetokenizerSession(channel, self.changed, self.awake),
-            self.changed,
-            self.awake,
+            context,
+            lambda channel, worker: DetokenizerSession(channel, changed, awake),
         )
         self.pools: tuple[Pool[Any], ...] = (
             self.tokenizers,
@@ -631,6 +565,8 @@ class Fleet:
             self.detokenizers,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._log_unpaired = lru_cache(MAX_LOGGED_PAIRS)(_log_unpaired)
+        """Logs a pair once."""
 
     def start(self) -> None:
         self.awake.start()
@@ -655,7 +591,7 @@ class Fleet:
         return model_for(request_id, name, self.decodes.snapshots(), tokenizers, detokenizers)
 
     def replacement_model(self, model: ModelDescription) -> ModelDescription:
-        """The model, or who may take its place in a request that has no token yet."""
+        """The model, or one that may take its place in a request that has no token yet."""
         return replacement_model(model, self.decodes.each_snapshot())
 
     @property
@@ -663,13 +599,22 @@ class Fleet:
         """Whether a text could be answered now. A prefill worker is not needed for it."""
         return all(pool.serving() for pool in (self.tokenizers, self.decodes, self.detokenizers))
 
+    def log_unpaired(self, decision: Decision) -> None:
+        """Logs, once a pair, which workers a decision could not pair and why. That is an operator's
+        mistake which fails no request: decode prefills by itself, only slower."""
+        if decision.decode is not None:
+            for candidate in decision.candidates:
+                if candidate.filter_reason is FilterReason.OTHER_LAYOUT:
+                    self._log_unpaired(candidate.identity, decision.decode, candidate.detail)
+
+
+def _log_unpaired(prefill: WorkerIdentity, decode: WorkerIdentity, detail: str) -> None:
+    log.warning("%s (they are not paired)", refusal(prefill, decode, detail).message)
+
 
 def _tokenizer_client(channel: grpc.aio.Channel, worker: WorkerDescription) -> TokenizerClient:
     model = worker.model
     return TokenizerClient(channel, model.answer_format if model else AnswerFormat())
-
-
-# Which detokenizer gets a text.
 
 
 LEAVES_S = 1.0

@@ -448,12 +448,12 @@ class Tokenizers:
                 with turn:
                     on_turn()
                     done = await work(turn.worker.client, asked_by.deadline - loop.time())
-                turn.worker.gained()
+                turn.worker.success()
                 if on_served is not None:
                     on_served(turn.worker.identity)
                 return done
             except BatonError as error:
-                turn.worker.blamed(error)
+                turn.worker.failure(error)
                 verdict = VERDICTS[error.reason]
                 failures += verdict is FailureAction.ELSEWHERE
                 if verdict is FailureAction.FATAL or failures >= self._config.max_attempts:
