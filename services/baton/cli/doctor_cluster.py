@@ -665,7 +665,7 @@ SELF_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 Named = tuple[str, Callable[[], Finding]]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "cluster", help="say what a Kubernetes cluster, and a Baton in it, lack"
     )

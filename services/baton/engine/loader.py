@@ -311,7 +311,7 @@ def _settings(folder: Path) -> Any:
 
 
 def _model_class(settings: Any) -> Any:
-    mapping = transformers.AutoModelForCausalLM._model_mapping
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(settings) not in mapping:
         raise UnsupportedModel(f"{settings.model_type}: it is no causal language model")
     found = mapping[type(settings)]
