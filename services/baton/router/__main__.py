@@ -10,7 +10,12 @@ import sys
 from contextlib import suppress
 
 from baton.core.request.model import WorkerIdentity
-from baton.router.api.access import Authenticator, KeyAuthenticator, OpenAuthenticator, warnings
+from baton.router.api.access import (
+    Authenticator,
+    KeyAuthenticator,
+    OpenAuthenticator,
+    exposure_warnings,
+)
 from baton.router.api.grpc.access import KeyInterceptor
 from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.api.http.access import HttpAccess
@@ -58,7 +63,7 @@ async def serve(config: RouterConfig) -> int:
         kubernetes_config=config.kubernetes_config,
     )
     replicas = Replicas(discovery if config.routers else None, config.replicas)
-    for warning in warnings(
+    for warning in exposure_warnings(
         config.faces,
         keys=bool(config.keys),
         tls=bool(config.public_tls_cert),

@@ -8,7 +8,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from baton.core.routing.prefix_index import MAX_ENTRIES
 from baton.core.routing.routing import RoutingPolicy
-from baton.router.api.access import check
+from baton.router.api.access import check_exposure
 from baton.router.workers.discovery import parse_target
 from baton.rpc.config import option
 from baton.rpc.hosts import AllowedHosts
@@ -224,7 +224,7 @@ class RouterConfig(ProcessOptions):
             raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")
         for role, texts in self.places.items():
             parse_target(texts, f"{role}s")
-        check(self.faces, keys=bool(self.keys), allow_anonymous=self.allow_anonymous)
+        check_exposure(self.faces, keys=bool(self.keys), allow_anonymous=self.allow_anonymous)
         AllowedHosts(self.http_listen, self.allowed_hosts)
 
     @property

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.router.api.access import warnings
+from baton.router.api.access import exposure_warnings
 from baton.router.config import RouterConfig
 from baton.rpc.serving import ServingOptions
 
@@ -17,7 +17,7 @@ LOOPBACK = ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1")
 
 def told(config: RouterConfig) -> list[str]:
     return list(
-        warnings(
+        exposure_warnings(
             config.faces,
             keys=bool(config.keys),
             tls=bool(config.public_tls_cert),

@@ -29,7 +29,7 @@ _SCHEME = "bearer"
 
 
 class Authenticator(Protocol):
-    """Lets callers in."""
+    """Finds out who makes a call."""
 
     def authenticate(self, authorization: Sequence[str]) -> Tenant:
         """authorization: every value of the call's header of that name.
@@ -38,12 +38,12 @@ class Authenticator(Protocol):
         """
 
     async def run(self) -> None:
-        """Does what the authenticator needs done until cancelled."""
+        """Follows changes of the keys until cancelled."""
 
 
 def at_address(tenant: Tenant, host: str) -> Tenant:
-    """A caller without a name, with where it calls from: that is who shares then. Of IPv6 only the
-    network counts, for anyone who has one has all its addresses."""
+    """A tenant without a name is its address, so that limits apply to each address. Of IPv6 the
+    network counts alone, since a client has all the addresses of its network."""
     if tenant.name or not host:
         return tenant
     if ":" in host:
@@ -51,7 +51,7 @@ def at_address(tenant: Tenant, host: str) -> Tenant:
             known = ipaddress.IPv6Address(host)
         except ValueError:
             return tenant
-        # A socket for both kinds shows addresses of IPv4 as these.
+        # A socket for both kinds shows addresses of IPv4 in this form.
         mapped = known.ipv4_mapped
         host = str(mapped or ipaddress.IPv6Network((known.packed[:8] + bytes(8), 64)))
     return replace(tenant, address=host)
@@ -72,9 +72,9 @@ class OpenAuthenticator:
 
 
 class KeyAuthenticator:
-    """Asks for a key of a file, and follows the file's changes while `run` runs.
+    """Requires a key of a file, and follows the file's changes while `run` runs.
 
-    A file that cannot be used changes nothing: whoever had a key keeps it, and nobody else gets in.
+    A file that cannot be used changes nothing: the keys stay those of the last usable one.
     """
 
     def __init__(self, path: str, registry: CollectorRegistry = REGISTRY) -> None:
@@ -89,7 +89,7 @@ class KeyAuthenticator:
             raise InvalidArgument(f"{path}{where}: {error.message}", field="keys") from None
         if not len(self._index):
             log.warning("%s has no keys: nobody can call", path)
-        self._untell = (
+        self._remove_gauges = (
             gauge(API_KEYS, lambda: {(): len(self._index)}, registry),
             gauge(API_KEYS_STALE, lambda: {(): float(self._stale)}, registry),
         )
@@ -97,7 +97,7 @@ class KeyAuthenticator:
     def authenticate(self, authorization: Sequence[str]) -> Tenant:
         if not authorization:
             raise Unauthenticated("Show an API key: Authorization: Bearer KEY.")
-        # Two headers may be read differently by whatever is in front.
+        # A proxy in front may read two headers differently.
         scheme, _, key = authorization[0].partition(" ")
         if len(authorization) > 1 or scheme.lower() != _SCHEME:
             raise Unauthenticated("The Authorization header must be one: Bearer KEY.")
@@ -113,11 +113,11 @@ class KeyAuthenticator:
                 await asyncio.sleep(LOOK_S)
                 await asyncio.to_thread(self.look)
         finally:
-            for stop in self._untell:
+            for stop in self._remove_gauges:
                 stop()
 
     def look(self) -> None:
-        """Takes over the file when it was replaced. Blocks."""
+        """Reads the file again when it was replaced. Blocks."""
         found = signature([self._path])
         if found == self._seen:
             self._stale = False
@@ -130,7 +130,7 @@ class KeyAuthenticator:
                     "the file of API keys cannot be used, the former keys stay: %s %s",
                     error.field, error.message,
                 )  # fmt: skip
-            # Looked at again until it can be used: it may be half written.
+            # It may be half written: the next look reads it again.
             self._stale = True
             return
         self._index, self._seen, self._stale = index, found, False
@@ -151,7 +151,7 @@ def _read(path: Path) -> KeyBook:
         raise InvalidArgument("is not UTF-8", field="keys") from None
 
 
-def check(faces: Mapping[str, str], *, keys: bool, allow_anonymous: bool) -> None:
+def check_exposure(faces: Mapping[str, str], *, keys: bool, allow_anonymous: bool) -> None:
     """faces: "host:port" by option. Raises InvalidArgument naming the option at fault."""
     if keys and allow_anonymous:
         raise InvalidArgument("contradicts keys: say only one of them", field="allow_anonymous")
@@ -165,10 +165,10 @@ def check(faces: Mapping[str, str], *, keys: bool, allow_anonymous: bool) -> Non
             )
 
 
-def warnings(
+def exposure_warnings(
     faces: Mapping[str, str], *, keys: bool, tls: bool, tls_terminated: bool
 ) -> Iterator[str]:
-    """What the operator should know of a configuration that passed `check`."""
+    """What the operator should know of a configuration that passed `check_exposure`."""
     if not keys:
         for name, host in _public(faces):
             yield f"{name}: anybody who reaches {host} is answered (allow_anonymous)" + (

@@ -1,6 +1,4 @@
-"""Decides of every HTTP request whether it may go on, before it is routed: by the name under which
-it came, and by its key.
-"""
+"""Checks the Host and the key of every HTTP request, before it is routed."""
 
 from __future__ import annotations
 
@@ -17,19 +15,29 @@ from baton.rpc.hosts import AllowedHosts
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
 READY = frozenset({"/health", "/ping"})
-"""What says nothing but whether this router is ready. Load balancers ask by any name."""
+"""Paths that show only whether this router is ready. Load balancers use any Host."""
 OPEN = READY | {"/docs", "/openapi.json"}
-"""And what is the same everywhere."""
+"""Paths that need no key: these, and those whose content is the same on every router."""
 METRICS = "/metrics"
 _TENANT = "baton.tenant"
 _METHODS = ("GET", "HEAD")
 
+HOST_NOT_ALLOWED = HttpError(
+    421,
+    "This router asks for no keys, so it answers only under names that it knows, and this "
+    "request's Host is none of them: add it to the router's allowed_hosts (--allowed-hosts), or "
+    "give the router keys.",
+    code="host_not_allowed",
+)
+OPERATOR_KEY_REQUIRED = HttpError(
+    403,
+    "Metrics tell of all tenants: show an operator's key ('baton keys new --operator' makes one).",
+    code="operator_key_required",
+)
+
 
 class HttpAccess:
-    """open_metrics: /metrics needs no key either. pages: paths that need none, because what is
-    there is the same for everybody. hosts: under which names requests are answered at all; None:
-    under any, as they have to show keys. token: whoever shows it in place of a key may read
-    /metrics."""
+    """Decides whether a request may go on, and who its caller is."""
 
     def __init__(
         self,
@@ -40,6 +48,9 @@ class HttpAccess:
         hosts: AllowedHosts | None = None,
         token: str = "",
     ) -> None:
+        """open_metrics: /metrics needs no key. pages: more paths that need none. hosts: the names
+        under which requests are answered; None: any name, as they need keys. token: in place of a
+        key it gives access to /metrics."""
         self._authenticator = authenticator
         self._open_metrics = open_metrics
         self._open = OPEN | set(pages)
@@ -47,30 +58,20 @@ class HttpAccess:
         self._token = f"Bearer {token}" if token else ""
 
     def check(self, scope: Scope) -> None:
-        """Notes who calls. Raises HttpError or Unauthenticated."""
+        """Sets the caller. Raises HttpError or Unauthenticated."""
         path = scope["path"] if scope["method"] in _METHODS else ""
         if path in READY:
             return
-        self._check_host(scope)
+        if self._hosts is not None and not self._hosts.allow(_values(scope, b"host")):
+            raise HOST_NOT_ALLOWED
         if path in self._open:
             return
         tenant = self._tenant(scope, path)
         if tenant is not None:
             scope[_TENANT] = at_address(tenant, (scope.get("client") or ("",))[0])
 
-    def _check_host(self, scope: Scope) -> None:
-        """Raises HttpError."""
-        if self._hosts is not None and not self._hosts.allow(_values(scope, b"host")):
-            raise HttpError(
-                421,
-                "This router asks for no keys, so it answers only under names that it knows, and "
-                "this request's Host is none of them: add it to the router's allowed_hosts "
-                "(--allowed-hosts), or give the router keys.",
-                code="host_not_allowed",
-            )
-
     def _tenant(self, scope: Scope, path: str) -> Tenant | None:
-        """None: whoever reads open metrics without an operator's key. Raises HttpError or
+        """None for a reader of open metrics without an operator's key. Raises HttpError or
         Unauthenticated."""
         shown = [value.decode("latin-1") for value in _values(scope, b"authorization")]
         open_metrics = path == METRICS and (
@@ -87,16 +88,11 @@ class HttpAccess:
             return tenant
         if open_metrics:
             return None
-        raise HttpError(
-            403,
-            "Metrics tell of all tenants: show an operator's key ('baton keys new --operator' "
-            "makes one).",
-            code="operator_key_required",
-        )
+        raise OPERATOR_KEY_REQUIRED
 
 
 def caller(scope: Scope) -> Tenant:
-    """Who makes a request that was admitted. KeyError for one that needed no key."""
+    """Who sends a request that passed `check`. Raises KeyError for one that needed no key."""
     found: Tenant = scope[_TENANT]
     return found
 

@@ -1,10 +1,10 @@
 """Receiving a JSON body: its declared type, a bound on its size, and room for it.
 
-Nothing of a body is read before there is room for it. A refused body is still read, up to a bound:
-closing a socket with unread data resets it, and the client would see a broken connection in place
-of the reason. It is not kept, and all refused ones together are read no faster than
-DISCARDED_BYTES_PER_S: whoever asks again and again is slowed down, and this router is not. A body
-that comes too slowly ends its connection.
+Nothing of a body is read before there is room for it. A refused body is still read, up to a bound,
+and not kept: closing a socket with unread data resets it, and the client would see a broken
+connection in place of the reason. All refused bodies together are read no faster than
+DISCARDED_BYTES_PER_S, so that clients which repeat themselves are slowed down, and this router is
+not. A body that comes too slowly ends its connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_DISCARDED_BYTES = 8 << 20
 
 DISCARDED_BYTES_PER_S = 16 << 20
 AT_ONCE_BYTES = 1 << 20
-"""That may be discarded faster, after a while without."""
+"""How much may be discarded faster, after a while without."""
 
 
 class ClientGone(Exception):
@@ -37,10 +37,12 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class Body:
-    """All of a request's body, and the room for it. Whoever needs them no longer says so."""
+    """All of a request's body."""
 
     raw: bytes
+    """Its user empties it when it is parsed."""
     holding: Holding
+    """The room for it."""
 
 
 class Bodies:
@@ -49,7 +51,7 @@ class Bodies:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._discarded_until = 0.0
-        """When all that was discarded may have been, on the loop's clock."""
+        """When the limit of speed allows the next byte, on the loop's clock."""
 
     @asynccontextmanager
     async def received(self, scope: Scope, receive: Receive) -> AsyncIterator[Body]:

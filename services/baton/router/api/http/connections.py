@@ -18,7 +18,7 @@ import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -93,6 +93,8 @@ class Exchange:
 
     abandon: Callable[[], None]
     """Ends the answer: nobody is there to read it."""
+    started: bool = False
+    """Whether the answer has begun."""
     sending_since: float | None = None
     """When the part of the answer began to be sent that the client has no room for yet."""
 
@@ -372,14 +374,9 @@ class Connections:
                 return _packed(peer_host), peer_port
         return None
 
-    @contextmanager
-    def _socket(self, connection: Connection) -> Iterator[socket.socket | None]:
-        with _held(connection.fd, connection.inode) as held, suppress(OSError):
-            yield held
-
     def _info(self, connection: Connection) -> TcpInfo | None:
         """None where the kernel does not tell."""
-        with self._socket(connection) as held:
+        with _held(connection.fd, connection.inode) as held, suppress(OSError):
             if held is not None and _TCP_INFO is not None:
                 info = held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO.size)
                 return TcpInfo(*_INFO.unpack(info)) if len(info) == _INFO.size else None
@@ -387,7 +384,7 @@ class Connections:
 
     def _shut_down(self, connection: Connection, *, reset: bool = False) -> None:
         """reset: the kernel keeps nothing for a peer that reads nothing."""
-        with self._socket(connection) as held:
+        with _held(connection.fd, connection.inode) as held, suppress(OSError):
             if held is None:
                 return
             if reset:
@@ -400,7 +397,7 @@ def tune_listeners(host: str, port: int, stall_timeout_s: float) -> bool:
     kernel keeps for one, and for how long after the server has closed it, where the peer takes
     nothing. Returns whether there is such a socket."""
     found = False
-    for held in _bound(host, port):
+    for _, held in _bound(host, port):
         if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             found = True
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BUFFER_BYTES)
@@ -417,36 +414,26 @@ def close_left_over(host: str, port: int) -> None:
     Of each start granian leaves one open, and with it the port taken. Only to be called when no
     server of this process is at this address any more.
     """
-    for fd, inode in list(_sockets()):
-        with _held(fd, inode) as held, suppress(OSError):
-            if held is not None and _is_left_over(held, host, port):
+    for fd, held in _bound(host, port):
+        if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            continue
+        try:
+            held.getpeername()
+        except OSError:
+            with suppress(OSError):
                 os.close(fd)
 
 
-def _is_left_over(held: socket.socket, host: str, port: int) -> bool:
-    if not _is_bound(held, host, port):
-        return False
-    if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return False
-    try:
-        held.getpeername()
-    except OSError:
-        return True
-    return False
-
-
-def _bound(host: str, port: int) -> Iterable[socket.socket]:
+def _bound(host: str, port: int) -> Iterator[tuple[int, socket.socket]]:
+    """Sockets of this process that are bound there: the file descriptor, and a second handle."""
+    address = (_packed(host), port)
     for fd, inode in list(_sockets()):
         with _held(fd, inode) as held, suppress(OSError):
-            if held is not None and _is_bound(held, host, port):
-                yield held
-
-
-def _is_bound(held: socket.socket, host: str, port: int) -> bool:
-    if held.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    own_host, own_port = held.getsockname()[:2]
-    return own_port == port and _packed(own_host) == _packed(host)
+            if held is None or held.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            own_host, own_port = held.getsockname()[:2]
+            if (_packed(own_host), own_port) == address:
+                yield fd, held
 
 
 def _sockets() -> Iterator[tuple[int, int]]:

@@ -34,6 +34,30 @@ from baton.router.api.http.responses import HttpError, send_json
 from baton.rpc.address import join, refusal, split
 from baton.rpc.tls import Certificates, Pems
 
+log = logging.getLogger(__name__)
+
+_FIELD = "http_listen"
+_BACKLOG = 1024
+START_S = 10.0
+"""A bound: the server listens a few milliseconds after it is started."""
+FLUSH_S = 1.0
+"""How long what was said last may take to reach the clients."""
+THREADS_S = 1.0
+"""A bound: its threads end within a millisecond or so after it."""
+END_S = 5.0
+"""A bound: the server ends at once when all its connections have."""
+SEND_BUFFER_BYTES = 64 << 10
+"""What the server keeps of one HTTP/2 stream's answer that its client has no room for."""
+WINDOW_BYTES = 256 << 10
+"""What an HTTP/2 client may send ahead of what the application has read."""
+_LOGGING = {
+    # Changes levels and nothing else: anything more would close every handler of the process.
+    "incremental": True,
+    "formatters": {},
+    "handlers": {},
+    "loggers": {"_granian": {"level": "CRITICAL"}, "granian.access": {"level": "CRITICAL"}},
+}
+
 BAD_HOST = HttpError(400, "one valid Host header is required", code="bad_request")
 BAD_FRAMING = HttpError(400, "Transfer-Encoding must be chunked", code="bad_request")
 BROKEN_BODY = HttpError(400, "the body is incomplete or malformed", code="bad_request")
@@ -73,7 +97,7 @@ class Edge:
         )
         self._running.add(task)
         try:
-            sending = _Sender(send, self._connections, connection, exchange)
+            sending = self._sender(send, connection, exchange)
             if (refusal := self._refusal(scope, connection)) is not None:
                 headers = [] if http2 else [_CLOSE]
                 if refusal.status == 429:
@@ -81,7 +105,7 @@ class Edge:
                 await send_json(sending, refusal.status, refusal.body(), headers)
             else:
                 await self._app(scope, self._receiver(receive), sending)
-                if not sending.started:
+                if not exchange.started:
                     # The body broke off, or was none. The server would call it its own failure.
                     await send_json(sending, 400, BROKEN_BODY.body(), [] if http2 else [_CLOSE])
         except asyncio.CancelledError:
@@ -120,6 +144,27 @@ class Edge:
                 return BAD_FRAMING
         return TOO_MANY_OF_YOURS if self._connections.too_many(connection) else None
 
+    def _sender(self, send: Send, connection: Connection, exchange: Exchange) -> Send:
+        """Says when an answer is its connection's last, and notes how long a part takes to send."""
+
+        async def send_part(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                exchange.started = True
+                # HTTP/2 has no such header: its connections end when they are idle.
+                if not connection.http2:
+                    if self._connections.is_last(connection) and _CLOSE not in message["headers"]:
+                        message["headers"] = [*message["headers"], _CLOSE]
+                    connection.last = _CLOSE in message["headers"]
+                await send(message)
+                return
+            exchange.sending_since = self._now()
+            try:
+                await send(message)
+            finally:
+                exchange.sending_since = None
+
+        return send_part
+
     def _receiver(self, receive: Receive) -> Receive:
         """Raises BODY_TOO_SLOW when too little has come for the time that it took."""
         limits = self._limits
@@ -140,61 +185,6 @@ class Edge:
             return message
 
         return receive_in_time
-
-
-class _Sender:
-    """`send` of one request. started: whether an answer has begun."""
-
-    def __init__(
-        self, send: Send, connections: Connections, connection: Connection, exchange: Exchange
-    ) -> None:
-        self.started = False
-        self._send = send
-        self._connections = connections
-        self._connection = connection
-        self._exchange = exchange
-        self._now = asyncio.get_running_loop().time
-
-    async def __call__(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.started = True
-            # HTTP/2 has no such header: its connections end when they are idle.
-            if not self._connection.http2:
-                if self._connections.is_last(self._connection) and _CLOSE not in message["headers"]:
-                    message["headers"] = [*message["headers"], _CLOSE]
-                self._connection.last = _CLOSE in message["headers"]
-            await self._send(message)
-            return
-        self._exchange.sending_since = self._now()
-        try:
-            await self._send(message)
-        finally:
-            self._exchange.sending_since = None
-
-
-log = logging.getLogger(__name__)
-
-_FIELD = "http_listen"
-_BACKLOG = 1024
-START_S = 10.0
-"""A bound: the server listens a few milliseconds after it is started."""
-FLUSH_S = 1.0
-"""How long what was said last may take to reach the clients."""
-THREADS_S = 1.0
-"""A bound: its threads end within a millisecond or so after it."""
-END_S = 5.0
-"""A bound: the server ends at once when all its connections have."""
-SEND_BUFFER_BYTES = 64 << 10
-"""What the server keeps of one HTTP/2 stream's answer that its client has no room for."""
-WINDOW_BYTES = 256 << 10
-"""What an HTTP/2 client may send ahead of what the application has read."""
-_LOGGING = {
-    # Changes levels and nothing else: anything more would close every handler of the process.
-    "incremental": True,
-    "formatters": {},
-    "handlers": {},
-    "loggers": {"_granian": {"level": "CRITICAL"}, "granian.access": {"level": "CRITICAL"}},
-}
 
 
 class HttpServer:
