@@ -10,6 +10,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -83,26 +84,24 @@ class Wire(SenderConnection):
         await self._channel.close()
 
     def collect(self) -> CollectStream:
-        return MutedStream(super().collect(), self.silent)
+        return MutedStream(self._stub.Collect(), self.silent)
 
 
 class MutedStream(CollectStream):
     """A stream that swallows everything once `silent` is set."""
 
-    def __init__(self, stream: CollectStream, silent: asyncio.Event) -> None:
-        self._stream, self._silent = stream, silent
+    def __init__(self, call: Any, silent: asyncio.Event) -> None:
+        super().__init__(call)
+        self._silent = silent
 
     async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
-        async for message in self._stream:
+        async for message in super().__aiter__():
             if not self._silent.is_set():
                 yield message
 
     async def send(self, message: pb.CollectRequest) -> None:
         if not self._silent.is_set():
-            await self._stream.send(message)
-
-    async def close(self) -> None:
-        await self._stream.close()
+            await super().send(message)
 
 
 class Rig:

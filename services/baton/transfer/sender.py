@@ -107,19 +107,18 @@ class PendingTransfer:
 
     def __init__(
         self,
+        sender: KvSender,
         handover_id: bytes,
         receiver_instance_id: str,
         num_positions: int,
         pack: Pack,
-        on_end: Callable[[PendingTransfer, HandoverOutcome], None],
-        stats: HandoverStats,
-        *,
-        is_probe: bool = False,
-        about: Names = NO_NAMES,
+        is_probe: bool,
+        about: Names,
     ) -> None:
+        self._sender = sender
         self.handover_id, self.receiver_instance_id = handover_id, receiver_instance_id
         self.pack, self.about = pack, about
-        self.stats = stats
+        self.stats = HandoverStats() if is_probe else sender.stats
         """Where it is counted."""
         self.is_probe = is_probe
         """The receiver asked for made-up KV; no worker stands behind it."""
@@ -135,7 +134,6 @@ class PendingTransfer:
         self.first_tokens: tuple[ChoiceTokens, ...] | None = None
         self.changed = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
-        self._on_end = on_end
         loop = asyncio.get_running_loop()
         self._gave_up: asyncio.Future[TransferAborted] = loop.create_future()
         self._ended: asyncio.Future[HandoverOutcome] = loop.create_future()
@@ -189,7 +187,7 @@ class PendingTransfer:
                 label = "cancelled" if isinstance(error, Cancelled) else "failed"
                 outcome = HandoverOutcome(label, error)
         self._ended.set_result(outcome)
-        self._on_end(self, outcome)
+        self._sender.forget(self, outcome)
 
     async def given_up(self) -> None:
         """For the stream: waits for `fail` and raises its TransferAborted."""
@@ -424,14 +422,7 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         if len(self._offers) >= MAX_OFFERS:
             raise Overloaded("too many hand-overs are on offer")
         offer = PendingTransfer(
-            handover_id,
-            receiver_instance_id,
-            num_positions,
-            pack,
-            self._forget,
-            HandoverStats() if is_probe else self.stats,
-            is_probe=is_probe,
-            about=about,
+            self, handover_id, receiver_instance_id, num_positions, pack, is_probe, about
         )
         self._num_probes += is_probe
         self._offers[handover_id] = offer
@@ -588,7 +579,8 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         if meant != self.identity.instance_id:
             raise Unavailable("this address now belongs to another process")
 
-    def _forget(self, offer: PendingTransfer, outcome: HandoverOutcome) -> None:
+    def forget(self, offer: PendingTransfer, outcome: HandoverOutcome) -> None:
+        """For an offer: it has ended, and only its id is remembered."""
         for timer in offer.timers:
             timer.cancel()
         del self._offers[offer.handover_id]

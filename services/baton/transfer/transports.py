@@ -39,15 +39,17 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _InFlight:
-    """One posted read."""
+class _Read:
+    """One read, from the call on."""
 
     peer: str
-    handle: object
+    remote_buffer: int
     buffer: StagingBuffer
     """Stays lent until the transport has released the handle."""
+    num_bytes: int
     done: asyncio.Future[bool]
     """Whether it succeeded."""
+    handle: object = None
     state: ReadState = ReadState.RUNNING
 
 
@@ -60,7 +62,7 @@ class TransferReader:
         # Not a SimpleQueue: its `get` may wait for ever when its thread is held up for longer than
         # the timeout (CPython 3.11; on busy cores after some 1500 naps of 20 microseconds).
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._in_flight: list[_InFlight] = []
+        self._in_flight: list[_Read] = []
         self._leaving: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="kv-reader", daemon=True)
         self._built: KvTransport | None = None
@@ -108,12 +110,12 @@ class TransferReader:
         cancelled, the transfer may still run: the caller releases the buffer as usual, and it stays
         orphaned until the transfer has ended.
         """
-        done: asyncio.Future[bool] = self._loop.create_future()
+        read = _Read(peer, remote_buffer, buffer, num_bytes, self._loop.create_future())
         buffer.lend()
-        self._commands.put(lambda: self._post(peer, remote_buffer, buffer, num_bytes, done))
+        self._commands.put(lambda: self._post(read))
         try:
             async with asyncio.timeout(timeout_s):
-                succeeded = await done
+                succeeded = await read.done
         except TimeoutError:
             raise TransportError("the read was not done in time") from None
         if not succeeded:
@@ -174,37 +176,32 @@ class TransferReader:
         awaited = any(not read.done.done() for read in self._in_flight)
         return nap if awaited else ORPHANED_NAP_S
 
-    def _post(
-        self,
-        peer: str,
-        remote_buffer: int,
-        buffer: StagingBuffer,
-        num_bytes: int,
-        done: asyncio.Future[bool],
-    ) -> None:
+    def _post(self, read: _Read) -> None:
         try:
-            if peer in self._leaving:
+            if read.peer in self._leaving:
                 raise TransportError("unknown peer")
-            handle = self._transport.post(peer, remote_buffer, buffer.index, num_bytes)
+            read.handle = self._transport.post(
+                read.peer, read.remote_buffer, read.buffer.index, read.num_bytes
+            )
         except TransportError:
-            self._call_back(_settle, buffer, done, False)
+            self._call_back(_settle, read, False)
             return
-        self._in_flight.append(_InFlight(peer, handle, buffer, done))
+        self._in_flight.append(read)
 
     def _poll(self) -> None:
-        still: list[_InFlight] = []
+        still: list[_Read] = []
         for read in self._in_flight:
             if read.state is ReadState.RUNNING:
                 read.state = self._transport.poll(read.handle)
             if read.state is ReadState.RUNNING or not self._released(read):
                 still.append(read)
             else:
-                self._call_back(_settle, read.buffer, read.done, read.state is ReadState.DONE)
+                self._call_back(_settle, read, read.state is ReadState.DONE)
         if len(still) != len(self._in_flight):
             self._in_flight = still
             self._remove_left()
 
-    def _released(self, read: _InFlight) -> bool:
+    def _released(self, read: _Read) -> bool:
         try:
             self._transport.release(read.handle)
         except TransportError:
@@ -239,10 +236,10 @@ def _resolve(result: asyncio.Future[T], error: Exception | None, value: T) -> No
         result.set_result(value)
 
 
-def _settle(buffer: StagingBuffer, done: asyncio.Future[bool], succeeded: bool) -> None:
-    buffer.settle()
-    if not done.done():
-        done.set_result(succeeded)
+def _settle(read: _Read, succeeded: bool) -> None:
+    read.buffer.settle()
+    if not read.done.done():
+        read.done.set_result(succeeded)
 
 
 CHOICES = ("auto", "nixl", "loopback")
@@ -296,10 +293,12 @@ class Staging:
             "nixl": lambda: faults.transport(nixl.NixlTransport(ring, instance_id, allowed)),
             "loopback": lambda: faults.transport(LoopbackTransport(ring)),
         }
+        if transport != "auto":
+            makers = {transport: makers[transport]}
+        elif not nixl.available():
+            del makers["nixl"]
         readers: dict[str, TransferReader] = {}
         for name, make in makers.items():
-            if transport not in ("auto", name) or (transport == "auto" and not _installed(name)):
-                continue
             reader = TransferReader(make)
             try:
                 await reader.start()
@@ -323,18 +322,15 @@ class Staging:
         if self._named or len(self.readers) == 1:
             raise Unavailable(f"the KV transport {name} does not work here: {why}")
         log.warning("KV will not move over %s, which does not work here: %s", name, why)
-        reader = self.readers.pop(name)
-        self.quiet = self.quiet and reader.idle
-        await reader.close()
+        await self._close(self.readers.pop(name))
 
     async def close(self) -> None:
         """Stops the transports and unmaps the pool, unless an orphaned transfer may still write."""
         for reader in self.readers.values():
-            self.quiet = self.quiet and reader.idle
-            await reader.close()
+            await self._close(reader)
         if self.quiet:
             self.ring.close()
 
-
-def _installed(name: str) -> bool:
-    return name != "nixl" or nixl.available()
+    async def _close(self, reader: TransferReader) -> None:
+        self.quiet = self.quiet and reader.idle
+        await reader.close()

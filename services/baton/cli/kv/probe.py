@@ -61,24 +61,19 @@ class Watched(SenderConnection):
         return meeting
 
     def collect(self) -> CollectStream:
-        return _WatchedStream(super().collect(), self)
+        return _WatchedStream(self._stub.Collect(), self)
 
 
 class _WatchedStream(CollectStream):
-    def __init__(self, stream: CollectStream, watched: Watched) -> None:
-        self._stream, self._watched = stream, watched
+    def __init__(self, call: Any, watched: Watched) -> None:
+        super().__init__(call)
+        self._watched = watched
 
     async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
-        async for message in self._stream:
+        async for message in super().__aiter__():
             if message.HasField("kv_chunk"):
                 self._watched.buffer = message.kv_chunk.buffer
             yield message
-
-    async def send(self, message: pb.CollectRequest) -> None:
-        await self._stream.send(message)
-
-    async def close(self) -> None:
-        await self._stream.close()
 
 
 class Sampler:
