@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,27 +192,33 @@ def write(path: Path, seed: int, results: list[Result]) -> None:
     path.write_text(json.dumps(whole, indent=2) + "\n")
 
 
-def check_plots() -> None:
+def check_plots(field: str = "plot") -> None:
     """Raises InvalidArgument where no plot can be drawn, before an hour of measuring."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise InvalidArgument(
-            "needs matplotlib: pip install 'baton[bench]'", field="plot"
-        ) from None
+        raise InvalidArgument("needs matplotlib: pip install 'baton[bench]'", field=field) from None
 
 
 def draw(path: Path, charts: Sequence[Chart | Bars]) -> None:
-    """Writes one SVG file. The same charts always give the same bytes."""
+    """Writes one SVG file, the charts side by side."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(svg(charts, columns=len(charts)), encoding="utf-8")
+
+
+def svg(charts: Sequence[Chart | Bars], columns: int) -> str:
+    """One picture of all charts. The same charts always give the same text."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib.figure import Figure
 
+    rows = -(-len(charts) // columns)
     with matplotlib.rc_context({"svg.hashsalt": "baton", "svg.fonttype": "none", "font.size": 8}):
-        figure = Figure(figsize=(CHART_WIDTH * len(charts), CHART_HEIGHT), layout="constrained")
-        places = figure.subplots(1, len(charts), squeeze=False)[0]
-        for place, chart in zip(places, charts, strict=True):
+        size = CHART_WIDTH * columns, CHART_HEIGHT * rows
+        figure = Figure(figsize=size, layout="constrained")
+        places = figure.subplots(rows, columns, squeeze=False).flat
+        for place, chart in zip(places, charts, strict=False):
             place.set_title(chart.title)
             place.set_xlabel(chart.x_label)
             place.grid(alpha=0.3)
@@ -219,12 +226,17 @@ def draw(path: Path, charts: Sequence[Chart | Bars]) -> None:
                 _draw_bars(place, chart)
             else:
                 _draw_lines(place, chart)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        for place in list(places)[len(charts) :]:
+            place.set_axis_off()
+        drawn = StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
 
 
 def _draw_lines(place: Axes, chart: Chart) -> None:
     few = max(len(line.x) for line in chart.lines) <= 16
+    if not any(len(line.x) for line in chart.lines):
+        place.text(0.5, 0.5, "nothing to show", ha="center", transform=place.transAxes)
     for line in chart.lines:
         place.plot(line.x, line.y, marker="o" if few else "", ms=3, lw=1, label=line.name)
     if chart.log:

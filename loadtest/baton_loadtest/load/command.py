@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     130 when it was stopped. Raises BatonError."""
     from baton_loadtest.load import scenario
     from baton_loadtest.load.runs import Runs
+    from baton_loadtest.report import check_plots
 
     changes = scenario.Changes(
         trace=args.trace,
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         most_tokens=args.most_tokens,
         skip_broken=args.skip_broken,
     )
+    if args.html:
+        check_plots("html")
     if args.scenario is None and args.trace is None:
         raise InvalidArgument("name a scenario file or --trace", field="scenario")
     for name in ("max_open", "timeout_s", "slo_first_s", "slo_between_s", "lag_s"):

@@ -12,7 +12,6 @@ from baton.core.errors import InvalidArgument
 from baton_loadtest import report
 from baton_loadtest.drive import ANSWERED, REFUSED, Sample
 from baton_loadtest.load.summary import Summary
-from baton_loadtest.load.svg import svg
 from baton_loadtest.report import Chart, Line, Result, quantile
 
 PLACES = 100
@@ -24,10 +23,8 @@ STEPS = 200
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2rem auto;padding:0 1rem;"
     "color:#1f2328}h1{font-size:1.4rem}.note{background:#fff4d6;border-left:4px solid #d4a72c;"
-    "padding:.5rem 1rem}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr"
-    "));gap:1rem}svg text{font:11px system-ui,sans-serif;fill:#57606a}svg .title{font-size:13px;"
-    "font-weight:600;fill:#1f2328}.grid{stroke:#d0d7de;stroke-width:.5}table{border-collapse:"
-    "collapse}td,th{padding:.15rem .8rem;border-bottom:1px solid #d0d7de;text-align:left}"
+    "padding:.5rem 1rem}svg{width:100%;height:auto}table{border-collapse:collapse}"
+    "td,th{padding:.15rem .8rem;border-bottom:1px solid #d0d7de;text-align:left}"
     "td.n{text-align:right;font-variant-numeric:tabular-nums}"
 )
 
@@ -42,12 +39,13 @@ def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequ
             f"<td>{escape(result.unit)}</td><td>{escape(goal)}</td></tr>"
         )
     notes = "".join(f"<p class=note>{escape(text)}</p>" for text in said)
-    drawn = "".join(f"<div>{svg(chart)}</div>" for chart in plots)
+    picture = report.svg(plots, columns=2)
+    drawn = picture[picture.index("<svg") :]  # without what begins a file of its own
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width'>"
         f"<title>Load test: {escape(title)}</title><style>{_STYLE}</style>"
-        f"<h1>Load test: {escape(title)}</h1>{notes}<div class=plots>{drawn}</div>"
+        f"<h1>Load test: {escape(title)}</h1>{notes}{drawn}"
         f"<h2>Figures</h2><table>{''.join(rows)}</table>"
         "<p>Latencies are of requests that were answered in full, and count from when the request "
         "was due, unless it says otherwise.</p>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,8 +12,6 @@ from baton.core.errors import InvalidArgument
 from baton_loadtest.drive import ANSWERED, REFUSED
 from baton_loadtest.load import page
 from baton_loadtest.load.summary import Objectives, Summary
-from baton_loadtest.load.svg import svg
-from baton_loadtest.report import Chart, Line
 from tests.loadtest.load.model_client import ModelClient, even, virtually
 
 
@@ -68,9 +66,10 @@ def test_a_page_is_complete_in_itself(tmp_path: Path) -> None:
     text = (tmp_path / "new" / "page.html").read_text()
     tags = Tags()
     tags.feed(text)
-    assert tags.seen.count("svg") == len(page.charts(summary)) == 5
+    assert tags.seen.count("svg") == 1
+    assert all(f">{chart.title}<" in text for chart in page.charts(summary))
     assert "<b>" not in text and "&lt;b&gt;&amp;chat" in text
-    assert "http" not in text.replace("http-equiv", "")
+    assert not re.search(r"""(?:href|src)=["']?(?!["']?#)""", text)  # nothing is fetched
     assert not {"script", "link", "img"} & set(tags.seen)
     for result in summary.results():
         assert f"<td>{result.name}</td>" in text
@@ -87,17 +86,3 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
         page.write(tmp_path / "file" / "page.html", "")
     assert caught.value.field == "html"
-
-
-@pytest.mark.parametrize(
-    "values", [[0.0], [0.0, 0.0], [1e-9, 5e8], [3.0, 1.0, 2.0], [999.0, 1000.0, 1001.0]]
-)
-def test_a_chart_stays_within_its_axes(values: list[float]) -> None:
-    chart = Chart("a < b", "x & y", "z", (Line("<l>", values, values),))
-    root = ElementTree.fromstring(svg(chart))
-    _, _, width, height = map(float, root.attrib["viewBox"].split())
-    line = root.find("polyline")
-    assert line is not None
-    for point in line.attrib["points"].split():
-        x, y = map(float, point.split(","))
-        assert 0 <= x <= width and 0 <= y <= height
