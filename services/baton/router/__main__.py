@@ -132,7 +132,7 @@ async def serve(config: RouterConfig) -> int:
                 asyncio.create_task(Migrator(fleet, metrics).run()),
                 asyncio.create_task(authenticator.run()),
                 asyncio.create_task(replicas.run()),
-                asyncio.create_task(pacing.keep(pipeline.pace)),
+                asyncio.create_task(pacing.keep(pipeline.services.load)),
             )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
             garbage.settle()

@@ -41,7 +41,7 @@ async def busy() -> AsyncIterator[Asked]:
 
 async def test_with_time_to_spare_every_token_is_asked_for() -> None:
     asked = Asked(0.0)
-    asked.asking.told()
+    asked.asking.emitted()
     asked.asking.came(0)
     asked.asking.came(0)
     assert asked.choices == [0, 0]
@@ -55,7 +55,7 @@ async def test_the_first_tokens_do_not_wait(busy: Asked) -> None:
 
 
 async def test_later_ones_wait_and_the_last_do_not(busy: Asked) -> None:
-    busy.asking.told()
+    busy.asking.emitted()
     busy.asking.came(0)
     busy.asking.came(1)
     assert busy.choices == []
@@ -67,21 +67,21 @@ async def test_later_ones_wait_and_the_last_do_not(busy: Asked) -> None:
 
 async def test_with_stop_strings_nothing_waits() -> None:
     asked = Asked(1e4, searched=True)
-    asked.asking.told()
+    asked.asking.emitted()
     asked.asking.came(0)
     assert asked.choices == [0]
 
 
 async def test_what_waits_is_asked_for_once_and_then_the_next_waits_again() -> None:
     asked = Asked(2 * TICK_S)
-    asked.asking.told()
+    asked.asking.emitted()
     for _ in range(3):
         asked.asking.came(0)
     assert asked.choices == []
     async with asyncio.timeout(PATIENCE_S):
         await asked.heard.wait()
     assert asked.choices == [0]
-    asked.asking.told()
+    asked.asking.emitted()
     asked.asking.came(0)
     assert asked.choices == [0]
     asked.heard.clear()

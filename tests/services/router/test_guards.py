@@ -10,7 +10,7 @@ from baton.core.errors import Internal, Unavailable
 from baton.core.routing import failures as breaker
 from baton.core.routing.failures import BreakerState
 from baton.router.config import RouterConfig
-from baton.router.request import guards
+from baton.router.request import pipeline
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, begin, busy, check, finish
 
@@ -20,7 +20,7 @@ ONE_RETRY = RouterConfig(local_prefill_tokens=0, retry_share=0.0, retry_burst=1,
 async def test_a_request_that_has_not_begun_is_not_retried_beyond_the_budget(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "RETRIES_PER_S", 0.0)
+    monkeypatch.setattr(pipeline, "RETRIES_PER_S", 0.0)
     await world.start(ONE_RETRY, prefills=0)
     world.decodes[0].refusals = [Internal("broken")] * 5
     with pytest.raises(Unavailable) as refused:
@@ -33,9 +33,9 @@ async def test_a_request_that_has_not_begun_is_not_retried_beyond_the_budget(
 async def test_a_stream_that_has_begun_asks_no_budget(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "RETRIES_PER_S", 0.0)
+    monkeypatch.setattr(pipeline, "RETRIES_PER_S", 0.0)
     await world.start(ONE_RETRY, prefills=0, decodes=3)
-    world.pipeline._guards.budget.take(0.0)
+    world.pipeline.services.budget.take(0.0)
     stream, answer = await begin(world, REQUEST, 12)
     await busy(world).kill()
     check(await finish(stream, answer))

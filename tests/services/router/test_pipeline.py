@@ -52,7 +52,7 @@ async def test_a_busy_router_sends_tokens_together_but_neither_end_of_an_answer_
     world: World,
 ) -> None:
     await world.start()
-    world.pipeline.pace.interval_s = 1e6
+    world.pipeline.services.load.interval_s = 1e6
     stream = await world.pipeline.open(REQUEST)
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -96,7 +96,7 @@ class AttemptRun:
     """The progress of one attempt. `running`: its choices that have neither ended nor left it.
 
     moved: it goes on with KV that another decode worker gives. suspect: it is to be alone with
-    others of its kind (`baton.core.routing.quarantine`). retry: nothing of the request was
+    others of its kind (`baton.core.routing.failures`). retry: nothing of the request was
     accepted, and a worker lost it. phases: once placed.
     """
 

@@ -1,18 +1,19 @@
-"""Gate, where every request of every public route is let in: core's admission with this router's
-clock and fleet.
+"""Where every request of every public route is admitted: core's admission with this router's clock
+and fleet.
 
-`receive` comes first, before a request's bytes are read, or, over gRPC, before they are looked at.
-What is let in gets a Pass, which holds everything that the request was granted until it is
-released.
+`receive` comes first, before the bytes of a request are read, or, over gRPC, before they are looked
+at. An admitted request gets a RequestContext, which holds everything that it was granted until it
+is released.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.admission.admission import (
     Admission,
@@ -40,12 +41,16 @@ from baton.core.request.request import (
     TextPrompt,
     TokenPrompt,
 )
+from baton.core.routing.failures import Quarantine, RetryBudget
 from baton.core.routing.load import TenantUse
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.dispatcher import Dispatcher, PendingAttempt
+from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.workers.clients import TOKEN_ID_BYTES
 from baton.router.workers.fleet import Fleet
+from baton.router.workers.tokenizers import AskedBy
 
 LOOK_S = 0.5
 """Between two looks at what workers report of other routers: they tell it as often."""
@@ -64,33 +69,49 @@ _CLIENTS_FAULTS = frozenset(
 )
 
 
-@dataclass(slots=True)
-class Permit:
-    """What a request was granted. input_bytes: of its prompt, at most, as a tokenizer gets it.
-    placed: set when it has its first workers, or never will."""
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """What goes with one admitted request on all of its way.
 
-    gate: AdmissionController
+    Whoever gets it from the AdmissionController releases it.
+    """
+
     request: Request
-    grant: AdmissionCharge
+    request_id: str
     deadline: float
+    """When it must have ended, on the running loop's clock."""
     input_bytes: int
-    placed: asyncio.Event
+    """Of its prompt and its grammar, at most, as a tokenizer gets them."""
+    charge: AdmissionCharge
+    """What it was granted of the router's and its tenant's budgets."""
+    stages: StageTimer
+    """Its stages, its trace and its record."""
+    controller: AdmissionController
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has its first workers, or never will."""
     was_placed: bool = False
 
+    @property
+    def caller(self) -> AskedBy:
+        """The request as a tokenizer's client gets it."""
+        trace = self.stages.trace.stage_context
+        return AskedBy(self.request_id, self.request.tenant, self.deadline, trace)
+
     def settle(self, prompt: int, stop: StopParams) -> None:
-        """The prompt is encoded. Raises Refusal."""
-        self.gate.settle(self, prompt, stop)
+        """Charges for the prompt, which is encoded now, and the longest output. Raises Refusal."""
+        self.controller.settle(self, prompt, stop)
 
     def on_placed(self) -> None:
+        """An attempt of the request has workers."""
         self.was_placed = True
-        self.grant.placed()
+        self.charge.placed()
         self.placed.set()
 
     def release(self, output: int, error: BaseException | None) -> None:
-        """The request is over, with so many output tokens, by an error or of its own accord. Once
-        or more."""
-        now, at_fault = self.gate.dispatcher.now(), is_clients_fault(error, self.request)
-        self.grant.release(output, now, finished=error is None, at_fault=at_fault)
+        """Gives back all that is held, once or more. output: tokens of all its choices. error: how
+        the request failed, or None."""
+        now, at_fault = self.controller.dispatcher.now(), is_clients_fault(error, self.request)
+        self.charge.release(output, now, finished=error is None, at_fault=at_fault)
         self.placed.set()
 
 
@@ -161,14 +182,18 @@ class AdmissionController:
     def open(
         self,
         request: Request,
+        stages: StageTimer,
         deadline: float,
         holding: Holding | None = None,
         *,
         generates: bool = True,
-    ) -> Permit:
-        """Before the prompt is encoded. holding: of its bytes, the Pass's from now on; None: it is
-        asked for here. generates: it is not only encoded or decoded. Raises Refusal, or
-        InvalidArgument for a priority that the tenant may not have."""
+    ) -> RequestContext:
+        """Admits a request whose prompt is not encoded yet.
+
+        holding: of its bytes, the context's from now on; None: it is taken here. generates: the
+        prompt is not only encoded or decoded. Raises Refusal, or InvalidArgument for a priority
+        that the tenant may not have.
+        """
         now = self.dispatcher.now()
         least, most, input_bytes = prompt_bounds(request.prompt)
         if request.grammar is not None:
@@ -186,19 +211,21 @@ class AdmissionController:
         outlook = self._outlook(request.tenant, now)
         try:
             with self._counted(request.tenant):
-                grant = self._admission.open(ask, held, outlook, deadline - now, now)
+                charge = self._admission.open(ask, held, outlook, deadline - now, now)
         except BaseException:
             held.release()
             raise
-        return Permit(self, request, grant, deadline, input_bytes, asyncio.Event())
+        return RequestContext(
+            request, secrets.token_hex(12), deadline, input_bytes, charge, stages, self
+        )
 
-    def settle(self, held: Permit, prompt: int, stop: StopParams) -> None:
-        """See `Permit`."""
-        now = self.dispatcher.now()
-        longest = held.request.n * stop.max_tokens
-        outlook = self._outlook(held.request.tenant, now)
-        with self._counted(held.request.tenant):
-            held.grant.settle(prompt, longest, outlook, held.deadline - now, now)
+    def settle(self, context: RequestContext, prompt: int, stop: StopParams) -> None:
+        """See `RequestContext`."""
+        now, tenant = self.dispatcher.now(), context.request.tenant
+        longest = context.request.n * stop.max_tokens
+        outlook = self._outlook(tenant, now)
+        with self._counted(tenant):
+            context.charge.settle(prompt, longest, outlook, context.deadline - now, now)
 
     async def close(self) -> None:
         await self.dispatcher.close()
@@ -237,6 +264,23 @@ class AdmissionController:
         known = bool(told) and all(description.num_blocks for _, description in told)
         free = sum(blocks * max(1, description.block_size) for blocks, description in told)
         self._kv_tokens = free if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterServices:
+    """What all requests of one router share."""
+
+    fleet: Fleet
+    config: RouterConfig
+    metrics: RouterMetrics
+    dispatcher: Dispatcher
+    budget: RetryBudget
+    """Bounds the retries of requests that have not started."""
+    load: LoadMonitor
+    deferred_calls: DeferredCalls
+    background: Callable[[Coroutine[None, None, None]], object]
+    """Runs what must outlive its request, such as a worker's cancellation."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
 
 
 def is_clients_fault(error: BaseException | None, request: Request) -> bool:

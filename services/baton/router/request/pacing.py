@@ -135,20 +135,20 @@ class TokenCoalescer:
         self._pace = pace
         self._later = later
         self._searched = searched
-        self._told_at = 0.0
+        self._emitted_at = 0.0
         self._clock = asyncio.get_running_loop().time
         self._waiting: set[int] = set()
 
-    def told(self) -> None:
-        """The client has just been told something."""
-        self._told_at = self._clock()
+    def emitted(self) -> None:
+        """The client gets an event now."""
+        self._emitted_at = self._clock()
 
     @property
     def early_s(self) -> float:
         """How much too early it would be to tell the client more now; 0 or less: it is not."""
-        if not (self._told_at and self._pace.interval_s):
+        if not (self._emitted_at and self._pace.interval_s):
             return 0.0
-        return self._told_at + self._pace.interval_s - self._clock()
+        return self._emitted_at + self._pace.interval_s - self._clock()
 
     def came(self, choice: int) -> None:
         """A choice's log has grown or ended. Neither the first tokens wait nor the last."""
@@ -157,7 +157,7 @@ class TokenCoalescer:
                 return
             if self.early_s > 0:
                 self._waiting.add(choice)
-                due = self._told_at + self._pace.interval_s
+                due = self._emitted_at + self._pace.interval_s
                 self._later.at(due, partial(self._waited, choice))
                 return
         self._ask(choice)

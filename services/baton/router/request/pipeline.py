@@ -17,18 +17,17 @@ from baton.core.admission.tenant_budgets import Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.core.observe.request_record import RequestRecord
-from baton.core.request.answers import AnswerDeltas
 from baton.core.request.model import ModelDescription
 from baton.core.request.request import Accepted, Delta, Event, Finished, FinishReason, Request
 from baton.core.request.validation import validate
+from baton.core.routing.failures import RetryBudget
 from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.records import Records, UsageSink
 from baton.router.observe.stage_timer import StageTimer, trace_of
-from baton.router.request.admission import AdmissionController, Permit
-from baton.router.request.guards import Guards
+from baton.router.request.admission import AdmissionController, RequestContext, RouterServices
 from baton.router.request.pacing import DeferredCalls, LoadMonitor
-from baton.router.request.preparation import Preparation, new_id
+from baton.router.request.preparation import Preparation, Prepared
 from baton.router.request.runner import RequestRunner
 from baton.router.workers.clients import EncodedPrompt
 from baton.router.workers.fleet import Fleet
@@ -40,28 +39,38 @@ def left() -> BatonError:
     return Unavailable("This router is leaving.", retry_after_s=1.0)
 
 
+RETRIES_PER_S = 10.0
+"""Of requests that have not started, whatever share of all requests they are."""
+
+
 class EventStream(AsyncIterator[Event]):
-    """Owns the runner's task. parts: what each choice's deltas are put through; empty: nothing.
-    `aclose` may be called at any time, and more than once."""
+    """What a client reads of one request: Accepted, deltas, Finished.
+
+    There is no queue: all that is new since the last event becomes one delta a choice when the next
+    event is read. A slow reader gets fewer, larger deltas, and so does everyone while the router is
+    too busy to send each token by itself.
+
+    runner, task: of the request, which this object cancels. `aclose` may be called at any time, and
+    more than once.
+    """
 
     def __init__(
         self,
         runner: RequestRunner,
         task: asyncio.Task[None],
-        accepted: Accepted,
+        made: Prepared,
         on_first_token: Callable[[], None],
-        parts: Sequence[AnswerDeltas] = (),
     ) -> None:
         self._runner = runner
         self._task = task
-        self._events: deque[Event] = deque([accepted])
+        self._events: deque[Event] = deque([made.accepted])
         self._on_first_token = on_first_token
-        self._parts = parts
+        self._parts = made.parts
         self._began = False
         self._ended = False
 
     async def __anext__(self) -> Event:
-        """Raises BatonError when the request failed; what came before it has been told."""
+        """Raises BatonError when the request failed; the events before it have been returned."""
         while not self._events:
             if self._ended:
                 raise StopAsyncIteration
@@ -74,7 +83,7 @@ class EventStream(AsyncIterator[Event]):
                 reasoning_tokens = sum(part.reasoning_tokens for part in self._parts)
                 return self._runner.finished(reasoning_tokens)
             await self._runner.news.wait()
-            early_s = self._runner.asking.early_s
+            early_s = self._runner.coalescer.early_s
             if early_s > 0:
                 # Lets more tokens come for the next event; the end of an answer does not wait.
                 await asyncio.wait((self._task,), timeout=early_s)
@@ -87,7 +96,8 @@ class EventStream(AsyncIterator[Event]):
         return self._runner.cached_tokens
 
     def call_off(self) -> None:
-        """Ends the request if it still runs: what is there is told, and then Cancelled raised."""
+        """Ends the request if it still runs: deltas that are there are returned before Cancelled is
+        raised."""
         self._runner.cancel()
 
     async def aclose(self) -> None:
@@ -98,20 +108,20 @@ class EventStream(AsyncIterator[Event]):
         await asyncio.wait([self._task])
 
     def _raise_failure(self) -> None:
-        """Of a task that is over."""
+        """Raises the failure of the task, which is over."""
         if self._task.cancelled():
-            # By the router, which closes: whoever reads ends its request by `aclose`.
+            # By the router, which closes: a reader ends its request by `aclose`.
             error = left()
-            error.request_id = self._runner.request_state.request_id
+            error.request_id = self._runner.context.request_id
             raise error
         try:
             self._task.result()
         except BatonError as error:
-            error.request_id = self._runner.request_state.request_id
+            error.request_id = self._runner.context.request_id
             raise
 
     def _collect(self) -> bool:
-        """Takes what every choice has that was not told yet."""
+        """Takes what is new of every choice; returns whether there is anything."""
         for text in self._runner.texts.choices:
             delta = text.take_delta()
             if delta is not None:
@@ -119,7 +129,7 @@ class EventStream(AsyncIterator[Event]):
                 self._events.append(parts[delta.choice].of(delta) if parts else delta)
         if not self._events:
             return False
-        self._runner.asking.told()
+        self._runner.coalescer.emitted()
         if not self._began:
             self._began = True
             self._on_first_token()
@@ -172,19 +182,17 @@ class Pipeline:
         self._metrics = metrics
         self.gate = AdmissionController(fleet, config, metrics, live_replicas)
         self.records = Records(config, usage)
-        self.pace = LoadMonitor(config.coalesce_above_cores)
-        self._later = DeferredCalls()
-        self._guards = Guards.of(config)
-        self._preparation = Preparation(
+        self.services = RouterServices(
             fleet,
             config,
             metrics,
             self.gate.dispatcher,
-            self._guards,
-            self.pace,
-            self._later,
-            self._background,
+            RetryBudget(share=config.retry_share, per_s=RETRIES_PER_S, most=config.retry_burst),
+            LoadMonitor(config.coalesce_above_cores),
+            DeferredCalls(),
+            self._keep,
         )
+        self._preparation = Preparation(self.services)
         self._num_requests = 0
         self._leaving = False
         self._draining = False
@@ -210,7 +218,7 @@ class Pipeline:
             **self.gate.held,
             "placed_sequences": sum(worker.placed_sequences for worker in workers),
             "placed_tokens": sum(worker.placed_tokens for worker in workers),
-            "suspects": len(self._guards.quarantine.taken),
+            "suspects": len(self.services.quarantine.taken),
         }
 
     def running_by_model(self) -> Counter[str]:
@@ -268,29 +276,19 @@ class Pipeline:
             with self.reading(request.tenant):
                 validate(request)
             deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
-            held = self._admit(request, deadline, holding)
+            context = self._admit(request, stages, deadline, holding)
         except BaseException as refusal:
             stages.over(refusal)
             self._metrics.over(request, "", refusal, stages.times())
             raise
-        request_id = new_id()
-        self.records.begin(request, request_id, stages)
+        self.records.begin(request, context.request_id, stages)
         try:
-            async with asyncio.timeout_at(deadline) as preparing:
-                self._preparing.add(preparing)
-                try:
-                    made = await self._preparation.prepare(request, request_id, held, stages)
-                finally:
-                    self._preparing.discard(preparing)
-        except TimeoutError:
-            error = left() if self._cut else DeadlineExceeded("The request ran out of time.")
-            self._end(request_id, held, stages, error)
-            raise error from None
+            made = await self._prepare(context)
         except BaseException as failure:
-            self._end(request_id, held, stages, failure)
+            self._end(context, failure)
             raise
         if made.runner is None:
-            self._end(request_id, held, stages, None, model=made.accepted.model)
+            self._end(context, None, model=made.accepted.model)
             return EmptyStream(made.accepted, request.n)
         runner = made.runner
 
@@ -302,19 +300,19 @@ class Pipeline:
             self._runners.discard(runner)
             self._metrics.request_s.observe(loop.time() - arrival)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            self._end(request_id, held, stages, error, runner)
+            self._end(context, error, runner)
 
         task = self._keep(runner.run())
         self._runners.add(runner)
         task.add_done_callback(ended)
         if self._cut:
             runner.fail(left())
-        stream = EventStream(runner, task, made.accepted, observe_first_token, made.parts)
+        stream = EventStream(runner, task, made, observe_first_token)
         try:
-            await held.placed.wait()
-            if not held.was_placed and task.cancelled():
+            await context.placed.wait()
+            if not context.was_placed and task.cancelled():
                 raise left()
-            if not held.was_placed:
+            if not context.was_placed:
                 task.result()
         except BaseException as failure:
             if isinstance(failure, Refusal):
@@ -322,6 +320,20 @@ class Pipeline:
             await stream.aclose()
             raise
         return stream
+
+    async def _prepare(self, context: RequestContext) -> Prepared:
+        """Raises BatonError."""
+        try:
+            async with asyncio.timeout_at(context.deadline) as preparing:
+                self._preparing.add(preparing)
+                try:
+                    return await self._preparation.prepare(context)
+                finally:
+                    self._preparing.discard(preparing)
+        except TimeoutError:
+            if self._cut:
+                raise left() from None
+            raise DeadlineExceeded("The request ran out of time.") from None
 
     def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
         """What is remembered of a request that was let in: of a tenant's own, or for an operator of
@@ -338,10 +350,9 @@ class Pipeline:
         names in the vocabulary, some at a time. holding: of its bytes, which stays the caller's: an
         answer of this kind is larger than its request. Raises BatonError."""
 
-        def work(held: Permit) -> Awaitable[tuple[EncodedPrompt, ModelDescription]]:
-            return self._preparation.tokenize(held, on_names)
-
-        return await self._text_only(request, holding, work)
+        return await self._text_only(
+            request, holding, lambda context: self._preparation.tokenize(context, on_names)
+        )
 
     async def detokenize(self, request: Request, holding: Holding | None = None) -> str:
         """The text of a request's TokenPrompt, special tokens included. holding: as above. Raises
@@ -352,21 +363,22 @@ class Pipeline:
         self,
         request: Request,
         holding: Holding | None,
-        work: Callable[[Permit], Awaitable[T]],
+        work: Callable[[RequestContext], Awaitable[T]],
     ) -> T:
         """A request that takes no turn and no worker but a tokenizer, let in as others are."""
         error: BaseException | None = None
         with self.reading(request.tenant):
             validate(request)
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
-        held = self._admit(request, deadline, holding and holding.none(), generates=False)
+        stages, own = StageTimer(now()), holding and holding.none()
+        context = self._admit(request, stages, deadline, own, generates=False)
         try:
-            return await work(held)
+            return await work(context)
         except BaseException as failure:
             error = failure
             raise
         finally:
-            held.release(0, error)
+            context.release(0, error)
             self._release_one()
             self._metrics.ended(error, request.tenant)
 
@@ -394,7 +406,7 @@ class Pipeline:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
-        self._later.close()
+        self.services.deferred_calls.close()
         await self._preparation.close()
         await self.gate.close()
 
@@ -414,40 +426,43 @@ class Pipeline:
     def _admit(
         self,
         request: Request,
+        stages: StageTimer,
         deadline: float,
         holding: Holding | None,
         *,
         generates: bool = True,
-    ) -> Permit:
+    ) -> RequestContext:
         self._check_open()
         with self._counted(request.tenant):
-            held = self.gate.open(request, deadline, holding, generates=generates)
+            context = self.gate.open(request, stages, deadline, holding, generates=generates)
         self._num_requests += 1
         self._idle.clear()
-        return held
+        return context
 
     def _end(
         self,
-        request_id: str,
-        held: Permit,
-        stages: StageTimer,
+        context: RequestContext,
         error: BaseException | None,
         runner: RequestRunner | None = None,
         model: str = "",
     ) -> None:
-        logs = runner.request_state.logs if runner is not None else ()
-        num_tokens, tenant = sum(map(len, logs)), held.request.tenant
-        held.release(num_tokens, error)
+        """The request is over; model: that ran it, where no runner did."""
+        stages, tenant = context.stages, context.request.tenant
+        logs = runner.state.logs if runner is not None else ()
+        num_tokens = sum(map(len, logs))
+        context.release(num_tokens, error)
         if isinstance(error, BatonError):
-            error.request_id = request_id
-        if runner is not None and stages.record is not None:
-            stages.record.runs_on(runner.model)
+            error.request_id = context.request_id
+        if runner is not None:
+            model = runner.model.name
+            if stages.record is not None:
+                stages.record.runs_on(runner.model)
         stages.over(error, logs, runner.cached_tokens if runner is not None else 0)
         self.records.end(stages)
         self._release_one()
-        times, ran = stages.times(), model if runner is None else runner.model.name
+        times = stages.times()
         self._metrics.spent(tenant, times, num_tokens)
-        self._metrics.over(held.request, ran, error, times, logs)
+        self._metrics.over(context.request, model, error, times, logs)
         self._metrics.ended(error, tenant)
 
     def _release_one(self) -> None:
@@ -460,6 +475,3 @@ class Pipeline:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _background(self, coroutine: Coroutine[None, None, None]) -> None:
-        self._keep(coroutine)

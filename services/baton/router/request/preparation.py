@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -16,12 +16,13 @@ from typing import NamedTuple
 from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound, Unavailable
 from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.observe.request_record import Replay, packed
-from baton.core.observe.stages import UNTRACED, Stage, TraceContext
+from baton.core.observe.stages import Stage
 from baton.core.request.answers import AnswerDeltas, AnswerRules
 from baton.core.request.model import ModelDescription
 from baton.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
 from baton.core.request.request import (
     Accepted,
+    Grammar,
     Request,
     SamplingParams,
     StopParams,
@@ -31,18 +32,12 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.core.request.request_state import RequestState
-from baton.router.config import RouterConfig
-from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.stage_timer import StageTimer
-from baton.router.request.admission import Permit
-from baton.router.request.dispatcher import Dispatcher, QueueEntry
-from baton.router.request.guards import Guards
-from baton.router.request.pacing import DeferredCalls, LoadMonitor
-from baton.router.request.runner import RequestRunner, RequestRunnerLimits
-from baton.router.request.texts import PROMPT_TAIL, Speller, TextOptions
+from baton.router.request.admission import RequestContext, RouterServices
+from baton.router.request.runner import RequestRunner
+from baton.router.request.texts import PROMPT_TAIL, TextOptions, spell
 from baton.router.workers.clients import EncodedPrompt
-from baton.router.workers.fleet import Fleet
-from baton.router.workers.tokenizers import AskedBy, Tokenizers
+from baton.router.workers.tokenizers import Tokenizers
 from baton.rpc.trace_names import SCORE
 from baton.rpc.tracing import now
 
@@ -65,48 +60,14 @@ def check_size(request: Request, num_prompt: int) -> None:
         )
 
 
-def scoring_request_state(
-    request: Request, request_id: str, prompt: tuple[int, ...], max_attempts: int
-) -> RequestState:
-    """A request state that scores the prompt and ends with its first token."""
-    return RequestState(
-        f"{request_id}-prompt",
-        prompt,
-        n=1,
-        sampling=SamplingParams(temperature=0.0),
-        stop=StopParams(max_tokens=1, ignore_eos=True),
-        max_fruitless_attempts=max_attempts,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        tenant=request.tenant,
-        prompt_logprobs=request.prompt_logprobs,
-    )
-
-
-async def score(
-    runner: RequestRunner, speller: Speller, tokenizer_digest: str, deadline: float
-) -> tuple[TokenLogprobs, ...]:
-    """The entries of a prompt's tokens, the first one's of no meaning. runner: of a scoring run;
-    deadline: on the running loop's clock. Raises BatonError."""
-    prompt = runner.request_state.prompt
-    await runner.run()
-    told = runner.prompt_logprobs
-    if told is None:
-        # A decode worker's stream broke just when it told them; its token alone came again.
-        raise Unavailable("The prompt's log-probabilities were lost.", retry_after_s=1.0)
-    names = chain(prompt, told.alternatives())
-    texts = await speller.spell(names, tokenizer_digest, deadline)
-    return await _worded(prompt, told, texts)
-
-
 async def _worded(
-    prompt: tuple[int, ...], told: PromptLogprobs, texts: dict[int, bytes]
+    prompt: tuple[int, ...], found: PromptLogprobs, texts: dict[int, bytes]
 ) -> tuple[TokenLogprobs, ...]:
     def word(token_id: int, logprob: float) -> TextLogprob:
         return TextLogprob(token_id, texts[token_id], logprob)
 
     entries = [TokenLogprobs(word(prompt[0], 0.0))]
-    for token_id, entry in zip(prompt[1:], told.entries(), strict=True):
+    for token_id, entry in zip(prompt[1:], found.entries(), strict=True):
         top = tuple(word(other, value) for other, value in entry.top)
         entries.append(TokenLogprobs(word(token_id, entry.logprob), top))
         if not len(entries) % WORDED_AT_ONCE:
@@ -185,111 +146,74 @@ class Prepared(NamedTuple):
 
 
 class Preparation:
-    """One per router. background: keeps a task until it is done."""
+    """One per router."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        config: RouterConfig,
-        metrics: RouterMetrics,
-        dispatcher: Dispatcher,
-        guards: Guards,
-        pace: LoadMonitor,
-        later: DeferredCalls,
-        background: Callable[[Coroutine[None, None, None]], None],
-    ) -> None:
-        self._fleet = fleet
-        self._config = config
-        self._metrics = metrics
-        self._dispatcher = dispatcher
-        self._pace = pace
-        self._later = later
-        self._background = background
-        self._limits = RequestRunnerLimits(
-            routing=config.routing,
-            max_attempts=config.max_attempts,
-            wait_timeout_s=config.wait_timeout_s,
-            max_unconfirmed=config.max_unconfirmed,
-            timings=config.timings,
-        )
-        self._guards = guards
+    def __init__(self, services: RouterServices) -> None:
+        self._services = services
+        config = services.config
         self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
-        self._tokenizers = Tokenizers(fleet, config, guards.budget)
+        self._tokenizers = Tokenizers(services.fleet, config, services.budget)
 
     def models(self) -> list[ModelDescription]:
         """The models that can be asked for now."""
-        wanted = self._config.model
-        return [model for model in self._fleet.models() if wanted in ("", model.name)]
+        wanted = self._services.config.model
+        return [model for model in self._services.fleet.models() if wanted in ("", model.name)]
 
-    async def prepare(
-        self, request: Request, request_id: str, held: Permit, stages: StageTimer
-    ) -> Prepared:
+    async def prepare(self, context: RequestContext) -> Prepared:
         """Raises BatonError."""
-        self._guards.budget.started()
-        model = await self._model(request.model, request_id)
+        services, stages, request = self._services, context.stages, context.request
+        services.budget.started()
+        model = await self._model(context)
         encoded = await self._tokenizers.encode(
             request.prompt,
             request.cache_salt,
             model,
-            _asked_by(held, request_id, stages.trace.stage_context),
-            size=held.input_bytes,
+            context.caller,
+            size=context.input_bytes,
             grammar=request.grammar,
             most_tokens=model.max_model_len if request.truncate_prompt_tokens is None else None,
-            on_turn=held.grant.encoding,
+            on_turn=context.charge.encoding,
             on_served=stages.served_by,
         )
-        held.grant.encoded(encoded.too_many or len(encoded.token_ids))
+        context.charge.encoded(encoded.too_many or len(encoded.token_ids))
         if encoded.too_many:
             resolve_stop(request, encoded.too_many, model)
         answers = self._answer_rules.of(
             request, encoded.answer_format, left_open=encoded.reasoning_open
         )
         if answers is not None and request.grammar is None:
-            request = replace(request, grammar=answers.grammar())
+            request = context.request = replace(request, grammar=answers.grammar())
             if request.grammar is not None:
-                await self._check_tools(request, encoded, request_id, model, held, stages)
+                await self._check_tools(context, encoded.token_ids[:1], model)
         stages.reached(Stage.TURN)
         prompt, hashes = truncated(request, encoded.token_ids, encoded.prefix_hashes, model)
         stop = resolve_stop(request, len(prompt), model)
         check_vocabulary(request, model)
         check_size(request, len(prompt))
-        held.settle(len(prompt), stop)
+        context.settle(len(prompt), stop)
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
-        self._metrics.accepted(request.tenant, model.name, len(prompt))
+        sampling = replace(request.sampling, seed=seed)
+        services.metrics.accepted(request.tenant, model.name, len(prompt))
         accepted = Accepted(
-            request_id,
+            context.request_id,
             model.name,
             len(prompt),
             seed,
             prompt if request.return_token_ids else (),
-            await self._echoed(request, request_id, prompt, model, held, stages),
-            await self._score(request, request_id, prompt, model, held, stages),
+            await self._echoed(context, prompt, model),
+            await self._score(context, prompt, model),
             trace_id=stages.trace.context.trace_id,
         )
         stages.trace.accepted(accepted)
-        sampling = replace(request.sampling, seed=seed)
         if stages.record is not None:
-            record = stages.record
-            record.accepted(accepted.model, len(prompt), stop)
-            if self._config.keep_replays:
-                record.replay = Replay(
+            stages.record.accepted(accepted.model, len(prompt), stop)
+            if services.config.keep_replays:
+                stages.record.replay = Replay(
                     model, packed(prompt), request.n, sampling, stop, request.grammar
                 )
         if not stop.max_tokens:
             return Prepared(None, accepted)
-        request_state = RequestState(
-            request_id,
-            prompt,
-            n=request.n,
-            sampling=sampling,
-            stop=stop,
-            max_fruitless_attempts=self._config.max_attempts,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
-            grammar=request.grammar,
-        )
-        options = TextOptions(
+        text = TextOptions(
             stop_strings=request.stop_strings,
             include_stop_string=request.include_stop_string,
             skip_special_tokens=request.skip_special_tokens,
@@ -299,75 +223,97 @@ class Preparation:
             shown_stop_token_ids=frozenset(request.stop_token_ids),
             traceparent=stages.trace.context.traceparent,
         )
-        runner = self._runner(
-            request_state, model, options, held, stages, hashes, on_placed=held.on_placed
+        runner = RequestRunner(
+            services,
+            context,
+            self._state(context, prompt, sampling, stop, n=request.n, grammar=request.grammar),
+            model,
+            text,
+            prefix_hashes=hashes,
+            on_placed=context.on_placed,
         )
         parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
         return Prepared(runner, accepted, parts)
 
+    def _state(
+        self,
+        context: RequestContext,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        stop: StopParams,
+        *,
+        n: int = 1,
+        grammar: Grammar | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> RequestState:
+        return RequestState(
+            context.request_id,
+            prompt,
+            n=n,
+            sampling=sampling,
+            stop=stop,
+            max_fruitless_attempts=self._services.config.max_attempts,
+            priority=context.request.priority,
+            cache_salt=context.request.cache_salt,
+            tenant=context.request.tenant,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+        )
+
     async def tokenize(
-        self, held: Permit, on_names: Callable[[Sequence[str]], None] | None
+        self, context: RequestContext, on_names: Callable[[Sequence[str]], None] | None
     ) -> tuple[EncodedPrompt, ModelDescription]:
         """See `Pipeline`. Raises BatonError."""
-        request, asked_by = held.request, _asked_by(held, new_id())
-        model = await self._model(request.model, asked_by.request_id)
+        model = await self._model(context)
         encoded = await self._tokenizers.encode(
-            request.prompt,
+            context.request.prompt,
             b"",
             model,
-            asked_by,
-            size=held.input_bytes,
-            on_turn=held.grant.encoding,
+            context.caller,
+            size=context.input_bytes,
+            on_turn=context.charge.encoding,
         )
         ids = encoded.token_ids
-        held.grant.encoded(len(ids))
+        context.charge.encoded(len(ids))
         # In parts: all names of a long text at once would be too much for this loop.
         for start in range(0, len(ids) if on_names is not None else 0, NAMED_AT_ONCE):
             some = ids[start : start + NAMED_AT_ONCE]
-            names = await self._tokenizers.names(some, model, asked_by)
+            names = await self._tokenizers.names(some, model, context.caller)
             assert on_names is not None
             on_names(names)
         return encoded, model
 
-    async def detokenize(self, held: Permit) -> str:
+    async def detokenize(self, context: RequestContext) -> str:
         """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
-        request, asked_by = held.request, _asked_by(held, new_id())
-        model = await self._model(request.model, asked_by.request_id)
-        assert isinstance(request.prompt, TokenPrompt)
+        model = await self._model(context)
+        assert isinstance(context.request.prompt, TokenPrompt)
         return await self._tokenizers.decode(
-            request.prompt.token_ids,
+            context.request.prompt.token_ids,
             model,
-            asked_by,
+            context.caller,
             skip_special_tokens=False,
-            on_turn=held.grant.encoding,
+            on_turn=context.charge.encoding,
         )
 
     async def close(self) -> None:
-        """Whoever waits is ended by its own request."""
+        """The tasks that wait for a tokenizer are ended by their own requests."""
         await self._tokenizers.close()
 
     async def _check_tools(
-        self,
-        request: Request,
-        encoded: EncodedPrompt,
-        request_id: str,
-        model: ModelDescription,
-        held: Permit,
-        stages: StageTimer,
+        self, context: RequestContext, shortest: tuple[int, ...], model: ModelDescription
     ) -> None:
-        """Raises InvalidArgument (`tools`) where no grammar comes of them.
+        """Raises InvalidArgument (`tools`) where the tools give no grammar.
 
-        It depends on the prompt, so it is asked for after it; a token is the shortest question.
+        The grammar depends on the prompt, so it is checked after it, with the shortest prompt.
         """
-        shortest = TokenPrompt(encoded.token_ids[:1])
         try:
             await self._tokenizers.encode(
-                shortest,
+                TokenPrompt(shortest),
                 b"",
                 model,
-                _asked_by(held, request_id, stages.trace.stage_context),
+                context.caller,
                 size=0,
-                grammar=request.grammar,
+                grammar=context.request.grammar,
             )
         except InvalidArgument as error:
             raise InvalidArgument(
@@ -375,113 +321,76 @@ class Preparation:
             ) from error
 
     async def _echoed(
-        self,
-        request: Request,
-        request_id: str,
-        prompt: tuple[int, ...],
-        model: ModelDescription,
-        held: Permit,
-        stages: StageTimer,
+        self, context: RequestContext, prompt: tuple[int, ...], model: ModelDescription
     ) -> str:
         """The prompt's text, if the request asks for it."""
+        request = context.request
         if not request.echo:
             return ""
         if isinstance(request.prompt, TextPrompt) and request.truncate_prompt_tokens is None:
             return request.prompt.text
         return await self._tokenizers.decode(
-            prompt,
-            model,
-            _asked_by(held, request_id, stages.trace.stage_context),
-            skip_special_tokens=request.skip_special_tokens,
+            prompt, model, context.caller, skip_special_tokens=request.skip_special_tokens
         )
 
     async def _score(
-        self,
-        request: Request,
-        request_id: str,
-        prompt: tuple[int, ...],
-        model: ModelDescription,
-        held: Permit,
-        stages: StageTimer,
+        self, context: RequestContext, prompt: tuple[int, ...], model: ModelDescription
     ) -> tuple[TokenLogprobs, ...]:
-        """Nothing, unless the request asks for its prompt's log-probabilities."""
-        if request.prompt_logprobs is None:
+        """The log-probabilities of the prompt's tokens, if the request asks for them; the first
+        entry has no meaning.
+
+        They come from a run of their own before the request's, on the same fleet. It generates one
+        token that nobody sees, reuses no cached KV, because the logits of every position are
+        needed, and leaves its own in the prefix cache for the run that follows.
+        """
+        num_top = context.request.prompt_logprobs
+        if num_top is None:
             return ()
-        speller = Speller(self._fleet, self._config.max_attempts, self._config.wait_timeout_s)
-        request_state = scoring_request_state(
-            request, request_id, prompt, self._config.max_attempts
+        stages = StageTimer(now(), context.stages.trace.part(SCORE))
+        context = replace(context, request_id=f"{context.request_id}-prompt", stages=stages)
+        sampling = SamplingParams(temperature=0.0)
+        stop = StopParams(max_tokens=1, ignore_eos=True)
+        runner = RequestRunner(
+            self._services,
+            context,
+            self._state(context, prompt, sampling, stop, prompt_logprobs=num_top),
+            model,
+            UNREAD,
+            prefix_hashes=b"",
+            on_placed=lambda: None,
         )
-        # Without hashes: what is cached of it does not shorten it.
-        own = StageTimer(now(), stages.trace.part(SCORE))
-        runner = self._runner(request_state, model, UNREAD, held, own, b"", on_placed=lambda: None)
         try:
-            return await score(runner, speller, model.tokenizer_digest, held.deadline)
+            await runner.run()
+            found = runner.prompt_logprobs
+            if found is None:
+                # The stream of a decode worker broke in between; its token alone came again.
+                raise Unavailable("The prompt's log-probabilities were lost.", retry_after_s=1.0)
+            names = chain(prompt, found.alternatives())
+            digest = model.tokenizer_digest
+            texts = await spell(self._services, names, digest, context.deadline)
+            return await _worded(prompt, found, texts)
         except BaseException as failure:
-            own.over(failure)
+            stages.over(failure)
             raise
         finally:
-            own.over(None)
+            stages.over(None)
 
-    def _runner(
-        self,
-        request_state: RequestState,
-        model: ModelDescription,
-        options: TextOptions,
-        held: Permit,
-        stages: StageTimer,
-        prefix_hashes: bytes,
-        *,
-        on_placed: Callable[[], None],
-    ) -> RequestRunner:
-        standing = QueueEntry(
-            tenant=held.request.tenant,
-            priority=held.request.priority,
-            cost=held.grant.cost,
-            since=asyncio.get_running_loop().time(),
-            deadline=held.deadline,
-            on_placed=on_placed,
-        )
-        return RequestRunner(
-            self._fleet,
-            request_state,
-            model,
-            options,
-            self._limits,
-            self._dispatcher,
-            standing,
-            self._guards,
-            deadline=held.deadline,
-            prefix_hashes=prefix_hashes,
-            stages=stages,
-            background=self._background,
-            metrics=self._metrics,
-            pace=self._pace,
-            later=self._later,
-        )
-
-    async def _model(self, name: str, request_id: str) -> ModelDescription:
-        """The model to use; waits while no worker is there to ask."""
-        if name and self._config.model and name != self._config.model:
+    async def _model(self, context: RequestContext) -> ModelDescription:
+        """The model to use; waits while there is no worker."""
+        name, config, fleet = context.request.model, self._services.config, self._services.fleet
+        if name and config.model and name != config.model:
             raise ModelNotFound("There is no such model here.", field="model")
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._config.wait_timeout_s
+        give_up = loop.time() + config.wait_timeout_s
         while True:
             models = self.models()
             for model in models:
                 if name in ("", model.name):
                     # One more look: of one name there may be two, of which this request gets one.
-                    return self._fleet.model_for(request_id, model.name) or model
+                    return fleet.model_for(context.request_id, model.name) or model
             if models:
                 raise ModelNotFound("There is no such model here.", field="model")
             left = give_up - loop.time()
             if left <= 0:
                 raise Unavailable("No worker is ready.", retry_after_s=1.0)
-            await self._fleet.changed.wait(left)
-
-
-def _asked_by(held: Permit, request_id: str, trace: TraceContext = UNTRACED) -> AskedBy:
-    return AskedBy(request_id, held.request.tenant, held.deadline, trace)
-
-
-def new_id() -> str:
-    return secrets.token_hex(12)
+            await fleet.changed.wait(left)

@@ -1,7 +1,7 @@
 """The texts of one request: each choice's tokens go to a detokenizer and come back as deltas.
 
 `Texts` keeps them at one detokenizer and moves them to another when it is lost. `ChoiceText` is a
-cursor over the token log of a choice on each side. `Speller` fetches the bytes of single tokens.
+cursor over the token log of a choice on each side. `spell` fetches the bytes of single tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from baton.core.errors import BatonError, Internal
 from baton.core.request.attempt import Logprobs, PositionGap, TokenLog
 from baton.core.request.request import Delta, TextLogprob, TokenLogprobs
 from baton.core.request.request_state import VERDICTS, FailureAction
-from baton.router.observe.stage_timer import StageTimer
+from baton.router.request.admission import RequestContext, RouterServices
 from baton.router.workers.detokenizer_session import DetokenizerSession
-from baton.router.workers.fleet import Fleet, Pool, Worker, pick_detokenizer
-from baton.router.workers.shared_stream import Broadcast
+from baton.router.workers.fleet import Worker, pick_detokenizer
 from baton.rpc.convert import token_ids_to_bytes
 from baton.rpc.logs import named
 from baton.v1.detokenizer_pb2 import AppendTokens, OpenText, TextDelta
@@ -238,17 +237,12 @@ class Texts:
 
     def __init__(
         self,
-        pool: Pool[DetokenizerSession],
-        changed: Broadcast,
+        services: RouterServices,
+        context: RequestContext,
         logs: Sequence[TokenLog],
         options: TextOptions,
-        *,
-        deadline: float,
-        request_id: str,
         tokenizer_digest: str,
-        max_fruitless_attempts: int,
-        wait_timeout_s: float,
-        stages: StageTimer,
+        *,
         on_stop: Callable[[int, int, str], None],
         on_progress: Callable[[int], None],
     ) -> None:
@@ -260,14 +254,9 @@ class Texts:
         )
         self.moves = 0
         """How often the texts went to another detokenizer."""
-        self._pool = pool
-        self._changed = changed
-        self._deadline = deadline
-        self._request_id = request_id
+        self._services = services
+        self._context = context
         self._tokenizer_digest = tokenizer_digest
-        self._max_fruitless_attempts = max_fruitless_attempts
-        self._wait_timeout_s = wait_timeout_s
-        self._stages = stages
         self._on_progress = on_progress
         self._fruitless_attempts = 0
         self._lost: BatonError | None = None
@@ -290,12 +279,12 @@ class Texts:
         """Returns when all texts have ended. Raises BatonError when they cannot be had."""
         while not self._ended:
             worker = await pick_detokenizer(
-                self._pool,
-                self._changed,
+                self._services.fleet.detokenizers,
+                self._services.fleet.changed,
                 self._tokenizer_digest,
                 passed_over=self._passed_over,
                 lost=self._lost,
-                wait_timeout_s=self._wait_timeout_s,
+                wait_timeout_s=self._services.config.wait_timeout_s,
             )
             open_texts = [text for text in self.choices if not text.ended]
             with worker.place(len(open_texts)):
@@ -315,7 +304,7 @@ class Texts:
         session = worker.client
         try:
             for text in open_texts:
-                text_id = self._ids[text.log.choice] = session.open(text, self._deadline)
+                text_id = self._ids[text.log.choice] = session.open(text, self._context.deadline)
                 if len(text.log) or text.log.ended:
                     session.touch(text_id)
             while not self._ended and self._lost is None:
@@ -340,11 +329,12 @@ class Texts:
         self._fruitless_attempts += verdict is FailureAction.ELSEWHERE
         if (
             verdict is FailureAction.FATAL
-            or self._fruitless_attempts >= self._max_fruitless_attempts
+            or self._fruitless_attempts >= self._services.config.max_attempts
         ):
             raise self._lost
         lost = {"lost_at": "detokenizer", "reason": self._lost.reason.name}
-        about = {**named(self._request_id, self._stages.trace.context.trace_id), **lost}
+        trace_id = self._context.stages.trace.context.trace_id
+        about = {**named(self._context.request_id, trace_id), **lost}
         log.info("its texts were lost: %s", self._lost.message, extra=about)
         await asyncio.sleep(PAUSE_S)
 
@@ -353,7 +343,7 @@ class Texts:
         if self._worker is not None and not self._proved:
             self._proved = True
             self._worker.success()
-            self._stages.served_by(self._worker.identity)
+            self._context.stages.served_by(self._worker.identity)
         if self.choices[choice].ended:
             self._woken.set()
         self._on_progress(choice)
@@ -367,52 +357,44 @@ AT_ONCE = 1024
 """Tokens asked for in one message: other texts of the session do not wait for all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speller:
-    """max_attempts, wait_timeout_s: see RouterConfig."""
-
-    fleet: Fleet
-    max_attempts: int
-    wait_timeout_s: float
-
-    async def spell(
-        self, token_ids: Iterable[int], tokenizer_digest: str, deadline: float
-    ) -> dict[int, bytes]:
-        """Each token's own bytes. deadline: on the running loop's clock. Raises BatonError."""
-        wanted = sorted(set(token_ids))
-        passed_over: set[str] = set()
-        lost: BatonError | None = None
-        failures = 0
-        while True:
-            worker = await pick_detokenizer(
-                self.fleet.detokenizers,
-                self.fleet.changed,
-                tokenizer_digest,
-                passed_over=passed_over,
-                lost=lost,
-                wait_timeout_s=self.wait_timeout_s,
-            )
-            words = _Words(wanted)
-            with worker.place(1):
-                text_id = worker.client.open(words, deadline)
-                words.on_told = lambda: worker.client.touch(text_id)  # noqa: B023
-                worker.client.touch(text_id)
-                try:
-                    await words.done
-                except BatonError as error:
-                    lost = error
-                    worker.failure(error)
-                    passed_over.add(worker.identity.instance_id)
-                    failures += 1
-                    fatal = VERDICTS[error.reason] is FailureAction.FATAL
-                    if fatal or failures >= self.max_attempts:
-                        raise
-                    await asyncio.sleep(PAUSE_S)
-                else:
-                    worker.success()
-                    return words.spelled
-                finally:
-                    worker.client.close(text_id)
+async def spell(
+    services: RouterServices, token_ids: Iterable[int], tokenizer_digest: str, deadline: float
+) -> dict[int, bytes]:
+    """The bytes of each token. deadline: on the running loop's clock. Raises BatonError."""
+    wanted = sorted(set(token_ids))
+    passed_over: set[str] = set()
+    lost: BatonError | None = None
+    failures = 0
+    while True:
+        worker = await pick_detokenizer(
+            services.fleet.detokenizers,
+            services.fleet.changed,
+            tokenizer_digest,
+            passed_over=passed_over,
+            lost=lost,
+            wait_timeout_s=services.config.wait_timeout_s,
+        )
+        words = _Words(wanted)
+        with worker.place(1):
+            text_id = worker.client.open(words, deadline)
+            words.on_told = lambda: worker.client.touch(text_id)  # noqa: B023
+            worker.client.touch(text_id)
+            try:
+                await words.done
+            except BatonError as error:
+                lost = error
+                worker.failure(error)
+                passed_over.add(worker.identity.instance_id)
+                failures += 1
+                fatal = VERDICTS[error.reason] is FailureAction.FATAL
+                if fatal or failures >= services.config.max_attempts:
+                    raise
+                await asyncio.sleep(PAUSE_S)
+            else:
+                worker.success()
+                return words.spelled
+            finally:
+                worker.client.close(text_id)
 
 
 class _Words:
