@@ -5,8 +5,8 @@ run such a function too. What a library prints goes to stderr, never between the
 
     python -m baton_loadtest.child MODULE FUNCTION
 
-A plain function is called with the one job of stdin, and its answer is printed. A coroutine
-function serves: it passes a handler of commands to `answer`.
+A plain function is called with each command of stdin, and what it returns is the answer. A
+coroutine function passes a handler of commands to `answer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib import import_module
 from inspect import iscoroutinefunction
 from typing import Any, TextIO
 
-LONGEST_LINE = 2**24
+LONGEST_LINE = 2**27
 """Bytes of a command or an answer."""
 
 _out: TextIO = sys.stdout
@@ -41,7 +41,7 @@ async def answer(handle: Handler) -> None:
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
     )
     while line := await lines.readline():
-        print(json.dumps(await handle(json.loads(line))), file=_out, flush=True)
+        print(json.dumps({"answer": await handle(json.loads(line))}), file=_out, flush=True)
 
 
 def main() -> None:
@@ -55,8 +55,8 @@ def main() -> None:
         with asyncio.Runner(loop_factory=Loop) as runner:
             runner.run(function())
     else:
-        job: dict[str, Any] = json.load(sys.stdin)
-        print(json.dumps({"answer": function(job)}), file=_out, flush=True)
+        for line in sys.stdin:
+            print(json.dumps({"answer": function(json.loads(line))}), file=_out, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, count
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, Self, TypeAlias, cast
 
 import grpc
 import httptools
@@ -231,6 +231,19 @@ class LoadClient(Protocol):
         """Sends it, and returns its end as Sample.end has it."""
 
 
+class _Closing:
+    """A client that is closed when its block ends."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
 @dataclass(slots=True)
 class HttpHead:
     """The beginning of an answer."""
@@ -386,7 +399,7 @@ class Events:
                 self._on_tokens((), 1)
 
 
-class HttpLoadClient:
+class HttpLoadClient(_Closing):
     """Asks one server's /v1/completions, each open request on a connection of its own. Close it."""
 
     def __init__(
@@ -465,18 +478,22 @@ class HttpLoadClient:
 
 
 def greedy(
-    ids: Sequence[int], output_tokens: int, model: str = ""
+    prompt: Sequence[int] | str, output_tokens: int, model: str = ""
 ) -> inference_pb2.GenerateRequest:
-    """A request of a length known in advance."""
-    return inference_pb2.GenerateRequest(
+    """A request of a length known in advance, of token ids or of text."""
+    request = inference_pb2.GenerateRequest(
         model=model,
-        token_ids=inference_pb2.TokenIds(ids=ids),
         options=inference_pb2.GenerationOptions(
             sampling=types_pb2.SamplingParams(temperature=0.0),
             stop=types_pb2.StopParams(max_tokens=output_tokens, ignore_eos=True),
             return_token_ids=True,
         ),
     )
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request
 
 
 @dataclass(slots=True)
@@ -489,7 +506,7 @@ class _Channel:
     """That are open."""
 
 
-class GrpcLoadClient:
+class GrpcLoadClient(_Closing):
     """Asks one server's `Inference.Generate`. Close it."""
 
     def __init__(self, access: Access, model: str = "") -> None:
@@ -499,8 +516,10 @@ class GrpcLoadClient:
         self._metadata: Any = access.metadata
         self._channels: list[_Channel] = []
 
-    def prepare(self, ids: Sequence[int], output_tokens: int) -> inference_pb2.GenerateRequest:
-        return greedy(ids, output_tokens, self._model)
+    def prepare(
+        self, prompt: Sequence[int] | str, output_tokens: int
+    ) -> inference_pb2.GenerateRequest:
+        return greedy(prompt, output_tokens, self._model)
 
     async def ask(self, request: inference_pb2.GenerateRequest, on_tokens: OnTokens) -> str:
         line = self._channel()
@@ -600,6 +619,18 @@ async def closed(
         for _ in range(concurrency):
             group.create_task(one_at_a_time())
     return [found[number] for number in sorted(found)]
+
+
+async def answers(
+    address: str, prompts: Iterable[Sequence[int] | str], output_tokens: int, concurrency: int
+) -> list[Sample]:
+    """Asks a router all of these prompts over gRPC, by a closed loop.
+
+    Raises BatonError when a request is not answered in full.
+    """
+    async with GrpcLoadClient(Access(address)) as client:
+        requests = [client.prepare(prompt, output_tokens) for prompt in prompts]
+        return all_answered(await closed(client, requests, concurrency))
 
 
 def all_answered(samples: list[Sample]) -> list[Sample]:

@@ -10,16 +10,14 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import baton_loadtest
 from baton.cli.http_client import scrape
@@ -70,8 +68,13 @@ def cores() -> list[int]:
 
 def pinned(*allowed: int | None) -> list[str]:
     """The beginning of a command line that keeps a process on these cores, where that is possible;
-    None among them: on any core."""
-    if None in allowed or not hasattr(os, "sched_getaffinity") or not shutil.which("taskset"):
+    without a core, or with None among them, it keeps none."""
+    if (
+        not allowed
+        or None in allowed
+        or not hasattr(os, "sched_getaffinity")
+        or not shutil.which("taskset")
+    ):
         return []
     return ["taskset", "-c", ",".join(map(str, allowed))]
 
@@ -220,52 +223,72 @@ async def process(role: str, *flags: str, core: int | None = None) -> AsyncItera
 
 
 class Peer:
-    """A serving function (`child`) in a process of its own, to which commands are sent."""
+    """A function in a process of its own (`child`), to which commands are sent."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self._name, self._process = name, process
+    def __init__(self, name: str, process: asyncio.subprocess.Process, errors: IO[str]) -> None:
+        self._name, self._process, self._errors = name, process, errors
         self._turn = asyncio.Lock()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     async def ask(self, **command: Any) -> dict[str, Any]:
-        """Sends one command and returns its answer. Raises ContenderFailed when it is gone."""
+        """Sends one command and returns its answer; progress goes to stderr.
+
+        Raises ContenderFailed, with the last line of the process's stderr, when it is gone.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         async with self._turn:
-            try:
+            with suppress(ConnectionError):
                 self._process.stdin.write(json.dumps(command).encode() + b"\n")
                 await self._process.stdin.drain()
-                line = await self._process.stdout.readline()
-            except ConnectionError:
-                line = b""
-        if not line:
-            raise ContenderFailed(f"{self._name} ended without an answer")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+                while line := await self._process.stdout.readline():
+                    message = json.loads(line)
+                    if "answer" in message:
+                        answer: dict[str, Any] = message["answer"]
+                        return answer
+                    say(f"  {message['progress']}")
+        await self._process.wait()
+        self._errors.seek(0)
+        last_line = (self._errors.read().strip().splitlines() or ["ended without an answer"])[-1]
+        raise ContenderFailed(f"{self._name}: {last_line}")
 
 
 @asynccontextmanager
-async def peer(function: Callable[..., object], core: int | None = None) -> AsyncIterator[Peer]:
-    """Runs a serving function in a process of its own, which ends with the block."""
-    started = await asyncio.create_subprocess_exec(
-        *pinned(core),
-        *(sys.executable, "-m", "baton_loadtest.child", function.__module__, function.__name__),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=LONGEST_LINE,
-    )
-    assert started.stdin is not None
-    try:
-        yield Peer(function.__name__, started)
-    finally:
-        started.stdin.close()
+async def peer(
+    function: Callable[..., object],
+    *allowed: int | None,
+    python: str = "",
+    threads: int | None = None,
+) -> AsyncIterator[Peer]:
+    """Runs a function in a process of its own on these cores; the process ends with the block.
+
+    python: another interpreter, which sees this package but none of Baton's dependencies. threads:
+    of OpenMP.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        # This package alone, not what is installed beside it for another interpreter.
+        os.symlink(next(iter(baton_loadtest.__path__)), f"{folder}/baton_loadtest")
+        paths = (folder, "" if python else os.environ.get("PYTHONPATH", ""))
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if threads is not None:
+            variables |= {"OMP_NUM_THREADS": str(threads)}
+        started = await asyncio.create_subprocess_exec(
+            *pinned(*allowed),
+            *(python or sys.executable, "-m", "baton_loadtest.child"),
+            *(function.__module__, function.__name__),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **variables},
+            limit=LONGEST_LINE,
+        )
+        assert started.stdin is not None
         try:
+            yield Peer(function.__name__, started, errors)
+            started.stdin.close()
             async with asyncio.timeout(END_S):
                 await started.wait()
-        except TimeoutError:
-            started.kill()
+        finally:
+            with suppress(ProcessLookupError):
+                started.kill()
             await started.wait()
 
 
@@ -279,57 +302,19 @@ def call(
 ) -> dict[str, Any]:
     """What the function returns for a job, in a new process on the first `threads` cores.
 
-    python: another interpreter, which sees this package but none of Baton's dependencies. Progress
-    goes to stderr. Raises ContenderFailed; then the process is gone as well.
+    Raises ContenderFailed when it fails or takes longer; then the process is gone as well.
     """
-    command = [*pinned(*cores()[:threads]), python or sys.executable]
-    command += ["-m", "baton_loadtest.child", function.__module__, function.__name__]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
-        # This package alone, not what is installed beside it for another interpreter.
-        Path(folder, "baton_loadtest").symlink_to(next(iter(baton_loadtest.__path__)))
-        others = "" if python else os.environ.get("PYTHONPATH", "")
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": str(threads),
-                "PYTHONPATH": os.pathsep.join(filter(None, (folder, others))),
-            },
-            text=True,
-        )
-        timer = threading.Timer(deadline_s, process.kill)
-        timer.start()
+
+    async def ask() -> dict[str, Any]:
+        allowed = cores()[:threads]
+        async with peer(function, *allowed, python=python, threads=threads) as process:
+            return await process.ask(**job)
+
+    async def ask_in_time() -> dict[str, Any]:
         try:
-            answer = _answer(process, job)
-        finally:
-            in_time = timer.is_alive()
-            timer.cancel()
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        if answer is None:
-            errors.seek(0)
-            last_line = (errors.read().strip().splitlines() or ["ended without an answer"])[-1]
-            reason = last_line if in_time else f"not done after {deadline_s:.0f} s"
-            raise ContenderFailed(f"{function.__name__}: {reason}")
-        return answer
+            return await asyncio.wait_for(ask(), deadline_s)
+        except TimeoutError:
+            text = f"{function.__name__}: not done after {deadline_s:.0f} s"
+            raise ContenderFailed(text) from None
 
-
-def _answer(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any] | None:
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        json.dump(job, process.stdin)
-        process.stdin.close()
-    except BrokenPipeError:
-        return None
-    for line in process.stdout:
-        message = json.loads(line)
-        if "answer" in message:
-            found: dict[str, Any] = message["answer"]
-            return found
-        say(f"  {message['progress']}")
-    return None
+    return asyncio.run(ask_in_time())

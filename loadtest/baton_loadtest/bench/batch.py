@@ -19,11 +19,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cli.access import Access
 from baton.cli.layout import UpOptions
 from baton.core.errors import BatonError
 from baton_loadtest.bench.options import MODEL, option
-from baton_loadtest.drive import GrpcLoadClient, all_answered, closed, random_prompts
+from baton_loadtest.drive import answers, random_prompts
 from baton_loadtest.launch import RunningBaton, environment, fleet, say, stay_off_the_engine
 from baton_loadtest.report import Report, Result, at_most, compared, ms
 
@@ -115,13 +114,8 @@ async def _measure(args: argparse.Namespace, folder: Path) -> tuple[BatchSide, B
 async def _turn(
     running: RunningBaton, args: argparse.Namespace, number: int, side: BatchSide
 ) -> None:
-    client = GrpcLoadClient(Access(running.layout.grpc))
     prompts = random_prompts(args.seed + number, args.requests, args.prompt_tokens)
-    requests = [client.prepare(prompt, args.output_tokens) for prompt in prompts]
-    try:
-        samples = all_answered(await closed(client, requests, args.streams))
-    finally:
-        await client.close()
+    samples = await answers(running.layout.grpc, prompts, args.output_tokens, args.streams)
     side.first += [sample.first_s - sample.left_s for sample in samples]
     side.gaps += [gap for sample in samples for gap in sample.gaps_s if gap]
 

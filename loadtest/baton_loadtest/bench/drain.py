@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from baton.cli.access import Access
 from baton.cli.layout import UpOptions
@@ -26,9 +25,10 @@ from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import TRANSPORT, engine, option
 from baton_loadtest.drive import (
     GrpcLoadClient,
+    Ids,
     Sample,
     all_answered,
-    closed,
+    answers,
     follow,
     random_prompts,
 )
@@ -112,44 +112,35 @@ async def _measure(args: argparse.Namespace, model: str) -> list[Leaving]:
         model=model, prefill=0, decode=2, transport=args.transport, threads=args.threads
     )
     async with fleet(options) as running:
-        client = GrpcLoadClient(Access(running.layout.grpc))
-        try:
-            sides = []
-            for number, (name, how) in enumerate(WAYS.items()):
-                say(name)
-                sides.append(await _leave(running, client, how, _requests(client, args, number)))
+        sides = []
+        for number, (name, how) in enumerate(WAYS.items()):
+            prompts = random_prompts(args.seed + number, args.running, args.prompt_tokens)
+            say(name)
+            sides.append(await _leave(running, how, prompts, args.output_tokens))
             say("undisturbed")
-            for number, (name, side) in enumerate(zip(WAYS, sides, strict=True)):
-                requests = _requests(client, args, number)
-                again = all_answered(await closed(client, requests, args.running))
-                if [sample.ids for sample in again] != side.tokens:
-                    raise BatonError(f"a stream whose worker was {name} gave other tokens")
-        finally:
-            await client.close()
+            again = await answers(running.layout.grpc, prompts, args.output_tokens, args.running)
+            if [sample.ids for sample in again] != sides[-1].tokens:
+                raise BatonError(f"a stream whose worker was {name} gave other tokens")
     return sides
 
 
-def _requests(client: GrpcLoadClient, args: argparse.Namespace, number: int) -> list[Any]:
-    prompts = random_prompts(args.seed + number, args.running, args.prompt_tokens)
-    return [client.prepare(prompt, args.output_tokens) for prompt in prompts]
-
-
 async def _leave(
-    running: RunningBaton, client: GrpcLoadClient, how: signal.Signals, requests: list[Any]
+    running: RunningBaton, how: signal.Signals, prompts: list[Ids], output_tokens: int
 ) -> Leaving:
     """Fills one decode worker with streams, makes it leave, and follows them to their end."""
     await _until(running, lambda live: live == 2)
     stays, leaves = running.pids("decode").items()
     began = time.perf_counter()
-    samples = [Sample(0.0) for _ in requests]
+    samples = [Sample(0.0) for _ in prompts]
+    client = GrpcLoadClient(Access(running.layout.grpc))
     # While it is frozen, all streams begin on the other one.
     os.kill(stays[1], signal.SIGSTOP)
     following: list[asyncio.Task[Sample]] = []
     try:
         await _until(running, lambda live: live == 1)
         following += [
-            asyncio.create_task(follow(client, request, began, sample))
-            for request, sample in zip(requests, samples, strict=True)
+            asyncio.create_task(follow(client, client.prepare(prompt, output_tokens), began, one))
+            for prompt, one in zip(prompts, samples, strict=True)
         ]
         await _until(
             running, lambda _: all(one.tokens >= SETTLED_TOKENS for one in samples), following
@@ -168,6 +159,7 @@ async def _leave(
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
+        await client.close()
     pairs = [list(pairwise(sample.events_s)) for sample in samples]
     return Leaving(
         tokens=[sample.ids for sample in samples],

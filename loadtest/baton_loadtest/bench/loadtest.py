@@ -70,15 +70,14 @@ async def _measure(args: argparse.Namespace, rate: int) -> list[Result]:
 
 async def _run(args: argparse.Namespace, address: str, rate: int, seconds: float) -> Summary:
     source = Drawn(Arrivals(Kind.POISSON, rate, seconds), fixed(PROMPT_TOKENS, args.output_tokens))
-    client = HttpLoadClient(Access(address))
     gc.collect()
     gc.freeze()
     try:
-        loop = OpenLoop(client, TokenIds(args.seed, *ORDINARY))
-        return Summary(await loop.run(source.workload(args.seed)), Objectives())
+        async with HttpLoadClient(Access(address)) as client:
+            loop = OpenLoop(client, TokenIds(args.seed, *ORDINARY))
+            return Summary(await loop.run(source.workload(args.seed)), Objectives())
     finally:
         gc.unfreeze()
-        await client.close()
 
 
 def _figures(rate: int, summary: Summary, records: Sequence[KnownAnswer]) -> list[Result]:

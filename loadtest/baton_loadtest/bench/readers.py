@@ -39,10 +39,8 @@ from baton.v1 import inference_pb2_grpc
 from baton_loadtest.bench.options import option
 from baton_loadtest.child import answer
 from baton_loadtest.drive import (
-    GrpcLoadClient,
     HttpLoadClient,
-    all_answered,
-    closed,
+    answers,
     greedy,
     random_prompts,
 )
@@ -161,13 +159,8 @@ def _figures(
 
 
 async def _turn(running: RunningBaton, args: argparse.Namespace) -> ReadersTurn:
-    client = GrpcLoadClient(Access(running.layout.grpc))
     prompts = random_prompts(args.seed, args.streams, 16)
-    requests = [client.prepare(prompt, args.output_tokens) for prompt in prompts]
-    try:
-        samples = all_answered(await closed(client, requests, args.streams))
-    finally:
-        await client.close()
+    samples = await answers(running.layout.grpc, prompts, args.output_tokens, args.streams)
     gaps = [gap for sample in samples for gap in sample.gaps_s if gap]
     metrics = await running.metrics()
     return ReadersTurn(gaps, metrics["process_resident_memory_bytes"], _socket_bytes())

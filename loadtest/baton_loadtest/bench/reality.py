@@ -148,12 +148,11 @@ async def started(options: UpOptions) -> AsyncIterator[RealBaton]:
         engine_cpus=ENGINE_CORE if alone else both,
         other_cpus=OTHER_CORE if alone else both,
     )
-    async with fleet(options) as running:
-        client = GrpcLoadClient(Access(running.layout.grpc))
-        try:
-            yield RealBaton(running, client)
-        finally:
-            await client.close()
+    async with (
+        fleet(options) as running,
+        GrpcLoadClient(Access(running.layout.grpc)) as client,
+    ):
+        yield RealBaton(running, client)
 
 
 def measure(args: argparse.Namespace) -> Report:

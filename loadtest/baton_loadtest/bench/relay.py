@@ -14,7 +14,6 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from baton.cli.access import Access
 from baton.cli.layout import APART, UpOptions, resolve_model
 from baton.core.errors import BatonError
 from baton.core.scheduler.policy import SchedulerPolicy
@@ -23,15 +22,7 @@ from baton.worker.engine import open_runner
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import answer
-from baton_loadtest.drive import (
-    ANSWERED,
-    GrpcLoadClient,
-    Sample,
-    all_answered,
-    closed,
-    random_prompts,
-    tokens_per_second,
-)
+from baton_loadtest.drive import ANSWERED, Sample, answers, random_prompts, tokens_per_second
 from baton_loadtest.launch import ENGINE_CORE, environment, fleet, peer, say, stay_off_the_engine
 from baton_loadtest.report import Report, Result, compared, ms
 
@@ -67,38 +58,35 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
     )
     five: Rounds = []
     one: Rounds = []
-    async with fleet(options, pin=True) as running:
-        with environment(OMP_NUM_THREADS=1, OMP_WAIT_POLICY="PASSIVE"):
-            async with peer(serve_alone, int(ENGINE_CORE)) as alone:
-                await alone.ask(model=str(resolve_model(args.model)[0]))
-                client = GrpcLoadClient(Access(running.layout.grpc))
+    with environment(OMP_WAIT_POLICY="PASSIVE"):
+        async with (
+            fleet(options, pin=True) as running,
+            peer(serve_alone, int(ENGINE_CORE), threads=1) as alone,
+        ):
+            await alone.ask(model=str(resolve_model(args.model)[0]))
 
-                async def both(seed: int, requests: int, tokens: int) -> None:
-                    prompts = random_prompts(seed, requests, args.prompt_tokens)
-                    asked = [client.prepare(prompt, tokens) for prompt in prompts]
-                    five.append(all_answered(await closed(client, asked, args.concurrency)))
-                    found = await alone.ask(
-                        prompts=[list(prompt) for prompt in prompts],
-                        output_tokens=tokens,
-                        concurrency=args.concurrency,
-                    )
-                    one.append([Sample(**each) for each in found["samples"]])
+            async def both(seed: int, requests: int, tokens: int) -> None:
+                prompts = random_prompts(seed, requests, args.prompt_tokens)
+                five.append(await answers(running.layout.grpc, prompts, tokens, args.concurrency))
+                found = await alone.ask(
+                    prompts=[list(prompt) for prompt in prompts],
+                    output_tokens=tokens,
+                    concurrency=args.concurrency,
+                )
+                one.append([Sample(**each) for each in found["samples"]])
 
-                try:
-                    await both(args.seed + args.rounds, args.concurrency, 4)
-                    before = await running.metrics()
-                    for number in range(args.rounds):
-                        await both(args.seed + number, args.requests, args.output_tokens)
-                        if [each.ids for each in five[-1]] != [each.ids for each in one[-1]]:
-                            raise BatonError("the two sides gave different tokens")
-                        speeds = [tokens_per_second(side[-1]) for side in (five, one)]
-                        say(
-                            f"round {number + 1} of {args.rounds}: "
-                            f"{speeds[0]:.0f} against {speeds[1]:.0f} tokens/s"
-                        )
-                    after = await running.metrics()
-                finally:
-                    await client.close()
+            await both(args.seed + args.rounds, args.concurrency, 4)
+            before = await running.metrics()
+            for number in range(args.rounds):
+                await both(args.seed + number, args.requests, args.output_tokens)
+                if [each.ids for each in five[-1]] != [each.ids for each in one[-1]]:
+                    raise BatonError("the two sides gave different tokens")
+                speeds = [tokens_per_second(side[-1]) for side in (five, one)]
+                say(
+                    f"round {number + 1} of {args.rounds}: "
+                    f"{speeds[0]:.0f} against {speeds[1]:.0f} tokens/s"
+                )
+            after = await running.metrics()
     counted = {
         short: after.get(name, 0.0) - before.get(name, 0.0) for short, name in COUNTERS.items()
     }

@@ -29,14 +29,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from baton.cli.access import Access
 from baton.cli.layout import APART, Layout, UpOptions
 from baton.cli.ports import HOST
 from baton.core.errors import BatonError, InvalidArgument
 from baton.rpc.transport import bind
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import answer
-from baton_loadtest.drive import GrpcLoadClient, all_answered, closed
+from baton_loadtest.drive import answers
 from baton_loadtest.launch import Peer, RunningBaton, check_cpu_clock, cores, fleet, peer, say
 from baton_loadtest.report import Report, Result, at_most
 
@@ -183,14 +182,7 @@ async def _pair(
 
 async def _drive(side: RunningBaton, prompts: list[str], args: argparse.Namespace) -> None:
     """Runs the requests, so many at a time. Raises BatonError when tokens are missing."""
-    client = GrpcLoadClient(Access(side.layout.grpc))
-    requests = [client.prepare((), args.output_tokens) for _ in prompts]
-    for request, prompt in zip(requests, prompts, strict=True):
-        request.text = prompt
-    try:
-        samples = all_answered(await closed(client, requests, args.concurrency))
-    finally:
-        await client.close()
+    samples = await answers(side.layout.grpc, prompts, args.output_tokens, args.concurrency)
     if any(sample.tokens != args.output_tokens for sample in samples):
         raise BatonError("a request was not answered with all its tokens")
 

@@ -14,14 +14,13 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from baton.cli.access import Access
 from baton.cli.http_client import total
 from baton.cli.layout import APART, UpOptions
 from baton.transfer.staging import ALIGNMENT
 from baton_loadtest.chaos.cluster import cluster
 from baton_loadtest.chaos.sides import Settings
 from baton_loadtest.chaos.world import Broken, World, right
-from baton_loadtest.drive import GrpcLoadClient, all_answered, closed, random_prompts
+from baton_loadtest.drive import answers, random_prompts
 from baton_loadtest.report import Result, at_most, compared
 
 # Whole requests over hand-overs that are damaged again and again, and their tokens.
@@ -66,13 +65,8 @@ async def _run(args: argparse.Namespace, faults: str) -> tuple[list[list[int]], 
     """The tokens of each request, and how many KV chunks were found damaged."""
     options = UpOptions(decode=2, transport=args.transport, local_prefill_tokens=APART)
     async with cluster(options, faults=faults) as running:
-        client = GrpcLoadClient(Access(running.grpc))
         prompts = random_prompts(args.seed, args.requests, PROMPT_TOKENS)
-        requests = [client.prepare(prompt, OUTPUT_TOKENS) for prompt in prompts]
-        try:
-            samples = all_answered(await closed(client, requests, 1))
-        finally:
-            await client.close()
+        samples = await answers(running.grpc, prompts, OUTPUT_TOKENS, 1)
         refused = 0.0
         for child in running.children_of("decode"):
             found = await asyncio.to_thread(running.metrics, child.spec)
