@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from baton.cli.access import Access
-from baton.cli.layout import UpOptions
+from baton.cli.layout import ENGINE_ROLES, UpOptions
 from baton.core.errors import BatonError
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import SHAPES, option
@@ -122,8 +122,9 @@ class RealBaton:
 
     async def speeds(self) -> list[MeasuredSpeed]:
         """As each engine measured its own. Raises BatonError."""
-        processes = self._running.layout.processes
-        return await ask([s.grpc for s in processes if s.role in ("prefill", "decode")], None)
+        layout = self._running.layout
+        addresses = [spec.grpc for spec in layout.processes if spec.role in ENGINE_ROLES]
+        return await ask(addresses, None, layout.peer_token)
 
     async def run(self, workload: Workload, seed: int) -> Summary:
         """seed: of the tokens; what one run leaves in caches is not there for another."""
