@@ -23,8 +23,7 @@ from baton.decode.config import DecodeConfig
 from baton.detokenizer.config import DetokenizerConfig
 from baton.prefill.config import PrefillConfig
 from baton.router.config import RouterConfig
-from baton.rpc.config import options_of
-from baton.rpc.values import Option
+from baton.rpc.config import Option, options_of
 from baton.tokenizer.config import TokenizerConfig
 
 CHART = Path(__file__).resolve().parent.parent / "deploy/helm/baton"

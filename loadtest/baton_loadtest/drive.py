@@ -35,8 +35,8 @@ from baton.cli.access import Access
 from baton.cli.http_client import ConnectionLost, Unreachable, connecting, trust
 from baton.core.errors import BatonError, InvalidArgument
 from baton.rpc.address import split
-from baton.rpc.options import PUBLIC_STREAMS
-from baton.rpc.transport import open_client_channel
+from baton.rpc.channels import open_client_channel
+from baton.rpc.server import PUBLIC_STREAMS
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ANSWERED = "answered"

@@ -24,7 +24,6 @@ PROMTOOL = shutil.which("promtool")
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
 MODULES = (
     "baton.rpc.metrics",
-    "baton.rpc.aliases",
     "baton.router.observe.metrics",
     "baton.router.observe.gauges",
     "baton.router.observe.records",

@@ -19,7 +19,7 @@ import grpc
 
 from baton.cli.layout import APART
 from baton.cli.ports import free_ports
-from baton.rpc import peer_token
+from baton.rpc import peers
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests import leaks
 
@@ -80,7 +80,7 @@ class _WithToken(
     """Shows a token with every call, as Baton's own channels do."""
 
     def __init__(self, token: str) -> None:
-        self._shown = (peer_token.KEY, token)
+        self._shown = (peers.PEER_TOKEN_KEY, token)
 
     def _call(self, proceed: Any, details: Any, sent: Any) -> Any:
         metadata = [*(details.metadata or ()), self._shown]

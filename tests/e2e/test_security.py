@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.ports import free_ports
-from baton.rpc.roles import DOCTOR, ROLES
+from baton.rpc.peers import DOCTOR, ROLES
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.relay import Relay, eventually

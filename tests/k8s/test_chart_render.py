@@ -12,7 +12,7 @@ import yaml
 import gen_values_schema as generator
 from baton.cli.models import FolderSource, HubSource
 from baton.rpc import config as configuration
-from baton.rpc.hosts import AllowedHosts
+from baton.rpc.address import AllowedHosts
 from tests.k8s.charts import (
     CHART,
     COMPONENTS,

@@ -17,8 +17,9 @@ import grpc
 from baton.core.handover.table import LIMITS, State, StateLimit
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.rpc.interceptors import ErrorInterceptor
-from baton.rpc.options import INTERNAL_CLIENT, INTERNAL_SERVER
+from baton.rpc.channels import INTERNAL_CLIENT
+from baton.rpc.errors import ErrorInterceptor
+from baton.rpc.server import INTERNAL_SERVER
 from baton.transfer.peers import CollectStream, SenderConnection
 from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
 from baton.transfer.sender import KvSender, PendingTransfer

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.errors import HandoverFailed, Incompatible, Unavailable
 from baton.rpc.convert import error_from_proto
-from baton.rpc.interceptors import ErrorInterceptor
+from baton.rpc.errors import ErrorInterceptor
 from baton.transfer.peers import CollectStream, SenderConnection
 from baton.transfer.sender import KvSender, Send
 from baton.v1 import handover_pb2 as pb

@@ -17,7 +17,7 @@ import torch
 
 from baton.core.request.model import KvLayout
 from baton.engine.kv.cache import KvCache
-from baton.rpc.interceptors import ErrorInterceptor
+from baton.rpc.errors import ErrorInterceptor
 from baton.transfer.sender import KvSender
 from baton.transfer.transports import Staging
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server

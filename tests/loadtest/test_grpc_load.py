@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from baton.cli.access import Access
-from baton.rpc.options import PUBLIC_STREAMS
+from baton.rpc.server import PUBLIC_STREAMS
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.drive import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import trustme
 
-from baton.rpc.roles import server_name
+from baton.rpc.peers import server_name
 from baton.rpc.tls import Certificates
 
 

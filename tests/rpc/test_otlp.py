@@ -15,9 +15,8 @@ import pytest
 
 from baton.cli.ports import free_ports
 from baton.core.observe.stages import TraceContext
-from baton.rpc.otel import otlp_tracer
-from baton.rpc.otel_logs import SAY_EVERY_S, OtelLogs
-from baton.rpc.process_options import ProcessOptions
+from baton.rpc.options import ProcessOptions
+from baton.rpc.otel import SAY_EVERY_S, OtelLogs, otlp_tracer
 from baton.rpc.tracing import OFF, Kind
 from tests.receiver import receiver
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.rpc.hosts import AllowedHosts
+from baton.rpc.address import AllowedHosts
 
 OWN = (
     "localhost", "localhost:8000", "LocalHost:1", "localhost.", "a.localhost", "b.a.localhost:80",

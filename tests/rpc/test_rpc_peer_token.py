@@ -12,12 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.core.errors import InvalidArgument, Unauthenticated
-from baton.rpc import config, peer_token
-from baton.rpc.channels import Channels
+from baton.rpc import config, peers
+from baton.rpc.channels import Channels, open_channel
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.options import TlsOptions
 from baton.rpc.server import ProcessServer
-from baton.rpc.tls_options import TlsOptions
-from baton.rpc.transport import open_channel
 from tests.rpc.authority import Authority
 from tests.rpc.echo import METHODS, Echo, call, unary
 
@@ -63,7 +62,7 @@ async def test_a_token_goes_beside_what_a_call_has_of_its_own() -> None:
         own = (("x-request-id", "r-1"),)
         assert await unary(channel)(b"a", metadata=own, timeout=PATIENCE_S) == b"a"
         # Two of them are not one.
-        twice = ((peer_token.KEY, TOKEN),)
+        twice = ((peers.PEER_TOKEN_KEY, TOKEN),)
         with pytest.raises(grpc.aio.AioRpcError):
             await unary(channel)(b"a", metadata=twice, timeout=PATIENCE_S)
 
@@ -114,7 +113,7 @@ async def test_certificates_and_a_token_are_asked_for_together(tmp_path: Path) -
 
 
 def test_it_is_never_printed_and_must_be_fit_to_be_sent() -> None:
-    variables = {peer_token.VARIABLE: TOKEN}
+    variables = {peers.PEER_TOKEN_VARIABLE: TOKEN}
     options = config.load(TlsOptions, [], variables, prog="test")
     assert options.peer_token == TOKEN
     assert TOKEN not in config.describe(options)

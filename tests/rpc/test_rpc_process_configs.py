@@ -8,8 +8,7 @@ from baton.decode.config import DecodeConfig
 from baton.detokenizer.config import DetokenizerConfig
 from baton.prefill.config import PrefillConfig
 from baton.router.config import RouterConfig
-from baton.rpc.config import describe, load, options_of
-from baton.rpc.values import parse
+from baton.rpc.config import describe, load, options_of, parse
 from baton.tokenizer.config import TokenizerConfig
 
 CONFIGS = (RouterConfig, TokenizerConfig, PrefillConfig, DecodeConfig, DetokenizerConfig)

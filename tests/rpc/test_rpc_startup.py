@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.rpc.startup import Startup, process_age_s
+from baton.rpc.server import Startup, process_age_s
 
 
 class Clock:

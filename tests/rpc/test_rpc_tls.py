@@ -19,13 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.ports import free_ports
 from baton.core.errors import Internal, InvalidArgument
 from baton.rpc import tls
-from baton.rpc.channels import Channels
-from baton.rpc.probes import Probes
-from baton.rpc.roles import CALLERS, ROLES
-from baton.rpc.server import ProcessServer, Service
+from baton.rpc.channels import Channels, open_channel
+from baton.rpc.options import TlsOptions
+from baton.rpc.peers import CALLERS, ROLES
+from baton.rpc.server import Probes, ProcessServer, Service
 from baton.rpc.tls import Certificates
-from baton.rpc.tls_options import TlsOptions
-from baton.rpc.transport import open_channel
 from tests.rpc.authority import Authority, Files
 
 PATIENCE_S = 20.0
@@ -315,7 +313,7 @@ def test_ports_and_channels_are_opened_in_one_place() -> None:
         for path in folder.rglob("*.py")
         if path.parts[-2] != "v1" and any(word in path.read_text() for word in words)
     }
-    assert found == {"rpc/transport.py"}
+    assert found == {"rpc/channels.py"}
 
 
 def _server_certificate(address: str, client: Files) -> str:

@@ -10,8 +10,7 @@ import pytest
 
 from baton.core.errors import Cancelled, Internal, InvalidArgument, Overloaded
 from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.rpc.process_options import ProcessOptions
-from baton.rpc.serving import ServingOptions
+from baton.rpc.options import ProcessOptions, ServingOptions
 from baton.rpc.tracing import (
     NO_SPAN,
     OFF,
@@ -151,7 +150,7 @@ def test_what_cannot_be_an_endpoint_is_refused(endpoint: str) -> None:
 
 def test_off_loads_nothing() -> None:
     program = (
-        "import sys; from baton.rpc.process_options import ProcessOptions; "
+        "import sys; from baton.rpc.options import ProcessOptions; "
         "from baton.rpc.tracing import OFF; "
         "assert ProcessOptions().tracer('router', 'i') is OFF; "
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
@@ -162,7 +161,7 @@ def test_off_loads_nothing() -> None:
 def test_what_is_not_installed_is_named() -> None:
     program = (
         "import sys; sys.modules['opentelemetry'] = None; "
-        "from baton.rpc.process_options import ProcessOptions; "
+        "from baton.rpc.options import ProcessOptions; "
         "ProcessOptions(otlp_endpoint='http://127.0.0.1:1').tracer('router', 'i')"
     )
     done = subprocess.run(

@@ -25,7 +25,7 @@ from baton.core.scheduler.events import AttemptFailed, Event, KvComplete, NewTok
 from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
-from baton.rpc import garbage
+from baton.rpc.loop import freeze_garbage
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.engines import BLOCK_SIZE, EVERYTHING, StepTimer, attempt
 from baton_loadtest.bench.options import DEVICE, engine, option
@@ -348,7 +348,7 @@ def step_times(sequences: int, seed: int) -> list[float]:
         prompt = _drawn(draw, draw.randint(128, 512))
         scheduler.add(attempt(str(index), prompt, sequences + TIMED_STEPS * 2), 0.0)
     # As workers do once they are loaded.
-    garbage.settle()
+    freeze_garbage()
     times: list[float] = []
     while len(times) < TIMED_STEPS:
         began = time.perf_counter()

@@ -33,8 +33,7 @@ import grpc
 from baton.cli.access import Access
 from baton.cli.layout import UpOptions
 from baton.rpc.address import split
-from baton.rpc.options import PUBLIC_CLIENT
-from baton.rpc.transport import open_channel
+from baton.rpc.channels import PUBLIC_CLIENT, open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.bench.options import option
 from baton_loadtest.child import answer

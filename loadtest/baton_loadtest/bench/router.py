@@ -33,7 +33,7 @@ from hyperframe.frame import (
 from baton.cli.access import Access
 from baton.core.errors import BatonError
 from baton.rpc.address import split
-from baton.rpc.options import PUBLIC_STREAMS
+from baton.rpc.server import PUBLIC_STREAMS
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import types_pb2
 from baton_loadtest.bench.options import option

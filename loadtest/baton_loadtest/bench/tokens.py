@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from baton.cli.layout import resolve_model
 from baton.core.errors import BatonError
+from baton.rpc.channels import open_channel
 from baton.rpc.convert import token_ids_to_bytes
-from baton.rpc.transport import open_channel
 from baton.v1 import detokenizer_pb2
 from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
 from baton.v1.tokenizer_pb2 import Chat, ChatMessage, EncodeInput, EncodeRequest

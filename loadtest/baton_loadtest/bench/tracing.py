@@ -32,7 +32,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from baton.cli.layout import APART, Layout, UpOptions
 from baton.cli.ports import HOST
 from baton.core.errors import BatonError, InvalidArgument
-from baton.rpc.transport import bind
+from baton.rpc.channels import bind
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import answer
 from baton_loadtest.drive import answers

@@ -20,7 +20,7 @@ import grpc
 from baton.cli.http_client import total
 from baton.cli.layout import APART, UpOptions
 from baton.cli.supervisor import ChildProcess
-from baton.rpc.transport import open_channel
+from baton.rpc.channels import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.cluster import Cluster, call, cluster
 from baton_loadtest.launch import say

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from statistics import median
 
 from baton.cli.layout import APART, UpOptions
-from baton.rpc.transport import open_channel
+from baton.rpc.channels import open_channel
 from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.cluster import Cluster, call, cluster, read
 from baton_loadtest.launch import say

@@ -25,11 +25,10 @@ import numpy as np
 from baton.core.errors import BatonError
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.rpc.channels import Channels
-from baton.rpc.interceptors import ErrorInterceptor
+from baton.rpc.channels import Channels, bind
+from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.lifecycle import die_with_parent, new_instance_id
-from baton.rpc.options import INTERNAL_SERVER
-from baton.rpc.transport import bind
+from baton.rpc.server import INTERNAL_SERVER
 from baton.testing.faults import FaultInjector, parse
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport

@@ -22,8 +22,8 @@ from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed
 from baton.rpc.address import split
 from baton.rpc.channels import Channels
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.options import TlsOptions
 from baton.rpc.tls import Certificates
-from baton.rpc.tls_options import TlsOptions
 from baton.rpc.worker import description_from_proto, load_from_proto
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from baton.cli import state
 from baton.core.errors import InvalidArgument
-from baton.rpc import api_key
 from baton.rpc.address import split
-from baton.rpc.peer_token import VARIABLE
+from baton.rpc.peers import PEER_TOKEN_VARIABLE, Metadata, api_key_metadata, check_api_key
 
 if TYPE_CHECKING:
     import grpc
@@ -30,14 +29,14 @@ class Access:
     key: str = ""
 
     def channel(self) -> grpc.Channel:
-        from baton.rpc.transport import open_blocking_channel
+        from baton.rpc.channels import open_blocking_channel
 
         return open_blocking_channel(self.address, self.ca)
 
     @property
-    def metadata(self) -> api_key.Metadata:
+    def metadata(self) -> Metadata:
         """Of every call."""
-        return api_key.metadata(self.key)
+        return api_key_metadata(self.key)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def peer_token(addresses: Iterable[str]) -> str:
     """What to show workers at these addresses: the environment's token, else that of the Baton that
     `baton up` runs, where all of them are its own; or ""."""
-    if given := os.environ.get(VARIABLE, ""):
+    if given := os.environ.get(PEER_TOKEN_VARIABLE, ""):
         return given
     running = state.read() or {}
     own = {process["grpc"] for process in running.get("processes", ())}
@@ -85,5 +84,5 @@ def access_of(args: argparse.Namespace, default: str, face: str = "grpc") -> Acc
         if not ca:
             raise InvalidArgument(f"{file} is empty", field="ca")
     if address:
-        api_key.check(args.api_key, split(address, face)[0], tls=ca is not None)
+        check_api_key(args.api_key, split(address, face)[0], tls=ca is not None)
     return Access(address, ca, args.api_key)

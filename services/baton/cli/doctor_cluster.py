@@ -811,7 +811,7 @@ def _pods(seen: ApiAnswer, events: ApiAnswer) -> Finding:
 def _workers(args: argparse.Namespace, found: list[Json]) -> Finding:
     from baton.cli.access import peer_token
     from baton.rpc.address import join
-    from baton.rpc.tls_options import TlsOptions
+    from baton.rpc.options import TlsOptions
 
     tls = TlsOptions(tls_cert=args.tls_cert, tls_key=args.tls_key, tls_ca=args.tls_ca)
     where = [

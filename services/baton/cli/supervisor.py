@@ -28,7 +28,7 @@ from baton.cli import state
 from baton.cli.http_client import met
 from baton.cli.layout import Layout, ProcessSpec
 from baton.core.errors import BatonError
-from baton.rpc.peer_token import VARIABLE
+from baton.rpc.peers import PEER_TOKEN_VARIABLE
 
 # The log of `baton up`: one file for all processes, bounded in size, that keeps nobody waiting.
 #
@@ -484,7 +484,7 @@ class Supervisor:
                 log,
                 self._layout.threads,
                 lambda name, done, total: self._notify("loading", name, done, total),
-                {VARIABLE: self._layout.peer_token},
+                {PEER_TOKEN_VARIABLE: self._layout.peer_token},
             )
         except OSError as error:
             return f"it could not be started: {error.strerror}", 1

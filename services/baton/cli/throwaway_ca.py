@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidArgument
-from baton.rpc.roles import ROLES, server_name
+from baton.rpc.peers import ROLES, server_name
 
 VALID_DAYS = 30
 PUBLIC = "public"

@@ -32,11 +32,11 @@ from baton.core.request.request import (
     ToolChoice,
     join_deltas,
 )
-from baton.rpc import api_key as api_keys
 from baton.rpc.address import split
+from baton.rpc.channels import open_blocking_channel, open_client_channel
 from baton.rpc.convert import model_from_proto
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.transport import open_blocking_channel, open_client_channel
+from baton.rpc.peers import api_key_metadata, check_api_key
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
@@ -159,8 +159,8 @@ class _Requests(Generic[S]):
         """tls: True trusts the usual CAs, bytes are the PEM of the CA to trust. timeout_s: for a
         call that names none. Raises InvalidArgument naming the argument."""
         host, _ = split(address, "address")
-        api_keys.check(api_key, host, tls=bool(tls))
-        self._metadata = api_keys.metadata(api_key)
+        check_api_key(api_key, host, tls=bool(tls))
+        self._metadata = api_key_metadata(api_key)
         ca = tls if isinstance(tls, bytes) else b"" if tls else None
         self._channel = type(self)._open_channel(address, ca)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)

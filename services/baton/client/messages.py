@@ -23,8 +23,7 @@ from baton.core.request.request import (
     ToolCallDelta,
     ToolChoice,
 )
-from baton.rpc.chat_messages import message_to_proto, tool_to_proto
-from baton.rpc.convert import finish_reason_from_proto
+from baton.rpc.convert import finish_reason_from_proto, message_to_proto, tool_to_proto
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import tokenizer_pb2
 

@@ -39,8 +39,7 @@ from baton.core.scheduler.plan import CompiledGrammar
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.rpc import metrics
-from baton.rpc import trace_names as names
+from baton.rpc import metrics, tracing
 from baton.rpc.convert import prompt_logprobs_to_proto
 from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type
@@ -173,8 +172,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         if (refusal := self._refusal(attempt.key)) is not None:
             session.failed(attempt.key, attempt.choices, refusal)
             return
-        span = self._tracer.go_on(names.DECODE_RUN, parent=TraceContext(attempt.traceparent))
-        part = span.child(names.DECODE_PREFILL if source is None else names.COLLECT)
+        span = self._tracer.go_on(tracing.DECODE_RUN, parent=TraceContext(attempt.traceparent))
+        part = span.child(tracing.DECODE_PREFILL if source is None else tracing.COLLECT)
         choices, began = set(attempt.choices), time.monotonic()
         running = self.attempts[attempt.key] = DecodeAttempt(
             attempt, session, source, max_unconfirmed, choices, span, part, began
@@ -412,7 +411,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 )
             )
 
-        with ending(running.span.child(names.GIVE)):
+        with ending(running.span.child(tracing.GIVE)):
             offer = self._sender.offer(
                 handover_id,
                 receiver_instance_id=receiver,
@@ -491,9 +490,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         KV_SOURCE.labels(source).inc()
         STAGE_TIME.labels(stage).observe(wait_s)
         if running.span.recording:
-            running.part.tell({names.WORKER_CACHED_TOKENS: cached, names.KV_BYTES: received})
+            running.part.tell({tracing.WORKER_CACHED_TOKENS: cached, tracing.KV_BYTES: received})
             running.part.end()
-            running.part = running.span.child(names.GENERATE)
+            running.part = running.span.child(tracing.GENERATE)
         running.session.started(
             SequenceStarted(
                 request_id=event.key.request_id,

@@ -15,7 +15,7 @@ from baton.detokenizer.config import DetokenizerConfig
 from baton.detokenizer.servicer import DetokenizerServicer
 from baton.detokenizer.vocabulary import Vocabulary
 from baton.rpc import config, lifecycle, logs, metrics
-from baton.rpc.digest import tokenizer_digest
+from baton.rpc.model_folder import tokenizer_digest
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.worker import worker_service
 from baton.v1.detokenizer_pb2_grpc import add_DetokenizerServicer_to_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.rpc.config import option
-from baton.rpc.serving import ServingOptions
+from baton.rpc.options import ServingOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from baton.core.observe.stages import TraceContext
 from baton.detokenizer.text import TextOptions
 from baton.detokenizer.texts import OpenTexts, TextNews
 from baton.detokenizer.vocabulary import Vocabulary
-from baton.rpc import trace_names as names
+from baton.rpc import tracing
 from baton.rpc.convert import error_to_proto, token_ids_from_bytes
 from baton.rpc.metrics import TEXT_BYTES, counter
 from baton.rpc.tracing import OFF, Tracer
@@ -188,7 +188,7 @@ class _Session:
             token_ids,
             with_token_texts=message.token_texts,
             deadline=self._clock() + remaining_s,
-            span=self._tracer.go_on(names.TEXT, parent=TraceContext(message.traceparent)),
+            span=self._tracer.go_on(tracing.TEXT, parent=TraceContext(message.traceparent)),
         )
         return 1 + len(token_ids) + len(options.prompt_tail_ids)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgument, Overloaded
 from baton.detokenizer.text import ChoiceText, News, TextOptions
 from baton.detokenizer.vocabulary import Vocabulary
-from baton.rpc import trace_names as names
+from baton.rpc import tracing
 from baton.rpc.tracing import NO_SPAN, Span, error_type
 
 _TOKEN_BYTES = 4
@@ -139,7 +139,7 @@ class OpenTexts:
         if entry is not None:
             self._unsent_bytes -= entry.unsent_bytes
             if entry.span.recording:
-                entry.span.tell({names.TEXT_TOKENS: entry.text.count})
+                entry.span.tell({tracing.TEXT_TOKENS: entry.text.count})
             entry.span.end(error_type(error))
         self._changed.pop(text_id, None)
         self._failed.pop(text_id, None)

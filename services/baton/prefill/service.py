@@ -35,7 +35,7 @@ from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import CompiledGrammar
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.rpc import trace_names as names
+from baton.rpc import tracing
 from baton.rpc.convert import attempt_from_proto, choice_tokens_to_proto, prompt_logprobs_to_proto
 from baton.rpc.logs import named
 from baton.rpc.tracing import OFF, Span, Tracer, ending, error_type, now
@@ -132,7 +132,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
             raise Cancelled("cancelled before it came")
         if (refusal := self._refusal(attempt.key)) is not None:
             raise refusal
-        span = self._tracer.go_on(names.PREFILL_RUN, parent=TraceContext(attempt.traceparent))
+        span = self._tracer.go_on(tracing.PREFILL_RUN, parent=TraceContext(attempt.traceparent))
         first = asyncio.get_running_loop().create_future()
         running = self.attempts[attempt.key] = PrefillAttempt(attempt, router, first, span)
         with ending(span):
@@ -277,7 +277,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
 
     async def _watch(self, running: PrefillAttempt, offer: PendingTransfer) -> None:
         """The KV is needed until the hand-over ends, however it ends."""
-        with ending(running.span.child(names.GIVE)) as giving:
+        with ending(running.span.child(tracing.GIVE)) as giving:
             outcome = await offer.wait()
             giving.end(error_type(outcome.error))
         running.offer = None
@@ -328,9 +328,9 @@ def _trace(span: Span, first: FirstTokens) -> None:
         return
     end = now()
     begin = end - first.prefill_s
-    span.child(names.PREFILL_QUEUE, at=begin - first.queue_s).end(at=begin)
-    span.child(names.PREFILL_COMPUTE, at=begin).end(at=end)
-    span.tell({names.WORKER_CACHED_TOKENS: first.cached_tokens})
+    span.child(tracing.PREFILL_QUEUE, at=begin - first.queue_s).end(at=begin)
+    span.child(tracing.PREFILL_COMPUTE, at=begin).end(at=end)
+    span.tell({tracing.WORKER_CACHED_TOKENS: first.cached_tokens})
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):

@@ -33,14 +33,12 @@ from baton.router.request.pipeline import Pipeline
 from baton.router.workers.discovery import Replicas, discovery_of
 from baton.router.workers.fleet import Fleet
 from baton.rpc import config as configuration
-from baton.rpc import garbage, lifecycle, logs
-from baton.rpc.address import is_loopback, split
+from baton.rpc import lifecycle, logs
+from baton.rpc.address import AllowedHosts, is_loopback, split
 from baton.rpc.channels import Channels
-from baton.rpc.hosts import AllowedHosts
+from baton.rpc.loop import freeze_garbage
 from baton.rpc.metrics import REGISTRY, tell_role
-from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
-from baton.rpc.probes import Probes
-from baton.rpc.server import ProcessServer
+from baton.rpc.server import PUBLIC_STREAMS, Probes, ProcessServer, PublicLimits
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +133,7 @@ async def serve(config: RouterConfig) -> int:
                 asyncio.create_task(pacing.keep(pipeline.services.load)),
             )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
-            garbage.settle()
+            freeze_garbage()
             print(json.dumps(started), flush=True)
             try:
                 goodbye_s = server.goodbye_s if config.lame_duck_s else 0.0

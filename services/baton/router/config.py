@@ -10,11 +10,10 @@ from baton.core.routing.prefix_index import MAX_ENTRIES
 from baton.core.routing.routing import RoutingPolicy
 from baton.router.api.access import check_exposure
 from baton.router.workers.discovery import parse_target
+from baton.rpc.address import AllowedHosts
 from baton.rpc.config import option
-from baton.rpc.hosts import AllowedHosts
-from baton.rpc.process_options import ProcessOptions
+from baton.rpc.options import ProcessOptions, needs_all
 from baton.rpc.tls import Certificates
-from baton.rpc.tls_options import needs_all
 
 _PLACES = "host:port,… or dns:///name:port or k8s:///service[.namespace]:port"
 

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from baton.core.errors import Cancelled
-from baton.rpc.awake import Clock
+from baton.rpc.loop import Clock
 
 T = TypeVar("T")
 

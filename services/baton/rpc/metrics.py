@@ -1,19 +1,25 @@
-"""The metrics of every process, by name, and where their values go.
+"""The metrics of every process, by name, and the port that serves them.
 
-One registry a process. Counters and histograms are added to where things happen; gauges, and counts
-that somebody keeps anyway, are read from a callable when somebody scrapes, so that they are never
-out of date and cost nothing in between.
+There is one registry a process. Counters and histograms are added to where things happen. Gauges,
+and counts that the process keeps anyway, are read from a callable at each scrape, so that they are
+never out of date and cost nothing in between. Scrapes are answered on threads of their own, also
+while the event loop is busy, and need no key. On loopback only this machine's own names are
+answered, so that no web page reads here.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from itertools import accumulate
+from threading import BoundedSemaphore, Thread
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,6 +28,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -31,9 +38,113 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from baton.core.observe.timings import BOUNDS_S, Timings
-from baton.rpc.scrape import MetricsServer, serve
+from baton.rpc.address import AllowedHosts, is_loopback, join, refusal, split
 
 log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 64
+"""At a time; each takes a thread. More are closed."""
+
+
+_TEXT = "text/plain; charset=utf-8"
+
+
+class MetricsServer:
+    """Serves until closed. address: the actual "host:port"."""
+
+    def __init__(self, server: ThreadingHTTPServer, host: str) -> None:
+        self.address = join(host, server.server_port)
+        self._server = server
+        self._thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Frees the port. Idempotent; returns when the thread has ended."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def serve(listen: str, registry: CollectorRegistry, field: str = "metrics_listen") -> MetricsServer:
+    """Raises PortInUse or InvalidArgument naming the field."""
+    host, port = split(listen, field)
+    server_class = _Server6 if ":" in host else _Server
+    hosts = AllowedHosts(listen) if is_loopback(host) else None
+    handler = type("Handler", (_Handler,), {"registry": registry, "hosts": hosts})
+    try:
+        server = server_class((host, port), handler)
+    except OSError as error:
+        raise refusal(error, listen, field) from None
+    return MetricsServer(server, host)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def server_bind(self) -> None:
+        """Binds without looking up the own name, which may take seconds."""
+        # This only skips TIME_WAIT: a port that somebody listens on is still refused.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
+    hosts: AllowedHosts | None
+    timeout = READ_TIMEOUT_S
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(body_follows=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body_follows=False)
+
+    def _answer(self, *, body_follows: bool) -> None:
+        asked = [host.encode("latin-1", "replace") for host in self.headers.get_all("Host", [])]
+        if self.hosts is not None and not self.hosts.allow(asked):
+            self._send(421, _TEXT, b"this machine's own names only\n", body_follows)
+            return
+        if self.path.partition("?")[0] != "/metrics":
+            self._send(404, _TEXT, b"see /metrics\n", body_follows)
+            return
+        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+        self._send(200, content_type, encode(self.registry), body_follows)
+
+    def _send(self, code: int, content_type: str, body: bytes, body_follows: bool) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if body_follows:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not logged."""
+
 
 # Else every counter and histogram has a gauge beside it that tells when it began.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -270,3 +381,56 @@ def _sum(spec: Spec, readers: Iterable[GaugeReader]) -> dict[tuple[str, ...], fl
         for labels, value in values.items():
             total[labels] += value
     return total
+
+
+# Metrics under vLLM's names, for endpoint pickers of the Gateway API Inference Extension,
+# dashboards and autoscalers that were made for vLLM. There is no
+# `vllm:lora_requests_info`: there are no adapters.
+
+
+VLLM_RUNNING = Spec(
+    "vllm:num_requests_running", "Requests that are being computed.", ("model_name",)
+)
+VLLM_WAITING = Spec(
+    "vllm:num_requests_waiting", "Requests that wait to be computed.", ("model_name",)
+)
+VLLM_KV_USAGE = Spec(
+    "vllm:kv_cache_usage_perc", "Share of the KV blocks that are in use, from 0 to 1.",
+    ("model_name",),
+)  # fmt: skip
+VLLM_CACHE_CONFIG = Spec(
+    "vllm:cache_config_info",
+    "Always 1. How many KV blocks there are, and how many positions each has.",
+    ("model_name", "block_size", "num_gpu_blocks"),
+)
+
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+VLLM_FIRST_TOKEN = Spec(
+    "vllm:time_to_first_token_seconds", "From arrival to the first token.", ("model_name",),
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+     80, 160),
+)  # fmt: skip
+VLLM_INTER_TOKEN = Spec(
+    "vllm:inter_token_latency_seconds", "Between tokens of a choice.", ("model_name",), BOUNDS_S
+)
+VLLM_PER_TOKEN = Spec(
+    "vllm:request_time_per_output_token_seconds",
+    "Mean time of each token behind the first of a request.",
+    ("model_name",),
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+VLLM_REQUEST_TIME = Spec(
+    "vllm:e2e_request_latency_seconds", "From arrival to the last token.", ("model_name",),
+    _REQUEST_S,
+)  # fmt: skip
+VLLM_PROMPT_TOKENS = Spec(
+    "vllm:prompt_tokens_total", "Prompt tokens of accepted requests.", ("model_name",)
+)
+VLLM_OUTPUT_TOKENS = Spec(
+    "vllm:generation_tokens_total", "Output tokens of requests that ended.", ("model_name",)
+)
+VLLM_SUCCEEDED = Spec(
+    "vllm:request_success_total",
+    "Choices that ended well, by why they ended.",
+    ("model_name", "finished_reason"),
+)

@@ -1,11 +1,12 @@
-"""What a model folder's JSON files say of its special tokens; loads no tokenizer and no weights.
+"""What tokenizer and detokenizer read of a model's folder besides the tokenizer itself.
 
-Tokenizer and detokenizer must agree on this, or a token that one hides the other would show.
+Both must agree on the special tokens, or a token that one hides is shown by the other.
 """
 
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,25 @@ def special_tokens(folder: Path) -> dict[str, str]:
         for name, value in values.items()
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+"""All that tokenizer and detokenizer read."""
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """BLAKE2b-128, hex, over name, length and bytes of each of FILES that exists."""
+    digest = blake2b(digest_size=16)
+    for name in FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        data = path.read_bytes()
+        digest.update(f"{name}\n{len(data)}\n".encode())
+        digest.update(data)
+    return digest.hexdigest()

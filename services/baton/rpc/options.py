@@ -1,108 +1,150 @@
-"""gRPC channel arguments of Baton's servers and channels, each with its reason; opens nothing."""
+"""Options that several processes share: TLS inside Baton, traces, and how a worker is served."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-Arguments = tuple[tuple[str, int | str], ...]
+from baton.core.errors import InvalidArgument
+from baton.rpc.address import is_loopback, split
+from baton.rpc.config import option
 
-INTERNAL_MESSAGE_BYTES = 64 * 2**20
-"""Bounds a fault, not work: a prompt of a million tokens is 4 MiB, KV never travels in gRPC."""
-
-PUBLIC_RECEIVE_BYTES = 2**20
-PUBLIC_STREAMS = 100
-
-_CLIENT: Arguments = (
-    ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-    # A peer that vanished without a word is noticed after 15 s even on a channel without calls.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A worker restarted on the same port is found within a second.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Peers are reached directly, whatever proxy the environment names for the outside world.
-    ("grpc.enable_http_proxy", 0),
-    # Back-off of one Channels is not another one's.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
-_CONNECT = "grpc.min_reconnect_backoff_ms"
-"""What gRPC calls the shortest back-off is how long one attempt to connect may take."""
-
-INTERNAL_CLIENT: Arguments = (
-    *_CLIENT,
-    # Whoever waits for this peer has others to go to.
-    (_CONNECT, 1_000),
-)
-
-PUBLIC_CLIENT: Arguments = (
-    *_CLIENT,
-    # As long as a router waits for a greeting. Its own took 1.2 s on a node short of processors,
-    # and a call fails with the attempt that it waits for.
-    (_CONNECT, 10_000),
-)
-
-_SERVER: Arguments = (
-    # Two servers on one port would share its connections at random; that must be an error.
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Less than the clients' interval: gRPC's own default of 300 s answers pings with GOAWAY
-    # too_many_pings, which ends every call of the connection. (The name has no "recv" in it.)
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-
-INTERNAL_SERVER: Arguments = (
-    *_SERVER,
-    ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-)
-"""No limit on streams: a cancel must never wait behind work. Work is bounded by the processes."""
+if TYPE_CHECKING:
+    from baton.rpc.server import Probes
+    from baton.rpc.tls import Certificates
+    from baton.rpc.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
-class PublicLimits:
-    """What a public port bears of connections. idle_s: without a call. max_age_s: an older one
-    takes no new calls, and its client opens another, maybe to another server; varied by a tenth.
-    last_calls_s: what running calls get from then on. handshake_s: to the end of HTTP/2's greeting.
-    streams: calls of one connection at a time.
+class TlsOptions:
+    """What this process shows others of Baton, and whom it trusts. All processes have it or none.
+
+    Files may be replaced at any time: connections made afterwards use the new ones.
     """
 
-    max_connections: int = 4096
-    idle_s: float = 75.0
-    max_age_s: float = 8.0
-    last_calls_s: float = 3600.0
-    handshake_s: float = 10.0
-    streams: int = PUBLIC_STREAMS
-
-
-def public_server(limits: PublicLimits) -> Arguments:
-    """How far a stream runs ahead of a slow reader is the reader's own window: 4 MiB with gRPC's
-    defaults, and no argument of the server changes that (measured).
-    """
-    return (
-        *_SERVER,
-        ("grpc.max_receive_message_length", PUBLIC_RECEIVE_BYTES),
-        ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-        ("grpc.max_concurrent_streams", limits.streams),
-        ("grpc.max_metadata_size", 16 * 2**10),
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
-        ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
-        ("grpc.max_connection_age_ms", _ms(limits.max_age_s)),
-        ("grpc.max_connection_age_grace_ms", _ms(limits.last_calls_s)),
-        ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_s)),
+    tls_cert: str = option(
+        "", "PEM file: this process's certificate and what is between it and the CA", unit="file"
+    )
+    tls_key: str = option("", "PEM file: the certificate's key", unit="file")
+    tls_ca: str = option("", "PEM file: the CA of all of Baton's processes", unit="file")
+    peer_token: str = option(
+        "",
+        "secret that Baton's processes show each other, all the same one; empty: none. Set it in "
+        "the environment: all users of a machine can read command lines",
+        secret=True,
+    )
+    allow_anonymous: bool = option(
+        False, "let callers in from other machines that nobody can tell who they are"
     )
 
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for a set with something missing, and for a token that cannot be
+        sent."""
+        needs_all(self, ("tls_cert", "tls_key", "tls_ca"))
+        if not all("!" <= letter <= "~" for letter in self.peer_token):
+            raise InvalidArgument("must be printable ASCII without blanks", field="peer_token")
 
-def longest_age_s(limits: PublicLimits) -> float:
-    """After so long a connection takes no new calls. gRPC varies an age by a tenth."""
-    return 1.1 * limits.max_age_s
+    def certificates(self) -> Certificates | None:
+        """None: no TLS inside. Raises InvalidArgument when the files cannot be used."""
+        if not self.tls_cert:
+            return None
+        # Reading options alone, as `baton --help` does, takes no gRPC.
+        from baton.rpc.tls import Certificates
+
+        return Certificates(self.tls_cert, self.tls_key, self.tls_ca)
 
 
-def _ms(seconds: float) -> int:
-    return max(1, round(1000 * seconds))
+def needs_all(options: object, names: tuple[str, ...]) -> None:
+    """Raises InvalidArgument naming the first that is missing while another one is given."""
+    missing = [name for name in names if not getattr(options, name)]
+    if missing and len(missing) < len(names):
+        given = next(name for name in names if name not in missing)
+        raise InvalidArgument(f"is required with {given}", field=missing[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions(TlsOptions):
+    """TLS inside, and where traces go."""
+
+    otlp_endpoint: str = option(
+        "",
+        "where traces go, over OTLP's gRPC (baton[otel]); empty: there are none",
+        unit="http[s]://host:port",
+    )
+    trace_sample_share: float = option(
+        1.0,
+        "share of requests that are traced, of those whose caller did not decide it",
+        minimum=0.0,
+        maximum=1.0,
+    )
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for what cannot be an endpoint."""
+        TlsOptions.__post_init__(self)
+        if self.otlp_endpoint and not _is_endpoint(self.otlp_endpoint):
+            raise InvalidArgument(
+                "must be http://host:port, or https://host:port with TLS", field="otlp_endpoint"
+            )
+
+    def tracer(self, role: str, instance_id: str) -> Tracer:
+        """Its owner closes it. Raises InvalidArgument where what it needs is not installed."""
+        # Options are also read by commands that trace nothing.
+        from baton.rpc.tracing import OFF
+
+        if not self.otlp_endpoint:
+            return OFF
+        try:
+            from baton.rpc.otel import otlp_tracer
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "opentelemetry":
+                raise
+            raise InvalidArgument(
+                "needs OpenTelemetry: pip install 'baton[otel]'", field="otlp_endpoint"
+            ) from None
+        return otlp_tracer(self.otlp_endpoint, self.trace_sample_share, role, instance_id)
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port is not None
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions(ProcessOptions):
+    """How a worker is reached, what it serves and how it leaves."""
+
+    listen: str = option("127.0.0.1:0", "where gRPC listens; port 0: a free one", unit="host:port")
+    advertise: str = option("", "address for peers; empty: where it listens", unit="host:port")
+    metrics_listen: str = option("", "where /metrics is served; empty: nowhere", unit="host:port")
+    health_listen: str = option(
+        "", "where health alone answers, in plain text; empty: nowhere", unit="host:port"
+    )
+    model: str = option("", "folder of the model", required=True)
+    model_name: str = option("", "name clients use; empty: the folder's name")
+    reflection: bool = option(True, "serve gRPC reflection")
+    drain_timeout_s: float = option(20.0, "longest time to end on SIGTERM", unit="s", minimum=0.0)
+    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+    log_json: bool = option(False, "log JSON lines")
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for a port that strangers could use by oversight."""
+        ProcessOptions.__post_init__(self)
+        host, _ = split(self.listen, "listen")
+        if not (self.tls_cert or self.allow_anonymous or is_loopback(host)):
+            raise InvalidArgument(
+                f"{host} is reached from other machines and would ask nobody who they are: give "
+                "--tls-cert, --tls-key and --tls-ca, listen on 127.0.0.1, or say --allow-anonymous "
+                "if only Baton's own processes reach it",
+                field="listen",
+            )
+
+    def probes(self) -> Probes:
+        """Not opened yet."""
+        # Options are also read by commands that load no gRPC.
+        from baton.rpc.server import Probes
+
+        return Probes(health_listen=self.health_listen, metrics_listen=self.metrics_listen)

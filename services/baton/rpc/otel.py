@@ -1,15 +1,17 @@
-"""Spans that leave this process over OTLP. The only module that knows OpenTelemetry.
+"""Spans that leave this process over OTLP: the only module that imports OpenTelemetry.
 
-Loaded where an endpoint is configured. What the standard's own variables say of the way there
-(OTEL_EXPORTER_OTLP_HEADERS, …_CERTIFICATE) is left to the exporter.
+It is loaded only where an endpoint is configured. The exporter itself reads the standard's own
+variables about the endpoint (OTEL_EXPORTER_OTLP_HEADERS, …_CERTIFICATE).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -20,9 +22,20 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.rpc import otel_logs
-from baton.rpc import trace_names as names
-from baton.rpc.tracing import NO_SPAN, NOT_OURS, NOTHING, Kind, Span, Value, now
+from baton.rpc.tracing import (
+    ERROR_TYPE,
+    NO_SPAN,
+    NOT_OURS,
+    NOTHING,
+    SERVICE_INSTANCE_ID,
+    SERVICE_NAME,
+    Kind,
+    Span,
+    Value,
+    now,
+)
+
+log = logging.getLogger(__name__)
 
 EXPORT_EVERY_S = 5.0
 """What a process that is killed takes with it is at most so old. As OpenTelemetry has it: a message
@@ -45,7 +58,7 @@ _HEADERS = TraceContextTextMapPropagator()
 
 def otlp_tracer(endpoint: str, sample_share: float, role: str, instance_id: str) -> OtelTracer:
     """Sends to an OTLP endpoint over gRPC, in the background."""
-    otel_logs.take_over()
+    take_over()
     processor = _Sending(
         OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S),
         max_queue_size=MAX_WAITING_SPANS,
@@ -62,7 +75,7 @@ def tracer_to(
         sampler=ParentBased(TraceIdRatioBased(sample_share)),
         resource=_Process(
             Resource.create(
-                {names.SERVICE_NAME: f"baton-{role}", names.SERVICE_INSTANCE_ID: instance_id}
+                {SERVICE_NAME: f"baton-{role}", SERVICE_INSTANCE_ID: instance_id}
             ).attributes
         ),
         shutdown_on_exit=False,
@@ -188,7 +201,7 @@ class OtelSpan:
             return
         self._ended = True
         if error:
-            self._span.set_attribute(names.ERROR_TYPE, error)
+            self._span.set_attribute(ERROR_TYPE, error)
             if error not in NOT_OURS:
                 self._span.set_status(trace.StatusCode.ERROR)
         self._span.end(_wall(self._epoch_ns, at))
@@ -213,3 +226,57 @@ def _wall(epoch_ns: int, at: float | None) -> int:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+SAY_EVERY_S = 60.0
+"""Of one kind of trouble; the next line says how many went unsaid."""
+
+_TROUBLES = {
+    "opentelemetry.exporter": "the OTLP endpoint takes no spans",
+    "opentelemetry.util.re": "a header for the OTLP endpoint is not name=value, and is left out",
+}
+_OTHER_TROUBLE = "OpenTelemetry may lose spans"
+
+
+class OtelLogs(logging.Handler):
+    """Takes OpenTelemetry's records of WARNING and above."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logging.WARNING)
+        self._clock = clock
+        self._said: dict[str, float] = {}
+        self._unsaid: dict[str, int] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        trouble = next(
+            (said for name, said in _TROUBLES.items() if record.name.startswith(name)),
+            _OTHER_TROUBLE,
+        )
+        now = self._clock()
+        if trouble in self._said and now - self._said[trouble] < SAY_EVERY_S:
+            self._unsaid[trouble] = self._unsaid.get(trouble, 0) + 1
+            return
+        self._said[trouble] = now
+        told: dict[str, object] = {"source": record.name}
+        if kind := _kind(record):
+            told["error"] = kind
+        if unsaid := self._unsaid.pop(trouble, 0):
+            told["unsaid"] = unsaid
+        log.warning("%s", trouble, extra=told)
+
+
+def take_over() -> None:
+    """From now on OpenTelemetry's lines are told by OtelLogs and by nobody else."""
+    theirs = logging.getLogger("opentelemetry")
+    if not any(isinstance(handler, OtelLogs) for handler in theirs.handlers):
+        theirs.handlers = [OtelLogs()]
+        theirs.propagate = False
+
+
+def _kind(record: logging.LogRecord) -> str:
+    """In one word, never its text."""
+    args = record.args if isinstance(record.args, tuple) else ()
+    for arg in args:
+        if isinstance(arg, grpc.StatusCode):
+            return arg.name.lower()
+    return record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""

@@ -1,9 +1,8 @@
 """One process's certificate, key and CA, as they are on disk now.
 
-Files that were replaced are taken over without a restart: whoever makes a connection asks `current`
-first, and `current` looks at the files, at most once a second. New ones that cannot be used leave
-the old ones in place, which the log and a gauge tell. There is no task for it: files that nobody
-connects with need not be read.
+Replaced files are used without a restart: `current` is called for each connection and looks at the
+files, at most once a second. New files that cannot be used leave the old ones in place; the log and
+a gauge show it. No task is needed for that.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import grpc
 
 from baton.core.errors import InvalidArgument
-from baton.rpc.changes import LOOK_S, Signature, signature
 from baton.rpc.metrics import TLS_STALE, gauge
 
 log = logging.getLogger(__name__)
@@ -134,3 +133,26 @@ def _why(error: Exception) -> str:
         case UnicodeDecodeError():
             return "the CA's file is not PEM"
     return str(error)
+
+
+LOOK_S = 1.0
+"""How long a change may go unnoticed."""
+
+Signature = tuple[tuple[int, int, int, int] | None, ...]
+
+
+def signature(paths: Sequence[Path]) -> Signature:
+    """Differs when any of the files was written, replaced, or put behind another symbolic link.
+
+    Links are followed, also those of folders: Kubernetes replaces a mounted Secret by turning the
+    link of a folder. A file that cannot be looked at counts as absent.
+    """
+    return tuple(map(_of, paths))
+
+
+def _of(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

@@ -22,7 +22,7 @@ from baton.decode.config import DecodeConfig
 from baton.prefill.__main__ import serve as serve_prefill
 from baton.prefill.config import PrefillConfig
 from baton.rpc.config import load, option
-from baton.rpc.digest import tokenizer_digest
+from baton.rpc.model_folder import tokenizer_digest
 from baton.testing.fake_runner import FakeRunner
 from baton.testing.faults import FaultInjector, parse
 from baton.transfer.staging import NO_FAULTS, Faults

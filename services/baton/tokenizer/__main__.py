@@ -14,9 +14,8 @@ from pathlib import Path
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
 from baton.rpc import config, lifecycle, logs, metrics
-from baton.rpc.digest import tokenizer_digest
-from baton.rpc.probes import Probes
-from baton.rpc.server import ProcessServer, Service
+from baton.rpc.model_folder import tokenizer_digest
+from baton.rpc.server import Probes, ProcessServer, Service
 from baton.rpc.worker import worker_service
 from baton.tokenizer import files
 from baton.tokenizer.config import TokenizerConfig

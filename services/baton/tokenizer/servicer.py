@@ -13,16 +13,16 @@ import grpc
 from baton.core.errors import BatonError, InvalidArgument, Overloaded
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request import Prompt, TextPrompt, TokenPrompt
-from baton.rpc import trace_names as names
-from baton.rpc.chat_messages import chat_from_proto
+from baton.rpc import tracing
 from baton.rpc.convert import (
+    chat_from_proto,
     error_to_proto,
     grammar_from_proto,
     identity_to_proto,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
-from baton.rpc.interceptors import about_call
+from baton.rpc.errors import about_call
 from baton.rpc.metrics import ENCODED_TOKENS, counter
 from baton.rpc.tracing import OFF, Span, Tracer, context_of, ending
 from baton.tokenizer.encoder import Asked, Encoded, Encoder
@@ -148,7 +148,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         request: pb.EncodeRequest,
         context: _Context[pb.EncodeRequest, pb.EncodeResponse],
     ) -> pb.EncodeResponse:
-        with self._traced(names.ENCODE, context):
+        with self._traced(tracing.ENCODE, context):
             return pb.EncodeResponse(
                 outputs=await self._all(
                     self._work.encode, request.inputs, pb.EncodeOutput, about_call(context)
@@ -160,7 +160,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         request: pb.DecodeRequest,
         context: _Context[pb.DecodeRequest, pb.DecodeResponse],
     ) -> pb.DecodeResponse:
-        with self._traced(names.TO_TEXT, context):
+        with self._traced(tracing.TO_TEXT, context):
             return pb.DecodeResponse(
                 outputs=await self._all(
                     self._work.decode, request.inputs, pb.DecodeOutput, about_call(context)

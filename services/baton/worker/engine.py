@@ -17,8 +17,8 @@ from baton.core.scheduler.plan import ModelRunner
 from baton.engine.config import MIB, EngineConfig, configure_threads
 from baton.engine.ranks.ray_ranks import RayRanks
 from baton.engine.ranks.runner import RankedRunner
-from baton.rpc.digest import tokenizer_digest
 from baton.rpc.lifecycle import PARENT_VARIABLE
+from baton.rpc.model_folder import tokenizer_digest
 from baton.worker.options import WorkerOptions
 
 Loading = Callable[[int, int], None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.core.request.model import DTYPE_BYTES
 from baton.core.scheduler.policy import QueueLimit
 from baton.rpc.config import option
-from baton.rpc.serving import ServingOptions
+from baton.rpc.options import ServingOptions
 
 
 @dataclass(frozen=True, slots=True)

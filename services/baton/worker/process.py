@@ -36,11 +36,12 @@ from baton.engine.ranks.shared import MemoryFile, Region
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.grammar.vocabulary import load
-from baton.rpc import garbage, metrics
+from baton.rpc import metrics
 from baton.rpc.address import is_loopback, join, split
 from baton.rpc.channels import Channels
 from baton.rpc.lifecycle import exit_at_once, new_instance_id, run_until_stopped
 from baton.rpc.logs import setup
+from baton.rpc.loop import freeze_garbage
 from baton.rpc.model_folder import special_tokens
 from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
@@ -212,7 +213,7 @@ async def run_worker(
         engine: EngineThread = EngineThread(make_loop, deliver, on_step=count_step)
         probes.startup.enter("engine")
         await engine.start()
-        garbage.settle()
+        freeze_garbage()
         ends.push_async_callback(engine.stop)
         runner, scheduler = made[0].runner, made[0].scheduler
         probes.startup.enter("ring")

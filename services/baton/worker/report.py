@@ -11,7 +11,7 @@ from baton.core.routing.load import WorkerDescription, WorkerLoad
 from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import EngineThread
-from baton.rpc import aliases, metrics
+from baton.rpc import metrics
 from baton.transfer.stats import MISMATCHES, HandoverStats
 from baton.transfer.transports import Staging
 from baton.worker.engine import is_exact
@@ -76,10 +76,10 @@ class WorkerReport:
     def export_aliases(self, model: str, block_size: int) -> None:
         """Puts its load on /metrics under vLLM's names too."""
         config = (model, str(block_size), str(self.num_blocks))
-        metrics.gauge(aliases.RUNNING, lambda: {(model,): self.engine.load.running_sequences})
-        metrics.gauge(aliases.WAITING, lambda: {(model,): self.engine.load.waiting_sequences})
-        metrics.gauge(aliases.KV_USAGE, lambda: {(model,): self._used_share()})
-        metrics.gauge(aliases.CACHE_CONFIG, lambda: {config: 1})
+        metrics.gauge(metrics.VLLM_RUNNING, lambda: {(model,): self.engine.load.running_sequences})
+        metrics.gauge(metrics.VLLM_WAITING, lambda: {(model,): self.engine.load.waiting_sequences})
+        metrics.gauge(metrics.VLLM_KV_USAGE, lambda: {(model,): self._used_share()})
+        metrics.gauge(metrics.VLLM_CACHE_CONFIG, lambda: {config: 1})
 
     def _blocks(self) -> Gauge:
         free = self.engine.load.free_blocks

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from baton.rpc.convert import token_ids_to_bytes
-from baton.rpc.digest import tokenizer_digest
+from baton.rpc.model_folder import tokenizer_digest
 from baton.v1 import detokenizer_pb2 as pb
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.detokenizer_pb2_grpc import DetokenizerStub

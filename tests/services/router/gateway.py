@@ -15,8 +15,7 @@ from baton.router.api.access import Authenticator, OpenAuthenticator
 from baton.router.api.grpc.access import KeyInterceptor
 from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
-from baton.rpc.options import PUBLIC_STREAMS, PublicLimits
-from baton.rpc.server import ProcessServer
+from baton.rpc.server import PUBLIC_STREAMS, ProcessServer, PublicLimits
 
 if TYPE_CHECKING:
     from tests.services.router.conftest import World

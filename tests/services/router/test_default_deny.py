@@ -30,9 +30,9 @@ from baton.router.api.vllm.engine import SERVICE as VLLM
 from baton.router.config import RouterConfig
 from baton.router.request.pipeline import Pipeline
 from baton.router.workers.fleet import Fleet
+from baton.rpc.channels import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import ProcessServer
-from baton.rpc.transport import open_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.services.router_http.scripted import Scripted, grpc_server, http_app

@@ -23,8 +23,7 @@ from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.options import PublicLimits
-from baton.rpc.server import ProcessServer
+from baton.rpc.server import ProcessServer, PublicLimits
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, types_pb2
 from tests.services.router.conftest import World, until

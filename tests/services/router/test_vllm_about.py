@@ -21,8 +21,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from baton.core.errors import InvalidArgument, Reason
 from baton.router.api.vllm import engine_service
 from baton.router.config import RouterConfig
-from baton.rpc.digest import tokenizer_digest
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.model_folder import tokenizer_digest
 from baton.testing import language
 from tests.services.router.conftest import World, until
 from tests.services.router.gateway import Gateway, gateway_of, request

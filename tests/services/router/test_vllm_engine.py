@@ -13,7 +13,7 @@ from baton.core.request.request import FinishReason
 from baton.router.api.vllm.engine import RunningCalls
 from baton.router.config import RouterConfig
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.options import PUBLIC_STREAMS
+from baton.rpc.server import PUBLIC_STREAMS
 from baton.testing import language
 from tests.services.router.conftest import World, until
 from tests.services.router.gateway import IDS, TEXT, Gateway, gateway_of, request, sampling

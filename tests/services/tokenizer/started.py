@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from baton.rpc.options import INTERNAL_CLIENT
+from baton.rpc.channels import INTERNAL_CLIENT
 
 PATIENCE_S = 60
 SMALL_WINDOW = (*INTERNAL_CLIENT, ("grpc.http2.bdp_probe", 0))

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.errors import BatonError, Internal, InvalidArgument
 from baton.core.observe.stages import TraceContext
-from baton.rpc.interceptors import REQUEST_ID_KEY
+from baton.rpc.errors import REQUEST_ID_KEY
 from baton.rpc.tracing import metadata_of
 from baton.tokenizer.encoder import Asked, Encoded
 from baton.v1 import tokenizer_pb2 as pb

@@ -13,7 +13,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.request import TextPrompt
 from baton.router.workers.clients import TokenizerClient
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
-from baton.rpc.digest import tokenizer_digest
+from baton.rpc.model_folder import tokenizer_digest
 from baton.v1 import tokenizer_pb2 as pb
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub

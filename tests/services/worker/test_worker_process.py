@@ -15,7 +15,7 @@ import pytest
 from baton.core.errors import HandoverFailed, Incompatible
 from baton.core.kvcache.prefix import prefix_hashes
 from baton.core.routing.load import WorkerSpeed
-from baton.rpc.digest import tokenizer_digest
+from baton.rpc.model_folder import tokenizer_digest
 from baton.rpc.worker import load_from_proto
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.decode_pb2_grpc import DecodeStub

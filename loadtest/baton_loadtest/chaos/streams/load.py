@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import grpc
 
-from baton.rpc.transport import open_channel
+from baton.rpc.channels import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared

@@ -25,8 +25,7 @@ from baton.cli.checks import Finding, document, fail, failed, show
 from baton.cli.kv import fabric, verdicts
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import split
-from baton.rpc.peer_token import VARIABLE
-from baton.rpc.roles import DOCTOR
+from baton.rpc.peers import DOCTOR, PEER_TOKEN_VARIABLE
 
 DEADLINE_S = 60.0
 CONNECT_S = 3.0
@@ -72,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 when a check failed, else 0. Raises InvalidArgument naming the option at fault."""
-    from baton.rpc.tls_options import TlsOptions
+    from baton.rpc.options import TlsOptions
     from baton.transfer.ucx import Ucx, choose, inherited
     from baton.worker.process import network_of
 
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         from baton.cli.kv.listen import listen
 
         certificates = tls.certificates()
-        token = os.environ.get(VARIABLE, "")
+        token = os.environ.get(PEER_TOKEN_VARIABLE, "")
         return asyncio.run(listen(args.listen, args.transport, ucx, args.json, certificates, token))
     task = {
         "peer": args.peer,
@@ -132,7 +131,7 @@ def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | N
         **os.environ,
         **fabric.environment(log),
         "BATON_PARENT_PID": str(os.getpid()),
-        VARIABLE: peer_token([task["peer"]]),
+        PEER_TOKEN_VARIABLE: peer_token([task["peer"]]),
     }
     stuck = None
     with subprocess.Popen(

@@ -28,7 +28,7 @@ from baton.rpc.channels import Channels
 from baton.rpc.convert import identity_to_proto, layout_to_proto
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.lifecycle import die_with_parent, new_instance_id
-from baton.rpc.peer_token import VARIABLE
+from baton.rpc.peers import PEER_TOKEN_VARIABLE
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
 from baton.transfer.kv_chunk import HEADER_BYTES, PROBE_S, made_up, positions_per_kv_chunk
@@ -199,7 +199,8 @@ async def probe(task: ProbeTask, tell: Tell) -> None:
     )
     async with AsyncExitStack() as ends:
         channels = Channels(
-            Certificates(*task.tls) if task.tls else None, token=os.environ.get(VARIABLE, "")
+            Certificates(*task.tls) if task.tls else None,
+            token=os.environ.get(PEER_TOKEN_VARIABLE, ""),
         )
         ends.push_async_callback(channels.close)
         channel = channels.get(task.peer, task.peer_role)

@@ -19,8 +19,8 @@ from baton.core.admission.api_keys import KeyBook, KeyIndex, parse
 from baton.core.admission.tenants import ANYONE, OWNER, Tenant
 from baton.core.errors import InvalidArgument, Unauthenticated
 from baton.rpc.address import is_loopback, split
-from baton.rpc.changes import LOOK_S, signature
 from baton.rpc.metrics import API_KEYS, API_KEYS_STALE, REGISTRY, gauge
+from baton.rpc.tls import LOOK_S, signature
 
 log = logging.getLogger(__name__)
 

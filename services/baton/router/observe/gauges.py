@@ -24,11 +24,14 @@ from baton.router.observe.metrics import RouterMetrics
 from baton.router.request.pipeline import Pipeline
 from baton.router.workers.discovery import Replicas
 from baton.router.workers.fleet import Fleet
-from baton.rpc.aliases import CACHE_CONFIG, KV_USAGE, RUNNING, WAITING
 from baton.rpc.metrics import (
     LEAKS,
     REGISTRY,
     REQUESTS_OPEN,
+    VLLM_CACHE_CONFIG,
+    VLLM_KV_USAGE,
+    VLLM_RUNNING,
+    VLLM_WAITING,
     WORKERS,
     GaugeReader,
     Spec,
@@ -171,10 +174,10 @@ def vllm_readers(pipeline: Pipeline, fleet: Fleet) -> Readers:
         return {(model, str(size), str(count)): 1 for (model, size), count in blocks.items()}
 
     return {
-        RUNNING: lambda: by_model(use.running()),
-        WAITING: lambda: by_model(use.waiting()),
-        KV_USAGE: usage,
-        CACHE_CONFIG: cache_config,
+        VLLM_RUNNING: lambda: by_model(use.running()),
+        VLLM_WAITING: lambda: by_model(use.waiting()),
+        VLLM_KV_USAGE: usage,
+        VLLM_CACHE_CONFIG: cache_config,
     }
 
 

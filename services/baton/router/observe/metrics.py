@@ -23,8 +23,7 @@ from baton.core.observe.stages import StageTimes
 from baton.core.observe.timings import BOUNDS_S, Timings, together
 from baton.core.request.attempt import TokenLog
 from baton.core.request.request import ChatPrompt, Request
-from baton.rpc import aliases
-from baton.rpc import trace_names as names
+from baton.rpc import metrics, tracing
 from baton.rpc.metrics import (
     INTER_TOKEN,
     LOCAL_PREFILL,
@@ -224,14 +223,14 @@ class _VllmMetrics:
         self, between_tokens: defaultdict[str, Timings], registry: CollectorRegistry
     ) -> None:
         """between_tokens: times between tokens by model, which are kept anyway."""
-        self.prompt_tokens = counter(aliases.PROMPT_TOKENS, registry)
-        self._first_token = histogram(aliases.FIRST_TOKEN, registry)
-        self._request = histogram(aliases.REQUEST_TIME, registry)
-        self._per_token = histogram(aliases.PER_TOKEN, registry)
-        self._output_tokens = counter(aliases.OUTPUT_TOKENS, registry)
-        self._succeeded = counter(aliases.SUCCEEDED, registry)
+        self.prompt_tokens = counter(metrics.VLLM_PROMPT_TOKENS, registry)
+        self._first_token = histogram(metrics.VLLM_FIRST_TOKEN, registry)
+        self._request = histogram(metrics.VLLM_REQUEST_TIME, registry)
+        self._per_token = histogram(metrics.VLLM_PER_TOKEN, registry)
+        self._output_tokens = counter(metrics.VLLM_OUTPUT_TOKENS, registry)
+        self._succeeded = counter(metrics.VLLM_SUCCEEDED, registry)
         timings(
-            aliases.INTER_TOKEN,
+            metrics.VLLM_INTER_TOKEN,
             lambda: {(model,): times for model, times in dict(between_tokens).items()},
             registry,
         )
@@ -273,7 +272,7 @@ class _GenAiMetrics:
         logs: Sequence[TokenLog],
     ) -> None:
         chat = isinstance(request.prompt, ChatPrompt)
-        labels = (names.CHAT if chat else names.TEXT_COMPLETION, names.BATON, model, model)
+        labels = (tracing.CHAT if chat else tracing.TEXT_COMPLETION, tracing.BATON, model, model)
         self._duration.labels(*labels, error_type(error)).observe(times.total_s)
         if error is not None or not any(map(len, logs)):
             return

@@ -11,7 +11,7 @@ from baton.core.request.attempt import Phase, TokenLog
 from baton.core.request.request import Accepted, ChatPrompt, Request
 from baton.core.request.request_state import AttemptRun
 from baton.router.request.dispatcher import Placement
-from baton.rpc import trace_names as names
+from baton.rpc import tracing
 from baton.rpc.tracing import NO_SPAN, Kind, Span, Tracer, Value, error_type, now
 from baton.v1.decode_pb2 import SequenceStarted
 from baton.v1.prefill_pb2 import RunResponse
@@ -60,12 +60,12 @@ class RequestTrace:
             return
         self._span.rename(f"{self._operation} {accepted.model}")
         told: dict[str, Value] = {
-            names.RESPONSE_ID: accepted.request_id,
-            names.RESPONSE_MODEL: accepted.model,
-            names.INPUT_TOKENS: accepted.prompt_tokens,
+            tracing.RESPONSE_ID: accepted.request_id,
+            tracing.RESPONSE_MODEL: accepted.model,
+            tracing.INPUT_TOKENS: accepted.prompt_tokens,
         }
         if accepted.seed < _INT64:
-            told[names.REQUEST_SEED] = accepted.seed
+            told[tracing.REQUEST_SEED] = accepted.seed
         self._span.tell(told)
 
     def attempt(self, run: AttemptRun, place: Placement) -> Span:
@@ -74,17 +74,17 @@ class RequestTrace:
             return NO_SPAN
         attempt = run.attempt
         told: dict[str, Value] = {
-            names.ATTEMPT_NUMBER: attempt.attempt,
-            names.ATTEMPT_REASON: place.decision.reason,
-            names.ATTEMPT_POSITION: attempt.position,
-            names.ATTEMPT_TOKENS: len(attempt.token_ids),
-            names.ATTEMPT_MOVED: run.moved,
+            tracing.ATTEMPT_NUMBER: attempt.attempt,
+            tracing.ATTEMPT_REASON: place.decision.reason,
+            tracing.ATTEMPT_POSITION: attempt.position,
+            tracing.ATTEMPT_TOKENS: len(attempt.token_ids),
+            tracing.ATTEMPT_MOVED: run.moved,
         }
         if place.prefill is not None:
-            told[names.PREFILL_WORKER] = place.prefill.identity.instance_id
+            told[tracing.PREFILL_WORKER] = place.prefill.identity.instance_id
         if place.decode is not None:
-            told[names.DECODE_WORKER] = place.decode.identity.instance_id
-        return self._span.child(names.ATTEMPT, told, kind=Kind.CLIENT)
+            told[tracing.DECODE_WORKER] = place.decode.identity.instance_id
+        return self._span.child(tracing.ATTEMPT, told, kind=Kind.CLIENT)
 
     def part(self, name: str) -> RequestTrace:
         """Of what runs for it as a request of its own."""
@@ -103,19 +103,19 @@ class RequestTrace:
         self._ended = True
         times = stages.times()
         told: dict[str, Value] = {
-            names.ATTEMPTS: times.attempts,
-            names.MOVES: times.moves,
-            names.KV_BYTES: times.kv_bytes,
+            tracing.ATTEMPTS: times.attempts,
+            tracing.MOVES: times.moves,
+            tracing.KV_BYTES: times.kv_bytes,
         }
         output_tokens = sum(map(len, logs))
         if output_tokens:
-            told[names.OUTPUT_TOKENS] = output_tokens
-            told[names.CACHED_TOKENS] = cached_tokens
-            told[names.RESPONSE_FIRST_CHUNK_S] = times.first_token_s
-            self._span.event(names.FIRST_TOKEN, at=stages.began + times.first_token_s)
+            told[tracing.OUTPUT_TOKENS] = output_tokens
+            told[tracing.CACHED_TOKENS] = cached_tokens
+            told[tracing.RESPONSE_FIRST_CHUNK_S] = times.first_token_s
+            self._span.event(tracing.FIRST_TOKEN, at=stages.began + times.first_token_s)
         reasons = [log.finish_reason for log in logs]
         if None not in reasons and error is None:
-            told[names.RESPONSE_FINISH_REASONS] = [str(r and r.name.lower()) for r in reasons]
+            told[tracing.RESPONSE_FINISH_REASONS] = [str(r and r.name.lower()) for r in reasons]
         self._span.tell(told)
         self._span.end(error_type(error), at=stages.began + times.total_s)
 
@@ -125,24 +125,24 @@ NO_TRACE = RequestTrace(NO_SPAN)
 
 def trace_of(tracer: Tracer, request: Request, began: float) -> RequestTrace:
     """The trace of a request that has arrived; began: when."""
-    operation = names.CHAT if isinstance(request.prompt, ChatPrompt) else names.TEXT_COMPLETION
+    operation = tracing.CHAT if isinstance(request.prompt, ChatPrompt) else tracing.TEXT_COMPLETION
     span = tracer.begin(operation, parent=request.trace, at=began)
     if not span.recording:
         return NO_TRACE
     sampling = request.sampling
     told: dict[str, Value] = {
-        names.OPERATION: operation,
-        names.PROVIDER: names.BATON,
-        names.REQUEST_CHOICES: request.n,
-        names.REQUEST_TEMPERATURE: sampling.temperature,
-        names.REQUEST_TOP_P: sampling.top_p,
-        names.REQUEST_TOP_K: sampling.top_k,
-        names.TENANT: request.tenant.name,
+        tracing.OPERATION: operation,
+        tracing.PROVIDER: tracing.BATON,
+        tracing.REQUEST_CHOICES: request.n,
+        tracing.REQUEST_TEMPERATURE: sampling.temperature,
+        tracing.REQUEST_TOP_P: sampling.top_p,
+        tracing.REQUEST_TOP_K: sampling.top_k,
+        tracing.TENANT: request.tenant.name,
     }
     if request.model:
-        told[names.REQUEST_MODEL] = request.model
+        told[tracing.REQUEST_MODEL] = request.model
     if request.max_tokens is not None:
-        told[names.REQUEST_MAX_TOKENS] = request.max_tokens
+        told[tracing.REQUEST_MAX_TOKENS] = request.max_tokens
     span.tell(told)
     return RequestTrace(span, operation)
 

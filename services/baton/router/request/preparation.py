@@ -38,8 +38,7 @@ from baton.router.request.runner import RequestRunner
 from baton.router.request.texts import PROMPT_TAIL, TextOptions, spell
 from baton.router.workers.clients import EncodedPrompt
 from baton.router.workers.tokenizers import Tokenizers
-from baton.rpc.trace_names import SCORE
-from baton.rpc.tracing import now
+from baton.rpc.tracing import SCORE, now
 
 WORDED_AT_ONCE = 1024
 """Entries that are put into words before others get their turn."""

@@ -15,16 +15,15 @@ from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.request.model import AnswerFormat, WorkerIdentity
 from baton.core.request.request import ChatPrompt, Grammar, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.calls import cancelled_here
-from baton.rpc.chat_messages import chat_to_proto
 from baton.rpc.convert import (
     attempt_to_proto,
+    chat_to_proto,
     error_from_proto,
     grammar_to_proto,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.interceptors import REQUEST_ID_KEY
+from baton.rpc.errors import REQUEST_ID_KEY, from_rpc_error
 from baton.rpc.tracing import metadata_of
 from baton.v1.prefill_pb2 import CancelRequest, RunRequest, RunResponse
 from baton.v1.prefill_pb2_grpc import PrefillStub

@@ -22,13 +22,13 @@ from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Sequen
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.routing import is_stalled
 from baton.router.workers.shared_stream import Broadcast, SharedStream, WorkerStalled
-from baton.rpc.awake import Clock
 from baton.rpc.convert import (
     attempt_to_proto,
     choice_tokens_from_proto,
     error_from_proto,
     identity_to_proto,
 )
+from baton.rpc.loop import Clock
 from baton.v1.decode_pb2 import (
     CancelSequence,
     ConfirmPositions,

@@ -17,8 +17,8 @@ import grpc
 
 from baton.core.errors import BatonError, Unavailable
 from baton.router.workers.shared_stream import Broadcast, SharedStream
-from baton.rpc.awake import Clock
 from baton.rpc.convert import error_from_proto, to_ms
+from baton.rpc.loop import Clock
 from baton.v1.detokenizer_pb2 import (
     AppendTokens,
     DetokenizeOperation,

@@ -44,10 +44,10 @@ from baton.router.workers.shared_stream import (
     ReconnectPolicy,
     WorkerStalled,
 )
-from baton.rpc.awake import AwakeClock, Clock
 from baton.rpc.calls import StepLimit, cancelled_here
 from baton.rpc.channels import Channels
 from baton.rpc.convert import identity_to_proto
+from baton.rpc.loop import AwakeClock, Clock
 from baton.rpc.worker import cache_from_proto, description_from_proto, load_from_proto
 from baton.v1.worker_pb2 import WatchRequest
 from baton.v1.worker_pb2_grpc import WorkerStub

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.rpc.awake import Clock
 from baton.rpc.calls import StepLimit, abandon, cancelled_here
+from baton.rpc.loop import Clock
 
 # Wakes everyone who waits for something to change.
 

@@ -29,8 +29,13 @@ from baton.router.api.grpc.access import caller, deadline_s
 from baton.router.api.translation import ANY_OBJECT, choice
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.calls import WriteTimeout
-from baton.rpc.chat_messages import messages_from_proto, tools_from_proto
-from baton.rpc.convert import finish_reason_to_proto, model_to_proto, sampling_from_proto
+from baton.rpc.convert import (
+    finish_reason_to_proto,
+    messages_from_proto,
+    model_to_proto,
+    sampling_from_proto,
+    tools_from_proto,
+)
 from baton.rpc.errors import with_hint
 from baton.rpc.server import Service
 from baton.rpc.tracing import context_of

@@ -10,8 +10,8 @@ from baton.core.admission.tenants import Tenant
 from baton.core.errors import Unauthenticated
 from baton.router.api.access import Authenticator, at_address
 from baton.router.api.http.responses import HttpError
-from baton.rpc import peer_token
-from baton.rpc.hosts import AllowedHosts
+from baton.rpc import peers
+from baton.rpc.address import AllowedHosts
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
 READY = frozenset({"/health", "/ping"})
@@ -75,7 +75,7 @@ class HttpAccess:
         Unauthenticated."""
         shown = [value.decode("latin-1") for value in _values(scope, b"authorization")]
         open_metrics = path == METRICS and (
-            self._open_metrics or peer_token.matches(self._token, shown)
+            self._open_metrics or peers.token_matches(self._token, shown)
         )
         try:
             tenant = self._authenticator.authenticate(shown)

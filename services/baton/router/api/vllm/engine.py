@@ -37,9 +37,8 @@ from baton.router.api.vllm.messages import MAX_REQUEST_IDS, EngineAnswer, Engine
 from baton.router.observe.gauges import RouterUse
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.calls import WriteTimeout
-from baton.rpc.digest import FILES, tokenizer_digest
 from baton.rpc.errors import with_hint
-from baton.rpc.model_folder import read_json
+from baton.rpc.model_folder import FILES, read_json, tokenizer_digest
 from baton.rpc.server import Service
 from baton.rpc.tracing import context_of
 
