@@ -208,13 +208,7 @@ class CountingScheduler(Scheduler):
     """Takes what `attempt_of` made."""
 
     def make_group(
-        self,
-        attempt: Attempt,
-        now: float,
-        max_unconfirmed: int,
-        grammar: CompiledGrammar | None,
-        keep: bool,
-        receiver: str,
+        self, attempt: Attempt, now: float, max_unconfirmed: int, grammar: CompiledGrammar | None
     ) -> SequenceGroup:
         text: Many[int] = attempt.token_ids
         if not isinstance(text, Text):
@@ -223,4 +217,4 @@ class CountingScheduler(Scheduler):
         rule = StopRule(attempt, self._model.eos_token_ids, self._max_model_len)
         sequence = CountingSequence(self._take_id(), attempt, rule, text.prompt)
         chain = NamedChain(text.prompt, self._pool.block_size)
-        return SequenceGroup([sequence], chain, now, keep=keep, receiver=receiver)
+        return SequenceGroup([sequence], chain, now)

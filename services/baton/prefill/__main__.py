@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from baton.core.scheduler.policy import PREFILL, first_come, shortest_remaining
+from baton.core.scheduler.policy import PREFILL, first_come
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
@@ -15,8 +15,6 @@ from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import prefill_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.process import WorkerParts, run_worker
-
-AGING_TOKENS_PER_S = 1000.0
 
 
 def main() -> int:
@@ -32,7 +30,7 @@ def serve(
         token_budget=config.step_tokens,
         batch_window_s=config.batch_window_ms / 1000,
         limit=config.queue_limit,
-        order=first_come if config.order == "fcfs" else shortest_remaining(AGING_TOKENS_PER_S),
+        order=first_come if config.order == "fcfs" else PREFILL.order,
         quantum=config.turn_tokens,
     )
 

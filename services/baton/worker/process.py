@@ -101,24 +101,6 @@ def share_ring(runner: ModelRunner, ring: StagingPool) -> None:
         runner.share(Region(MemoryFile.of(ring.fd), ring.base_address))
 
 
-def end_with_ranks(runner: ModelRunner, fatal: asyncio.Future[None]) -> None:
-    """Fails `fatal` when a rank dies, also while no step waits for it."""
-    if not isinstance(runner, RankedRunner):
-        return
-    loop = fatal.get_loop()
-
-    def fail() -> None:
-        if not fatal.done():
-            fatal.set_exception(Internal("a rank has died"))
-
-    def died() -> None:
-        # A closed loop means that the process ends already.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(fail)
-
-    runner.on_death(died)
-
-
 def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
     """What the worker follows grammars with. May take a second. A model without a tokenizer in its
     folder follows none."""
@@ -276,8 +258,7 @@ async def run_worker(
             role, runner.model.name, listening, runner.num_blocks, runner.block_size,
             " or ".join(staging.names),
         )  # fmt: skip
-        fatal = _fatal(engine)
-        end_with_ranks(runner, fatal)
+        fatal = _fatal(engine, runner)
         told = {"role": role, "listen": listening, "metrics": server.metrics_address}
         print(json.dumps(told), flush=True)
 
@@ -330,13 +311,21 @@ async def _exhausted(staging: Staging) -> str:
     return "too many buffers are orphaned"
 
 
-def _fatal(engine: EngineThread) -> asyncio.Future[None]:
-    """Fails when the engine thread has died."""
-    fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+def _fatal(engine: EngineThread, runner: ModelRunner) -> asyncio.Future[None]:
+    """Fails when the engine thread, or a rank, has died; the latter also while no step waits."""
+    loop = asyncio.get_running_loop()
+    fatal: asyncio.Future[None] = loop.create_future()
 
-    def died(failed: asyncio.Future[BaseException]) -> None:
-        if not failed.cancelled() and not fatal.done():
-            fatal.set_exception(failed.result())
+    def fail(error: BaseException) -> None:
+        if not fatal.done():
+            fatal.set_exception(error)
 
-    engine.failed.add_done_callback(died)
+    def rank_died() -> None:
+        # A closed loop means that the process ends already.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(fail, Internal("a rank has died"))
+
+    engine.failed.add_done_callback(lambda died: None if died.cancelled() else fail(died.result()))
+    if isinstance(runner, RankedRunner):
+        runner.on_death(rank_died)
     return fatal

@@ -177,7 +177,8 @@ class Scheduler:
         against that worker's share until `grant`. Raises InvalidArgument, ContextLengthExceeded or
         Overloaded.
         """
-        group = self._open(attempt, now, max_unconfirmed, grammar, keep, receiver)
+        group = self._open(attempt, now, max_unconfirmed, grammar)
+        group.keep, group.receiver = keep, receiver if keep else ""
         self._policy.limit.check(self.load, attempt)
         self.sequences.enqueue(group)
 
@@ -400,13 +401,7 @@ class Scheduler:
         self.sequences.check()
 
     def make_group(
-        self,
-        attempt: Attempt,
-        now: float,
-        max_unconfirmed: int,
-        grammar: CompiledGrammar | None,
-        keep: bool,
-        receiver: str,
+        self, attempt: Attempt, now: float, max_unconfirmed: int, grammar: CompiledGrammar | None
     ) -> SequenceGroup:
         """A valid attempt's sequences. The simulator has its own. Raises InvalidArgument or
         ContextLengthExceeded."""
@@ -425,22 +420,16 @@ class Scheduler:
             namespace(attempt.cache_salt, self._model.tokenizer_digest),
             self._pool.block_size,
         )
-        return SequenceGroup(sequences, chain, now, keep=keep, receiver=receiver)
+        return SequenceGroup(sequences, chain, now)
 
     def _take_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
 
     def _open(
-        self,
-        attempt: Attempt,
-        now: float,
-        max_unconfirmed: int,
-        grammar: CompiledGrammar | None,
-        keep: bool = False,
-        receiver: str = "",
+        self, attempt: Attempt, now: float, max_unconfirmed: int, grammar: CompiledGrammar | None
     ) -> SequenceGroup:
-        group = self.make_group(attempt, now, max_unconfirmed, grammar, keep, receiver)
+        group = self.make_group(attempt, now, max_unconfirmed, grammar)
         if attempt.key in self.sequences:
             raise InvalidArgument("This attempt already runs here.", field="attempt")
         self._budget.check(group)

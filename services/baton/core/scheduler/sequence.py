@@ -402,37 +402,8 @@ class SequenceGroup:
     becomes a group of one again; what its launched steps still sample becomes part of the input.
     """
 
-    __slots__ = (
-        "arrived",
-        "blocked",
-        "cached",
-        "chain",
-        "computed",
-        "deadline",
-        "first",
-        "id",
-        "in_flight",
-        "keep",
-        "key",
-        "priority",
-        "receiver",
-        "resumed",
-        "scores",
-        "sequences",
-        "started",
-        "stored",
-        "table",
-    )
-
     def __init__(
-        self,
-        sequences: list[Sequence],
-        chain: PrefixChain,
-        now: float,
-        *,
-        keep: bool = False,
-        receiver: str = "",
-        resumed: bool = False,
+        self, sequences: list[Sequence], chain: PrefixChain, now: float, *, resumed: bool = False
     ):
         first = sequences[0]
         attempt = first.attempt
@@ -455,9 +426,9 @@ class SequenceGroup:
         """Whether its sequence has run before."""
         self.blocked = False
         """Whether it was refused room, or lost it."""
-        self.keep = keep
+        self.keep = False
         """Whether its KV is kept for another worker when all of it is computed."""
-        self.receiver = receiver if keep else ""
+        self.receiver = ""
         """The worker whose share of the pool its blocks count against, or empty."""
         num_top = None if resumed else attempt.prompt_logprobs
         self.scores = None if num_top is None else Gathered(num_top)
