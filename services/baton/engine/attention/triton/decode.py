@@ -17,7 +17,15 @@ import triton.language as tl
 from baton.engine.attention.interface import LayerArguments
 from baton.engine.attention.triton.shapes import TileShape, memory_constants, padded
 from baton.engine.attention.triton.steps import StepTensors
-from baton.engine.attention.triton.tiles import attend, finish, first_seen, fold, jit, part_size
+from baton.engine.attention.triton.tiles import (
+    attend,
+    finish,
+    first_seen,
+    fold,
+    jit,
+    part_size,
+    unseen,
+)
 
 _UNROLLED = 4
 
@@ -151,10 +159,10 @@ def _decode(
     row = tl.arange(0, ROWS)
     live = row < PER_HEAD
     element = tl.arange(0, KEY_PADDED)
-    start = query + tl.load(first_rows + sequence).to(tl.int64) * query_row_stride
+    row_start = query + tl.load(first_rows + sequence).to(tl.int64) * query_row_stride
     heads = (kv_head * PER_HEAD + row)[:, None].to(tl.int64) * query_head_stride
     queries = tl.load(
-        start + heads + element[None, :],
+        row_start + heads + element[None, :],
         mask=live[:, None] & (element < KEY_SIZE)[None, :],
         other=0.0,
     )
@@ -162,31 +170,17 @@ def _decode(
     table = tables + tl.load(table_starts + sequence)
     value_element = tl.arange(0, VALUE_PADDED)
     base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
+    nothing = unseen(ROWS, VALUE_PADDED)
     for part in range(tl.program_id(2), count, tl.num_programs(2)):
         low = (first_part + part) * size
+        start = tl.maximum(low, first // KEYS * KEYS)
+        stop = tl.minimum(low + size, end)
+        head_keys = keys + kv_head * BLOCK_SIZE * KEY_SIZE
+        head_values = values + kv_head * BLOCK_SIZE * VALUE_SIZE
+        memory = (table, head_keys, head_values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE)
+        scoring = (scale, WINDOW, SOFTCAP)
         top, total, output = attend(
-            tl.full((ROWS,), float("-inf"), tl.float32),
-            tl.zeros((ROWS,), tl.float32),
-            tl.zeros((ROWS, VALUE_PADDED), tl.float32),
-            queries,
-            position,
-            tl.maximum(low, first // KEYS * KEYS),
-            tl.minimum(low + size, end),
-            end,
-            table,
-            keys + kv_head * BLOCK_SIZE * KEY_SIZE,
-            values + kv_head * BLOCK_SIZE * VALUE_SIZE,
-            block_stride,
-            scale,
-            KEY_SIZE,
-            KEY_PADDED,
-            VALUE_SIZE,
-            VALUE_PADDED,
-            BLOCK_SIZE,
-            KEYS,
-            WINDOW,
-            SOFTCAP,
-            False,
+            nothing, queries, position, start, stop, end, memory, scoring, KEYS, False
         )
         spots = (base + part) * PER_HEAD + row
         tl.store(tops + spots, top, mask=live)
@@ -228,18 +222,13 @@ def _merge(
     element = tl.arange(0, VALUE_PADDED)
     mask = live[:, None] & (element < VALUE_SIZE)[None, :]
     base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    output = tl.zeros((ROWS, VALUE_PADDED), tl.float32)
+    state = unseen(ROWS, VALUE_PADDED)
     for group in range(0, count, UNROLLED):
         # Unrolled, so that the loads of several parts are under way at once.
         for i in tl.static_range(UNROLLED):
             there = group + i < count
             spots = (base + group + i) * PER_HEAD + row
-            top, total, output = fold(
-                top,
-                total,
-                output,
+            part = (
                 tl.load(tops + spots, mask=live & there, other=float("-inf")),
                 tl.load(totals + spots, mask=live & there, other=0.0),
                 tl.load(
@@ -248,8 +237,9 @@ def _merge(
                     other=0.0,
                 ),
             )
+            state = fold(state, part)
     heads = kv_head * PER_HEAD + row
-    output = finish(top, total, output, sinks, heads, live, SINKS)
+    output = finish(state, sinks, heads, live, SINKS)
     first_row = tl.load(first_rows + sequence).to(tl.int64)
     spots = first_row * tl.num_programs(1) * PER_HEAD + heads
     tl.store(target + spots[:, None] * VALUE_SIZE + element[None, :], output, mask=mask)

@@ -14,7 +14,15 @@ import triton.language as tl
 from baton.engine.attention.interface import LayerArguments
 from baton.engine.attention.triton.shapes import TileShape, memory_constants
 from baton.engine.attention.triton.steps import StepTensors
-from baton.engine.attention.triton.tiles import attend, finish, first_seen, fold, jit, part_size
+from baton.engine.attention.triton.tiles import (
+    attend,
+    finish,
+    first_seen,
+    fold,
+    jit,
+    part_size,
+    unseen,
+)
 
 
 def prefill_attention(
@@ -119,94 +127,30 @@ def _prefill(
     )
     head_keys = keys + kv_head * BLOCK_SIZE * KEY_SIZE
     head_values = values + kv_head * BLOCK_SIZE * VALUE_SIZE
+    memory = (table, head_keys, head_values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE)
+    scoring = (scale, WINDOW, SOFTCAP)
     first = first_seen(lowest, WINDOW)
     low = first // KEYS * KEYS
     high = tl.minimum(lowest + POSITIONS, end)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    output = tl.zeros((ROWS, VALUE_PADDED), tl.float32)
+    nothing = unseen(ROWS, VALUE_PADDED)
+    state = nothing
     if NESTED:
         size = part_size(lowest, POSITIONS, PARTS, WINDOW)
-        for part in range(first // size, (high - 1) // size + 1):
-            part_top, part_total, part_output = attend(
-                tl.full((ROWS,), float("-inf"), tl.float32),
-                tl.zeros((ROWS,), tl.float32),
-                tl.zeros((ROWS, VALUE_PADDED), tl.float32),
-                queries,
-                position,
-                tl.maximum(part * size, low),
-                tl.minimum(part * size + size, high),
-                end,
-                table,
-                head_keys,
-                head_values,
-                block_stride,
-                scale,
-                KEY_SIZE,
-                KEY_PADDED,
-                VALUE_SIZE,
-                VALUE_PADDED,
-                BLOCK_SIZE,
-                KEYS,
-                WINDOW,
-                SOFTCAP,
-                False,
+        for number in range(first // size, (high - 1) // size + 1):
+            start = tl.maximum(number * size, low)
+            stop = tl.minimum(number * size + size, high)
+            part = attend(
+                nothing, queries, position, start, stop, end, memory, scoring, KEYS, False
             )
-            top, total, output = fold(top, total, output, part_top, part_total, part_output)
+            state = fold(state, part)
     else:
         # All rows see all keys before the tile itself, unless a window ends somewhere there.
         middle = low
         if WINDOW == 0:
             middle = lowest // KEYS * KEYS
-            top, total, output = attend(
-                top,
-                total,
-                output,
-                queries,
-                position,
-                low,
-                middle,
-                end,
-                table,
-                head_keys,
-                head_values,
-                block_stride,
-                scale,
-                KEY_SIZE,
-                KEY_PADDED,
-                VALUE_SIZE,
-                VALUE_PADDED,
-                BLOCK_SIZE,
-                KEYS,
-                WINDOW,
-                SOFTCAP,
-                True,
-            )
-        top, total, output = attend(
-            top,
-            total,
-            output,
-            queries,
-            position,
-            middle,
-            high,
-            end,
-            table,
-            head_keys,
-            head_values,
-            block_stride,
-            scale,
-            KEY_SIZE,
-            KEY_PADDED,
-            VALUE_SIZE,
-            VALUE_PADDED,
-            BLOCK_SIZE,
-            KEYS,
-            WINDOW,
-            SOFTCAP,
-            False,
-        )
-    output = finish(top, total, output, sinks, head, live, SINKS)
+            state = attend(state, queries, position, low, middle, end, memory, scoring, KEYS, True)
+        state = attend(state, queries, position, middle, high, end, memory, scoring, KEYS, False)
+    output = finish(state, sinks, head, live, SINKS)
     value_element = tl.arange(0, VALUE_PADDED)
     heads = tl.num_programs(1) * PER_HEAD
     spots = batch_row * heads + head

@@ -65,36 +65,37 @@ def part_size(
 
 
 @jit
+def unseen(ROWS: tl.constexpr, VALUE_PADDED: tl.constexpr) -> tl.tuple:
+    """The state of rows that have seen nothing."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VALUE_PADDED), tl.float32)
+
+
+@jit
 def attend(
-    top: tl.tensor,
-    total: tl.tensor,
-    output: tl.tensor,
+    state: tl.tuple,
     query: tl.tensor,
     position: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     end: tl.tensor,
-    table: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    block_stride: tl.tensor,
-    scale: tl.tensor,
-    KEY_SIZE: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    memory: tl.tuple,
+    scoring: tl.tuple,
     KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     ALL_SEEN: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tuple:
     """Goes on from a state over the positions low (a multiple of KEYS) to high: the new state.
 
-    query [ROWS, KEY_PADDED], position [ROWS]. keys, values: of one head. Nothing at `end` or after
-    is read. scale includes log2(e), or with a soft cap 2 * log2(e) / cap. ALL_SEEN: every row sees
-    every one of these positions.
+    query [ROWS, KEY_PADDED], position [ROWS]. Nothing at `end` or after is read. memory: the
+    sequence's block table, keys and values of the head, from block to block, and the constants of
+    `shapes.memory_constants` that are not padded. scoring: `LayerArguments.score_factor`, window
+    and soft cap, 0 for none. ALL_SEEN: every row sees every one of these positions.
     """
+    top, total, output = state
+    table, keys, values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE = memory
+    scale, WINDOW, SOFTCAP = scoring
+    KEY_PADDED: tl.constexpr = query.shape[1]
+    VALUE_PADDED: tl.constexpr = output.shape[1]
     key_element = tl.arange(0, KEY_PADDED)
     value_element = tl.arange(0, VALUE_PADDED)
     for start in range(low, high, KEYS):
@@ -135,18 +136,13 @@ def attend(
 
 
 @jit
-def fold(
-    top: tl.tensor,
-    total: tl.tensor,
-    output: tl.tensor,
-    part_top: tl.tensor,
-    part_total: tl.tensor,
-    part_output: tl.tensor,
-) -> tl.tensor:
+def fold(state: tl.tuple, part: tl.tuple) -> tl.tuple:
     """The state over a sequence's parts so far and its next part.
 
     Explicit fma: what a compiler makes of a sum of products could differ from kernel to kernel.
     """
+    top, total, output = state
+    part_top, part_total, part_output = part
     new_top = tl.maximum(top, part_top)
     finite = tl.where(new_top == float("-inf"), 0.0, new_top)
     fade = tl.exp2(top - finite)
@@ -158,9 +154,7 @@ def fold(
 
 @jit
 def finish(
-    top: tl.tensor,
-    total: tl.tensor,
-    output: tl.tensor,
+    state: tl.tuple,
     sinks: tl.tensor,
     head: tl.tensor,
     live: tl.tensor,
@@ -170,6 +164,7 @@ def finish(
 
     A sink is a score that takes weight and gives no value.
     """
+    top, total, output = state
     if SINKS:
         sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
         new_top = tl.maximum(top, sink)
