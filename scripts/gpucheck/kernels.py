@@ -71,7 +71,7 @@ def decode_traffic(bandwidth: float, batch: int, context: int) -> Result:
     backend.memory.storage.normal_()
     step = backend.begin(StepPlan(0, chunks)).context
     query, key, value = _inputs(case, layout, batch, "cuda")
-    taken = seconds(lambda: step.attend(_arguments(case, None), query, key, value))
+    taken = seconds(lambda: step(_arguments(case, None), query, key, value))
     moved = 2 * batch * context * case.kv_heads * 2 * case.size
     return compared(
         f"attention alone, batch {batch}, {context} positions", moved / taken, "B/s", bandwidth
@@ -93,14 +93,14 @@ def _error(case: Case, kind: str, device: str) -> float:
         history.append(past)
         if before:
             step = backend.begin(StepPlan(0, (Chunk(i, [0] * before, 0, table),))).context
-            step.attend(arguments, *(t[:, :before] for t in past))
+            step(arguments, *(t[:, :before] for t in past))
     counts = [count for _, count in PARTS]
     now = [
         torch.cat([past[:, -count:] for past, count in zip(one, counts, strict=True)], 1)
         for one in zip(*history, strict=True)
     ]
     step = backend.begin(StepPlan(1, tuple(chunks))).context
-    got = step.attend(arguments, now[0], now[1], now[2]).double()
+    got = step(arguments, now[0], now[1], now[2]).double()
     wanted = torch.cat(
         [
             attention(

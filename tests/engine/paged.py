@@ -122,7 +122,7 @@ class Paged:
             parts.append([t[:, own] for t in (sequence.query, sequence.key, sequence.value)])
         context = self.backend.begin(StepPlan(0, tuple(chunks))).context
         query, key, value = (torch.cat(list(part), 1) for part in zip(*parts, strict=True))
-        output = context.attend(self.arguments, query, key, value)
+        output = context(self.arguments, query, key, value)
         counts = [len(chunk.token_ids) for chunk in chunks]
         for chunk, rows in zip(chunks, torch.split(output, counts), strict=True):
             sequence = self.sequences[chunk.sequence_id]

@@ -76,7 +76,7 @@ def run(
         return torch.cat([getattr(s, name)[:, f : f + n] for s, f, n in rows], 1)
 
     for layer in layers:
-        output = context.attend(layer, batch("query"), batch("key"), batch("value"))
+        output = context(layer, batch("query"), batch("key"), batch("value"))
         expected = torch.cat([s.expected(f, n, layer) for s, f, n in rows])
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 

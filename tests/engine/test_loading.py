@@ -122,11 +122,6 @@ def test_a_wrong_setting_is_named(field: str, value: Any) -> None:
     assert caught.value.field == field
 
 
-def test_settings_can_be_printed() -> None:
-    assert EngineConfig("some/model").served_name == "model"
-    assert EngineConfig("m", threads=3).describe()["threads"] == "3"
-
-
 def test_threads_are_configured_before_torch_only() -> None:
     with pytest.raises(Internal, match="before torch"):
         configure_threads(2)

@@ -20,19 +20,19 @@ from baton.engine import runner as runner_module
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.footprint import allocate, foresee, largest_step, weights_bytes
 from baton.engine.loader import load
-from baton.engine.memory import Footprint, MemoryPlan, host_free_bytes, plan_memory, size
+from baton.engine.memory import MemoryPlan, host_free_bytes, plan_memory, size
 from baton.engine.runner import TorchRunner
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 
 FREE = 24 * MIB
-PLAIN = Footprint(weights=10 * MIB, activations=2 * MIB, position=1024)
+PLAIN = {"weights": 10 * MIB, "activations": 2 * MIB, "position": 1024}
 
 
 def plan(
     *, device: str = "cpu", model_len: int = 2048, free: int = 100 * MIB, **options: Any
 ) -> MemoryPlan:
     config = EngineConfig("m", **{"kv_memory_bytes": 0, **options})
-    return plan_memory(config, PLAIN, device=device, model_len=model_len, free_bytes=free)
+    return plan_memory(config, device=device, model_len=model_len, free_bytes=free, **PLAIN)
 
 
 def refused(**options: Any) -> InvalidArgument:

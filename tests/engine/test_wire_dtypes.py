@@ -4,10 +4,9 @@ takes them as they come, and what a narrow wire loses is as little as its type a
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -30,17 +29,10 @@ Cache = KvCache | BlockCache
 
 
 class ByKernels(BlockCache):
-    """With the kernels on any device: their interpreter knows no streams."""
+    """With the kernels on any device."""
 
     def __init__(self, layout: KvLayout, *rest: Any, **named: Any):
-        super().__init__(layout, *rest, **named)
-        if self._stream is None:
-            self._stream = cast(Any, self)
-
-    def synchronize(self) -> None: ...
-
-    def _apart(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.device.type == "cpu" else super()._apart()
+        super().__init__(layout, *rest, kernels=True, **named)
 
 
 BACKENDS = (

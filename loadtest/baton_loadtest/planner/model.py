@@ -12,7 +12,7 @@ from torch import nn
 
 from baton.core.request.model import KvLayout
 from baton.engine.config import EngineConfig
-from baton.engine.footprint import Outlook, foresee
+from baton.engine.footprint import ForeseenModel, foresee
 from baton.engine.memory import MemoryPlan
 from baton_loadtest.planner.curves import ModelFacts
 
@@ -33,7 +33,7 @@ def read(config: EngineConfig, memory_bytes: int) -> Read:
     return Read(facts_of(outlook), outlook.shape.layout, outlook.memory)
 
 
-def facts_of(outlook: Outlook) -> ModelFacts:
+def facts_of(outlook: ForeseenModel) -> ModelFacts:
     network: Any = outlook.model.network
     layout, memory = outlook.shape.layout, outlook.memory
     text = network.config.get_text_config()

@@ -18,7 +18,7 @@ from baton_loadtest.planner.command import GIB, add_fleet_parser
 from baton_loadtest.planner.split import add_split_parser
 
 if TYPE_CHECKING:
-    from baton.engine.footprint import Outlook
+    from baton.engine.footprint import ForeseenModel
 
 
 _DEFAULTS = EngineConfig("any", kv_memory_bytes=0)
@@ -116,7 +116,7 @@ def _memory(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_lines(outlook: Outlook) -> list[tuple[str, str]]:
+def _model_lines(outlook: ForeseenModel) -> list[tuple[str, str]]:
     layout, memory = outlook.shape.layout, outlook.memory
     sizes = f"{layout.key_size} + {layout.value_size}"
     lines = [
@@ -137,7 +137,7 @@ def _model_lines(outlook: Outlook) -> list[tuple[str, str]]:
     return lines
 
 
-def _document(outlook: Outlook, everything: int) -> dict[str, Any]:
+def _document(outlook: ForeseenModel, everything: int) -> dict[str, Any]:
     layout, memory = outlook.shape.layout, outlook.memory
     return {
         "model": outlook.model.description.name,

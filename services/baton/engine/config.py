@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.request.model import DTYPE_BYTES
@@ -39,44 +38,49 @@ _AT_LEAST_0 = (
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Validated when made: a wrong value raises InvalidArgument that names the field.
-
-    model: folder, or hub id. model_name: the name it is served under, else the folder's.
-    dtype: auto is float32 on CPU, because exactness outranks speed, and the checkpoint's on a GPU.
-    num_blocks: 0 takes as many as fit kv_memory_bytes, which at 0 is what weights and activations
-    leave of memory_share of the memory that is free at start. max_model_len: positions, 0 is the
-    model's, or as many as the pool holds.
-    exact: a row's logits do not depend on what else is in the batch; None is yes on a CPU, where it
-    costs little, and no on a GPU. threads: 0 is torch's default.
-    max_batch: how many sequences are expected at once; bounds the pool when it is sized by memory.
-    max_step_tokens: most tokens of a step; memory is kept free for their activations.
-    tokenizer_digest: hex, passed on in the model's description. quantize: weights of linear layers.
-    swap_host_bytes, swap_disk_bytes: for KV of preempted sequences; swap_folder: where the file for
-    the latter is made, "" is the system's folder for temporary files. graphs: record CUDA graphs.
-    kv_wire_dtype: of KV that is handed over, a name of core's DTYPE_BYTES; auto is the KV's own.
-    """
+    """Validated when made: a wrong value raises InvalidArgument that names the field."""
 
     model: str
+    """A folder, or a hub id."""
     model_name: str = ""
+    """The name that the model is served under; "" is the folder's."""
     dtype: str = "auto"
+    """auto is float32 on a CPU, because exactness outranks speed, and the checkpoint's on a GPU."""
     device: str = "auto"
     block_size: int = 16
+    """Positions in a block."""
     num_blocks: int = 0
+    """0 takes as many as fit `kv_memory_bytes`."""
     kv_memory_bytes: int = 512 * MIB
+    """0 is what weights and activations leave of `memory_share`."""
     memory_share: float = 0.8
+    """Of the memory that is free at start."""
     max_model_len: int = 0
+    """Positions; 0 is the model's, or as many as the pool holds."""
     exact: bool | None = None
+    """Whether a row's logits do not depend on what else is in the batch; None is yes on a CPU,
+    where it costs little, and no on a GPU."""
     attention: str = "auto"
     threads: int = 0
+    """Of torch; 0 is its default."""
     max_batch: int = 64
+    """How many sequences are expected at once; bounds the pool when it is sized by memory."""
     max_step_tokens: int = 512
+    """Most tokens of a step; memory is kept free for their activations."""
     tokenizer_digest: str = ""
+    """Hex, passed on in the model's description."""
     quantize: str = "none"
+    """Of the weights of linear layers."""
     swap_host_bytes: int = 0
+    """Of host memory, for KV of preempted sequences."""
     swap_disk_bytes: int = 0
+    """The same of a file."""
     swap_folder: str = ""
+    """Where that file is made; "" is the system's folder for temporary files."""
     graphs: bool = True
+    """Whether decode steps are recorded as CUDA graphs."""
     kv_wire_dtype: str = "auto"
+    """Of KV that is handed over, a name of core's DTYPE_BYTES; auto is the KV's own."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -96,14 +100,6 @@ class EngineConfig:
                 raise InvalidArgument(f"{name} must be more than 0", field=name)
         if not 0.0 < self.memory_share <= 1.0:
             raise InvalidArgument("memory_share must be above 0, at most 1", field="memory_share")
-
-    @property
-    def served_name(self) -> str:
-        return self.model_name or Path(self.model).name
-
-    def describe(self) -> dict[str, str]:
-        """Every field as text, for the one print at start."""
-        return {f.name: str(getattr(self, f.name)) for f in fields(self)}
 
 
 _SPINS = "100000"

@@ -158,15 +158,19 @@ def confine(network: nn.Module, run: Callable[[], object]) -> None:
     def leave(_module: nn.Module, _inputs: object, _output: object) -> None:
         running.pop()
 
+    def spot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found.add(running[-1])
+        return func(*args, **kwargs)
+
     hooks = [module.register_forward_pre_hook(enter) for module in network.modules()]
     hooks += [module.register_forward_hook(leave) for module in network.modules()]
     try:
-        with _Spotter(lambda: found.add(running[-1])):
+        with _Catcher(spot):
             run()
     finally:
         for hook in hooks:
             hook.remove()
-    mode = ExactMode()
+    mode = _Catcher(_Exactly())
     for module in found:
         module.forward = _within(mode, module.forward)
     try:
@@ -181,10 +185,12 @@ def _varies(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return func in _WITH_TAILS or func is F.linear or (func in _MATMULS and args[1].dim() == 2)
 
 
-class _Spotter(TorchFunctionMode):
-    def __init__(self, spot: Callable[[], None]):
+class _Catcher(TorchFunctionMode):
+    """While it is entered, `call` makes the calls that vary: call(func, args, kwargs)."""
+
+    def __init__(self, call: Callable[..., Any]):
         super().__init__()
-        self._spot = spot
+        self._call = call
 
     def __torch_function__(
         self,
@@ -194,7 +200,7 @@ class _Spotter(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if _varies(func, args):
-            self._spot()
+            return self._call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -206,26 +212,20 @@ def _within(mode: TorchFunctionMode, forward: Callable[..., Any]) -> Callable[..
     return watched
 
 
-class ExactMode(TorchFunctionMode):
-    """Catches calls while it is entered. Raises NotExact when a product cannot be proven."""
+class _Exactly:
+    """Makes calls that vary so that they do not. Raises NotExact when a product cannot be
+    proven."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._sizes: dict[tuple[object, ...], frozenset[int]] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def __call__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not _varies(func, args):
-            return func(*args, **(kwargs or {}))
         if func in _WITH_TAILS:
-            return without_tails(lambda x: func(x, *args[1:], **(kwargs or {})), args[0])
+            return without_tails(lambda x: func(x, *args[1:], **kwargs), args[0])
         if func is F.linear:
-            return self._linear(*args, **(kwargs or {}))
+            return self._linear(*args, **kwargs)
         return self._linear(args[0], args[1].t())
 
     def _linear(
@@ -238,17 +238,11 @@ class ExactMode(TorchFunctionMode):
             return F.linear(rows, weight, bias)
 
         key = (*weight.shape, weight.stride(), weight.dtype, bias is None)
-        rows = input.reshape(-1, weight.shape[1])
-        output = tiled(product, rows, self._proven(key, product, weight))
-        return output.view(*input.shape[:-1], weight.shape[0])
-
-    def _proven(
-        self, key: tuple[object, ...], product: Product, weight: torch.Tensor
-    ) -> frozenset[int]:
         if key not in self._sizes:
             rows = random_rows(weight.shape[1], weight.dtype, weight.device, _MOST)
             self._sizes[key] = prove(product, rows, in_tiles(product, rows))
-        return self._sizes[key]
+        output = tiled(product, input.reshape(-1, weight.shape[1]), self._sizes[key])
+        return output.view(*input.shape[:-1], weight.shape[0])
 
 
 def without_tails(

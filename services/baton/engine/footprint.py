@@ -7,7 +7,7 @@ once the model is loaded and before its linear layers are packed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from baton.core.errors import InvalidArgument
 from baton.core.kvcache.block_pool import blocks_for
+from baton.core.request.model import DTYPE_BYTES
 from baton.core.request.prompt_logprobs import SCORED_POSITIONS
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
@@ -24,12 +25,10 @@ from baton.engine.config import EngineConfig
 from baton.engine.linear import are_known_experts, worth_quantizing
 from baton.engine.loader import AttentionShape, LoadedModel, outline, probe_attention
 from baton.engine.memory import (
-    Footprint,
     MemoryPlan,
     host_free_bytes,
     plan_memory,
     size,
-    stored_bytes,
 )
 
 _LAYER_COPIES = 4
@@ -41,25 +40,6 @@ _INT8_BYTES_PER_OUTPUT = 8
 
 _LOGIT_COPIES = 4
 """float32 tensors of a row of logits that sampling makes: converted, scaled, sorted, summed up."""
-
-
-def footprint(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> Footprint:
-    """What `loaded` takes; the network's linear layers are not packed yet."""
-    return Footprint(
-        weights=weights_bytes(loaded.network, loaded.device, config.quantize),
-        activations=activation_bytes(config, loaded, shape),
-        position=stored_bytes(shape.layout, shape.dtype, even=stores_even(config, loaded, shape)),
-    )
-
-
-def stores_even(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> bool:
-    """Whether the pool keeps values as large as keys, see `KvCache`."""
-    if config.attention == "triton":
-        return False
-    layout = shape.layout
-    sizes = layout.key_size, layout.value_size
-    kernel = choose_kernel(config.attention, loaded.device, *sizes, softcap=shape.softcap)
-    return kernel is flash_cpu
 
 
 def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> int:
@@ -154,7 +134,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class ForeseenModel:
     """What a model would take, found without its weights."""
 
     model: LoadedModel
@@ -162,7 +142,7 @@ class Outlook:
     memory: MemoryPlan
 
 
-def foresee(config: EngineConfig, free: int | None = None) -> Outlook:
+def foresee(config: EngineConfig, free: int | None = None) -> ForeseenModel:
     """Plans a worker's memory from the model's config.json. free: bytes, None reads them here.
 
     Raises what loading would raise: UnsupportedModel, and InvalidArgument when it does not fit.
@@ -171,7 +151,7 @@ def foresee(config: EngineConfig, free: int | None = None) -> Outlook:
     shape = probe_attention(model, config.kv_wire_dtype)
     if free is None:
         free = free_bytes(model.device)
-    return Outlook(model, shape, _plan(config, model, shape, free))
+    return ForeseenModel(model, shape, size_pool(config, model, shape, free=free))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -185,24 +165,45 @@ def free_bytes(device: torch.device) -> int:
 
 def size_pool(
     config: EngineConfig,
-    loaded: LoadedModel,
+    model: LoadedModel,
     shape: AttentionShape,
     *,
     free: int,
-    peak: Callable[[], int],
+    peak: Callable[[], int] | None = None,
 ) -> MemoryPlan:
-    """The plan for a loaded, wired model whose linear layers are not packed yet.
+    """The plan for a wired model whose linear layers are not packed yet.
 
-    free: `free_bytes` before loading. peak: runs the largest step and returns the bytes that it
-    took at most, on a GPU, whose libraries take memory that no shape tells of; a CPU's weights may
-    still be file cache, so there the sum from shapes counts.
+    free: `free_bytes` before loading. peak: of a loaded model, runs the largest step and returns
+    the bytes that it took at most. It counts on a GPU, whose libraries take memory that no shape
+    tells of; a CPU's weights may still be file cache, so there the sum from shapes counts.
     """
-    if loaded.device.type == "cpu":
-        return _plan(config, loaded, shape, free)
-    activations = peak()
-    torch.cuda.empty_cache()
-    taken = free - free_bytes(loaded.device)
-    return _plan(config, loaded, shape, free, taken=taken, activations=activations)
+    weights = weights_bytes(model.network, model.device, config.quantize)
+    activations = activation_bytes(config, model, shape)
+    if peak is not None and model.device.type != "cpu":
+        activations = max(activations, peak())
+        torch.cuda.empty_cache()
+        weights = max(weights, free - free_bytes(model.device))
+    return plan_memory(
+        config,
+        device=model.device.type,
+        model_len=model.description.max_model_len,
+        free_bytes=free,
+        weights=weights,
+        activations=activations,
+        position=_position_bytes(config, model, shape),
+    )
+
+
+def _position_bytes(config: EngineConfig, model: LoadedModel, shape: AttentionShape) -> int:
+    """Of a position in the pool, where values may be padded to the size of keys, see `KvCache`; on
+    the wire they never are."""
+    layout = shape.layout
+    sizes = layout.key_size, layout.value_size
+    kernel = choose_kernel(config.attention, model.device, *sizes, softcap=shape.softcap)
+    even = kernel is flash_cpu and config.attention != "triton"
+    stored = max(sizes) if even else layout.value_size
+    heads = layout.num_layers * layout.num_kv_heads
+    return heads * (layout.key_size + stored) * DTYPE_BYTES[shape.dtype]
 
 
 def allocate(plan: MemoryPlan, make: Callable[[], T]) -> T:
@@ -217,27 +218,3 @@ def allocate(plan: MemoryPlan, make: Callable[[], T]) -> T:
             f"{size(plan.free_bytes)} were free before {size(plan.weights_bytes)} of weights",
             field="kv_memory_bytes",
         ) from None
-
-
-def _plan(
-    config: EngineConfig,
-    model: LoadedModel,
-    shape: AttentionShape,
-    free: int,
-    *,
-    taken: int = 0,
-    activations: int = 0,
-) -> MemoryPlan:
-    """taken, activations: what was measured, where it was; the larger number counts."""
-    needs = footprint(config, model, shape)
-    return plan_memory(
-        config,
-        replace(
-            needs,
-            weights=max(needs.weights, taken),
-            activations=max(needs.activations, activations),
-        ),
-        device=model.device.type,
-        model_len=model.description.max_model_len,
-        free_bytes=free,
-    )

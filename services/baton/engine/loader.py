@@ -387,7 +387,7 @@ def _eos_token_ids(network: nn.Module, settings: Any) -> tuple[int, ...]:
 
 
 class KvProbe:
-    """An attention context that computes nothing and notes what attention layers are given."""
+    """An AttentionContext that computes nothing and notes what attention layers are given."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -395,7 +395,7 @@ class KvProbe:
         self.softcap = False
         self.sliding = 0
 
-    def attend(
+    def __call__(
         self,
         arguments: LayerArguments,
         query: torch.Tensor,

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.core.kvcache.block_pool import blocks_for
-from baton.core.request.model import DTYPE_BYTES, KvLayout
 from baton.engine.config import MIB, EngineConfig
 
 _LEAST_POSITIONS = 128
@@ -23,38 +22,25 @@ _LEAST_POSITIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes that a model takes on its device.
-
-    weights: as the engine keeps them. activations: what the largest step needs while it runs.
-    position: KV of one position in the pool.
-    """
-
-    weights: int
-    activations: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where a worker's memory goes.
-
-    free_bytes: on the device before the weights were loaded. usable_bytes: what the worker may take
-    of it. block_bytes: KV of one block as stored. max_model_len: positions of the longest sequence
-    that is served, and model_len of the longest one that was asked for.
-    """
+    """Where a worker's memory goes."""
 
     device: str
     free_bytes: int
+    """On the device, before the weights were loaded."""
     usable_bytes: int
+    """What the worker may take of these."""
     weights_bytes: int
     activation_bytes: int
+    """Of the largest step, while it runs."""
     block_size: int
     block_bytes: int
+    """KV of one block as stored."""
     num_blocks: int
     swap_host_blocks: int
     swap_disk_blocks: int
     model_len: int
+    """Positions of the longest sequence that was asked for."""
 
     @property
     def num_positions(self) -> int:
@@ -67,6 +53,7 @@ class MemoryPlan:
 
     @property
     def max_model_len(self) -> int:
+        """Positions of the longest sequence that is served."""
         return min(self.model_len, self.num_positions)
 
     @property
@@ -127,25 +114,34 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, footprint: Footprint, *, device: str, model_len: int, free_bytes: int
+    config: EngineConfig,
+    *,
+    device: str,
+    model_len: int,
+    free_bytes: int,
+    weights: int,
+    activations: int,
+    position: int,
 ) -> MemoryPlan:
     """Sizes the pool: as configured, or so that all fits into memory_share of what is free.
 
     device: "cpu" or "cuda". model_len: positions of the longest sequence, the configured or else
-    the model's own. free_bytes: on the device, before the weights are loaded. The pool is never
-    larger than max_batch sequences of model_len need, unless num_blocks says so.
+    the model's own. Bytes: free_bytes on the device, before the weights are loaded; weights as the
+    engine keeps them; activations of the largest step while it runs; position is KV of one position
+    in the pool. The pool is never larger than max_batch sequences of model_len need, unless
+    num_blocks says so.
 
     Raises InvalidArgument naming the field that has to change: what was asked for by num_blocks or
     kv_memory_bytes does not fit; memory_share leaves too little; max_model_len, when configured, is
     longer than the pool.
     """
-    block_bytes = footprint.position * config.block_size
+    block_bytes = position * config.block_size
     plan = MemoryPlan(
         device=device,
         free_bytes=free_bytes,
         usable_bytes=int(free_bytes * config.memory_share),
-        weights_bytes=footprint.weights,
-        activation_bytes=footprint.activations,
+        weights_bytes=weights,
+        activation_bytes=activations,
         block_size=config.block_size,
         block_bytes=block_bytes,
         num_blocks=0,
@@ -164,7 +160,7 @@ def plan_memory(
         raise InvalidArgument(
             f"the pool would hold {plan.num_positions} positions, which is too few: {_sum(plan)}, "
             f"of {size(plan.free_bytes)} free, {size(plan.usable_bytes)} may be used; "
-            f"a position takes {size(footprint.position)}",
+            f"a position takes {size(position)}",
             field=field,
         )
     if config.max_model_len and plan.max_model_len < model_len:
@@ -175,15 +171,6 @@ def plan_memory(
             field="max_model_len",
         )
     return plan
-
-
-def stored_bytes(layout: KvLayout, dtype: str, *, even: bool) -> int:
-    """Bytes of a position in the pool, which keeps numbers as dtype. even: values are padded to the
-    size of keys, because the kernel that reads them needs equal sizes; on the wire they never are.
-    """
-    heads = layout.num_layers * layout.num_kv_heads
-    stored = max(layout.key_size, layout.value_size) if even else layout.value_size
-    return heads * (layout.key_size + stored) * DTYPE_BYTES[dtype]
 
 
 def size(count: int) -> str:
@@ -219,21 +206,16 @@ def _sum(plan: MemoryPlan) -> str:
     return " + ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """Names of a control group version's files and of the counters of its memory.stat."""
+_GroupFiles = tuple[str, str, tuple[str, ...]]
+"""A control group version's files of its limit and its usage, and memory.stat's counters of file
+cache."""
 
-    limit: str
-    used: str
-    cache: tuple[str, ...]
-
-
-_V1 = _Version(
+_V1: _GroupFiles = (
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-_V2 = _Version("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V2: _GroupFiles = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def host_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -266,20 +248,21 @@ def _available(meminfo: Path) -> int:
     raise OSError("no MemAvailable")
 
 
-def _left(mount: Path, path: str, version: _Version) -> Iterator[int]:
+def _left(mount: Path, path: str, files: _GroupFiles) -> Iterator[int]:
     """What each group with a limit leaves, from the process's own up to the mounted root.
 
     Inside a container the path may be the host's, and only the mounted root be there.
     """
+    limit_file, used_file, cache = files
     group = mount / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(mount):
             return
         try:
-            limit = (folder / version.limit).read_text().strip()
-            used = int((folder / version.used).read_text())
+            limit = (folder / limit_file).read_text().strip()
+            used = int((folder / used_file).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except OSError:
             continue
         if limit != "max":
-            yield int(limit) - used + sum(int(stat.get(name, 0)) for name in version.cache)
+            yield int(limit) - used + sum(int(stat.get(name, 0)) for name in cache)

@@ -1,8 +1,7 @@
 """Paged attention behind transformers' AttentionInterface: what a runner needs of a kind of device.
 
 A `Backend` is KV memory and the attention over it. The model passes our context through its layers
-as the keyword argument `baton_context`; every attention layer ends up in `paged`, which hands over
-to `context.attend`.
+as the keyword argument `baton_context`; every attention layer ends up in `paged`, which calls it.
 """
 
 from __future__ import annotations
@@ -44,20 +43,15 @@ class LayerArguments:
         return self.scale * math.log2(math.e) * (2.0 / self.softcap if self.softcap else 1.0)
 
 
-class AttentionContext(Protocol):
-    """query [heads, T, D], key [kv_heads, T, D], value [kv_heads, T, Dv] -> [T, heads, Dv].
+AttentionContext = Callable[
+    [LayerArguments, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
+"""(arguments, query [heads, T, D], key [kv_heads, T, D], value [kv_heads, T, Dv]) -> output [T,
+heads, Dv].
 
-    Rows behind those of the step's chunks are padding: nothing is stored for them, and what comes
-    out means nothing.
-    """
-
-    def attend(
-        self,
-        arguments: LayerArguments,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor: ...
+It stores a layer's KV of the step, then attends. Rows behind those of the step's chunks are
+padding: nothing is stored for them, and what comes out means nothing.
+"""
 
 
 def paged(
@@ -96,7 +90,7 @@ def paged(
     )
     # Attention is exact by itself: catching its many small calls would only cost time.
     with torch._C.DisableTorchFunction():
-        output = baton_context.attend(arguments, query[0], key[0], value[0])
+        output = baton_context(arguments, query[0], key[0], value[0])
     return output[None], None
 
 

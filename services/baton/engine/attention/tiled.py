@@ -202,8 +202,8 @@ class TiledBackend:
         if inputs.stale.numel():
             self.memory.clear(inputs.stale)
         self.reader.begin()
-        context = StepAttention(self, plan.chunks, inputs.places)
-        return ForwardPass(inputs.token_ids, inputs.positions, inputs.sampled, context)
+        step = StepAttention(self, plan.chunks, inputs.places)
+        return ForwardPass(inputs.token_ids, inputs.positions, inputs.sampled, step.attend)
 
     def decode_buffers(self, max_rows: int) -> None:
         return None
@@ -216,7 +216,7 @@ class TiledBackend:
 
 
 class StepAttention:
-    """The context of one step. What does not depend on the layer is computed once."""
+    """The attention of one step. What does not depend on the layer is computed once."""
 
     def __init__(self, backend: TiledBackend, chunks: Sequence[Chunk], places: torch.Tensor):
         self._backend = backend
@@ -238,7 +238,7 @@ class StepAttention:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Stores the step's KV, then attends. Shapes as in AttentionContext."""
+        """An AttentionContext."""
         own = len(self._places)
         self._cache.write(arguments.layer, self._places, key[:, :own], value[:, :own])
         heads, count, size = query.shape

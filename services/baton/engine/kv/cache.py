@@ -8,9 +8,10 @@ permute, and convert numbers to the wire's type and back.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -66,12 +67,7 @@ def keys_and_values(layout: KvLayout, count: int, wire: torch.Tensor) -> KeysAnd
     return by_layer[:, :split].view(shape), by_layer[:, split:].view(shape)
 
 
-def of_heads(wire: KeysAndValues, first: int, count: int) -> KeysAndValues:
-    """The part of some consecutive heads, as views."""
-    return wire[0].narrow(2, first, count), wire[1].narrow(2, first, count)
-
-
-class KvMemory(Protocol):
+class KvMemory(ABC):
     """The block pool's memory in one layout.
 
     `pack` and `unpack` are those of ModelRunner. `blocks_out` and `blocks_in` move whole blocks
@@ -79,38 +75,54 @@ class KvMemory(Protocol):
     and what a row means is the layout's own. On a GPU, copies may be left to the current stream.
     """
 
-    @property
-    def layout(self) -> KvLayout: ...
+    device: torch.device
+    block_bytes: int
+    """Of one block as stored, which may be more than on the wire."""
 
-    @property
-    def num_blocks(self) -> int: ...
+    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
 
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def block_bytes(self) -> int: ...
-
+    @abstractmethod
     def copy(self, copy: BlockCopy) -> None: ...
 
+    @abstractmethod
     def blocks_out(self, first: int, count: int, out: torch.Tensor) -> None: ...
 
+    @abstractmethod
     def blocks_in(self, first: int, count: int, raw: torch.Tensor) -> None: ...
 
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None: ...
+    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
+        """Fastest when `out` is pinned memory."""
+        self._read(extents, first_position, count, as_tensor(self.layout, count, out))
 
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
-    ) -> None: ...
+    ) -> None:
+        """A read-only payload is copied once more."""
+        if payload.readonly:
+            payload = memoryview(bytearray(payload))
+        self._fill(extents, first_position, count, as_tensor(self.layout, count, payload))
+
+    @abstractmethod
+    def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None: ...
 
 
-class KvCache:
-    """keys: [layers, heads, places, key_size]; values: [layers, heads, places, stored], where
-    stored is max(value_size, key_size) if `even` (kernels that need equal sizes), else value_size.
-    dtype: of both; None is the wire's.
+class KvCache(KvMemory):
+    """Head-major: what one head reads for an extent is one contiguous run, which the CPU's kernel
+    takes without a copy.
+
+    keys: [layers, heads, places, key_size]; values: [layers, heads, places, stored], where stored
+    is max(value_size, key_size) if `even` (kernels that need equal sizes), else value_size. dtype:
+    of both; None is the wire's.
+
+    Invariant: within a tile of 16 places, those after the last written one hold zeros. Attention
+    reads whole tiles and masks what lies ahead; zeros keep a former owner's infinities out of that
+    mask.
     """
 
     def __init__(
@@ -123,24 +135,14 @@ class KvCache:
         even: bool = False,
         dtype: torch.dtype | None = None,
     ):
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        places = num_blocks * block_size
+        super().__init__(layout, num_blocks, block_size)
         stored = max(layout.value_size, layout.key_size) if even else layout.value_size
-        shape = (layout.num_layers, layout.num_kv_heads, places)
+        shape = (layout.num_layers, layout.num_kv_heads, num_blocks * block_size)
         dtype = dtype or DTYPES[layout.dtype]
         self.keys = torch.zeros((*shape, layout.key_size), dtype=dtype, device=device)
         self.values = torch.zeros((*shape, stored), dtype=dtype, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys.device
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block as stored, which may be more than on the wire."""
-        return (self.keys.nbytes + self.values.nbytes) // self.num_blocks
+        self.device = self.keys.device
+        self.block_bytes = (self.keys.nbytes + self.values.nbytes) // num_blocks
 
     def write(
         self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -163,52 +165,38 @@ class KvCache:
             memory.narrow(2, target + count, -count % TILE).zero_()
 
     def blocks_out(self, first: int, count: int, out: torch.Tensor) -> None:
-        """Copies whole blocks as stored into out, uint8 [count, block_bytes]."""
         for raw, stored in self._by_block(first, count, out):
             raw.copy_(stored)
 
     def blocks_in(self, first: int, count: int, raw: torch.Tensor) -> None:
-        """The inverse of blocks_out."""
         for given, stored in self._by_block(first, count, raw):
             stored.copy_(given)
 
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
-        """See ModelRunner.pack."""
-        self.read(extents, first_position, self._wire(count, out))
-
-    def unpack(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
+    def transfer(
+        self, extents: Extents, first_position: int, wire: KeysAndValues, *, packing: bool
     ) -> None:
-        """See ModelRunner.unpack. A read-only payload is copied once more."""
-        if payload.readonly:
-            payload = memoryview(bytearray(payload))
-        self.fill(extents, first_position, self._wire(count, payload))
-
-    def read(self, extents: Extents, first_position: int, wire: KeysAndValues) -> None:
-        """Writes KV of the positions from first_position on into wire: [layers, positions, heads,
-        size], of any strides and in the wire's number type."""
-        done, count = 0, wire[0].shape[1]
-        check_extents(extents, first_position + count, self.num_blocks, self.block_size)
-        for start, length in spans(extents, first_position, count, self.block_size):
-            for part, memory in zip(wire, (self.keys, self.values), strict=True):
-                stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
-                numbers = converted(stored, part.dtype)
-                part.narrow(1, done, length).copy_(numbers.transpose(1, 2))
-            done += length
-
-    def fill(self, extents: Extents, first_position: int, wire: KeysAndValues) -> None:
-        """The inverse of `read`."""
+        """Writes KV of the positions from first_position on into wire; or, unless packing, takes it
+        from there. wire: of any strides and in the wire's number type."""
         done = start = length = 0
         count = wire[0].shape[1]
         check_extents(extents, first_position + count, self.num_blocks, self.block_size)
         for start, length in spans(extents, first_position, count, self.block_size):
             for part, memory in zip(wire, (self.keys, self.values), strict=True):
                 stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
-                numbers = converted(part.narrow(1, done, length), stored.dtype)
-                stored.copy_(numbers.transpose(1, 2))
+                here, there = stored.transpose(1, 2), part.narrow(1, done, length)
+                source, target = (here, there) if packing else (there, here)
+                target.copy_(converted(source, target.dtype))
             done += length
-        for memory in (self.keys, self.values):
+        for memory in () if packing else (self.keys, self.values):
             memory.narrow(2, start + length, -(first_position + count) % TILE).zero_()
+
+    def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
+        parts = keys_and_values(self.layout, count, wire)
+        self.transfer(extents, first, parts, packing=True)
+
+    def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
+        parts = keys_and_values(self.layout, count, wire)
+        self.transfer(extents, first, parts, packing=False)
 
     def _by_block(
         self, first: int, count: int, raw: torch.Tensor
@@ -225,10 +213,6 @@ class KvCache:
             yield raw[:, done : done + row].view(memory.dtype).view(stored.shape), stored
             done += row
 
-    def _wire(self, count: int, buffer: memoryview) -> KeysAndValues:
-        """A payload's keys and values as views of its bytes."""
-        return keys_and_values(self.layout, count, as_tensor(self.layout, count, buffer))
-
 
 def block_ids(extents: Extents) -> np.ndarray:
     """The blocks of extents in position order, int32."""
@@ -242,10 +226,20 @@ def places_of(table: np.ndarray, first_position: int, count: int, block_size: in
     return table[positions // block_size] * np.int32(block_size) + positions % block_size
 
 
-class BlockCache:
-    """keys: [num_blocks + 1, layers, kv_heads, block_size, key_size]; values: the same with
+class BlockCache(KvMemory):
+    """Block-major: all KV of a block, over all layers, is one run of memory, so that moving a block
+    is one copy. In it lie, layer by layer, the keys and then the values, each [head, offset,
+    element]: what one head reads of a block is one run too.
+
+    keys: [num_blocks + 1, layers, kv_heads, block_size, key_size]; values: the same with
     value_size. Both are views of `storage`, [num_blocks + 1, elements of a block], of type dtype;
     None is the wire's.
+
+    Attention reads only positions that were written, so no memory is ever cleared. One block more
+    than the pool has, `trash_block`, takes what padding rows of a batch write.
+
+    kernels: whether Triton's copy; None is where there is a GPU. Without them plain torch does the
+    same: there this layout is tested, and not fast.
     """
 
     def __init__(
@@ -256,17 +250,17 @@ class BlockCache:
         device: torch.device,
         *,
         dtype: torch.dtype | None = None,
+        kernels: bool | None = None,
     ):
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        super().__init__(layout, num_blocks, block_size)
         self.trash_block = num_blocks
         layers, heads = layout.num_layers, layout.num_kv_heads
         places = heads * block_size
         size = layers * places * (layout.key_size + layout.value_size)
-        self._wire_dtype = DTYPES[layout.dtype]
-        dtype = dtype or self._wire_dtype
+        dtype = dtype or DTYPES[layout.dtype]
         self.storage = torch.zeros(num_blocks + 1, size, dtype=dtype, device=device)
+        self.device = self.storage.device
+        self.block_bytes = size * dtype.itemsize
         by_layer = self.storage.view(num_blocks + 1, layers, -1)
         split = places * layout.key_size
         shape = (num_blocks + 1, layers, heads, block_size, -1)
@@ -277,14 +271,12 @@ class BlockCache:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._kernels: ModuleType | None = None
+        if device.type == "cuda" if kernels is None else kernels:
+            # Machines without a GPU need not have Triton.
+            from baton.engine.attention.triton import copies
 
-    @property
-    def device(self) -> torch.device:
-        return self.storage.device
-
-    @property
-    def block_bytes(self) -> int:
-        return self.storage.shape[1] * self.storage.element_size()
+            self._kernels = copies
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, [num_blocks + 1, kv_heads, block_size, size]."""
@@ -296,10 +288,8 @@ class BlockCache:
         """keys [kv_heads, T, key_size] and values [kv_heads, T, value_size], their last dimension
         contiguous, to places [T] (int32)."""
         own_keys, own_values = self._layers[layer]
-        if self._stream is not None:
-            from baton.engine.attention.triton import copies
-
-            copies.write(keys, values, places, own_keys, own_values)
+        if self._kernels is not None:
+            self._kernels.write(keys, values, places, own_keys, own_values)
             return
         blocks, offsets = places // self.block_size, places % self.block_size
         own_keys[blocks, :, offsets] = keys.transpose(0, 1)
@@ -310,12 +300,11 @@ class BlockCache:
         self.storage[copy.target].copy_(self.storage[copy.source])
 
     def blocks_out(self, first: int, count: int, out: torch.Tensor) -> None:
-        """Whole blocks to the host: out is uint8 [count, block_bytes]. When it is pinned, this only
-        enqueues the copy on the current stream."""
+        """When out is pinned, this only enqueues the copy on the current stream."""
         out.copy_(self._bytes(first, count), non_blocking=out.is_pinned())
 
     def blocks_in(self, first: int, count: int, raw: torch.Tensor) -> None:
-        """The inverse of blocks_out. A pinned raw must stay as it is until the copy is done."""
+        """A pinned raw must stay as it is until the copy is done."""
         self._bytes(first, count).copy_(raw, non_blocking=raw.is_pinned())
 
     def gather(self, extents: Extents, first_position: int, count: int) -> torch.Tensor:
@@ -324,17 +313,17 @@ class BlockCache:
         Enqueued on the current stream; the steps that wrote these positions are done.
         """
         places = self._places(extents, first_position, count)
-        numbers = self.storage.new_empty(count * self._position_elements)
-        if self._stream is not None:
-            from baton.engine.attention.triton import copies
-
-            copies.transfer(self.keys, self.values, places, numbers, packing=True)
-            return converted(numbers, self._wire_dtype)
+        wire_dtype = DTYPES[self.layout.dtype]
+        elements = count * self.layout.bytes_per_position // wire_dtype.itemsize
+        numbers = self.storage.new_empty(elements)
+        if self._kernels is not None:
+            self._kernels.transfer(self.keys, self.values, places, numbers, packing=True)
+            return converted(numbers, wire_dtype)
         parts = keys_and_values(self.layout, count, numbers)
         for part, memory in zip(parts, (self.keys, self.values), strict=True):
             found = memory[places // self.block_size, :, :, places % self.block_size]
             part.copy_(found.transpose(0, 1))
-        return converted(numbers, self._wire_dtype)
+        return converted(numbers, wire_dtype)
 
     def scatter(
         self, extents: Extents, first_position: int, count: int, wire: torch.Tensor
@@ -342,39 +331,24 @@ class BlockCache:
         """The inverse of gather; wire must stay as it is until the current stream is through."""
         places = self._places(extents, first_position, count)
         numbers = converted(wire, self.storage.dtype)
-        if self._stream is not None:
-            from baton.engine.attention.triton import copies
-
-            copies.transfer(self.keys, self.values, places, numbers, packing=False)
+        if self._kernels is not None:
+            self._kernels.transfer(self.keys, self.values, places, numbers, packing=False)
             return
         parts = keys_and_values(self.layout, count, numbers)
         for part, memory in zip(parts, (self.keys, self.values), strict=True):
             rows = part.transpose(0, 1)
             memory[places // self.block_size, :, :, places % self.block_size] = rows
 
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
-        """See ModelRunner.pack. Fastest when `out` is pinned memory."""
-        host = as_tensor(self.layout, count, out)
+    def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():
-            host.copy_(self.gather(extents, first_position, count))
+            wire.copy_(self.gather(extents, first, count))
 
-    def unpack(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
-    ) -> None:
-        """See ModelRunner.unpack. A read-only payload is copied once more."""
-        if payload.readonly:
-            payload = memoryview(bytearray(payload))
-        host = as_tensor(self.layout, count, payload)
+    def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():
-            wire = host.to(self.device, non_blocking=host.is_pinned())
-            self.scatter(extents, first_position, count, wire)
+            there = wire.to(self.device, non_blocking=wire.is_pinned())
+            self.scatter(extents, first, count, there)
         if self._stream is not None:
             self._stream.synchronize()
-
-    @property
-    def _position_elements(self) -> int:
-        layout = self.layout
-        return layout.num_layers * layout.num_kv_heads * (layout.key_size + layout.value_size)
 
     def _apart(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -17,7 +17,7 @@ from baton.core.scheduler.plan import StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.exact import MOST
 from baton.engine.footprint import free_bytes
-from baton.engine.kv.cache import KeysAndValues, KvCache, as_tensor, keys_and_values, of_heads
+from baton.engine.kv.cache import KeysAndValues, KvCache, as_tensor, keys_and_values
 from baton.engine.loader import choose_device, load
 from baton.engine.ranks.runner import (
     FIELD,
@@ -72,10 +72,10 @@ class Rank:
             case Step(plan):
                 return self._step(plan)
             case Pack(extents, first, _, _):
-                self._cache.read(extents, first, self._own_heads(request))
+                self._cache.transfer(extents, first, self._own_heads(request), packing=True)
                 return Done()
             case Unpack(extents, first, _, _):
-                self._cache.fill(extents, first, self._own_heads(request))
+                self._cache.transfer(extents, first, self._own_heads(request), packing=False)
                 return Done()
 
     def _open(self, config: EngineConfig) -> Opened:
@@ -114,4 +114,5 @@ class Rank:
         payload = memoryview(self._memory(place.file))[place.offset : place.offset + place.size]
         whole = keys_and_values(layout, request.count, as_tensor(layout, request.count, payload))
         own = self._cache.layout.num_kv_heads
-        return of_heads(whole, self._rank * own, own)
+        keys, values = (part.narrow(2, self._rank * own, own) for part in whole)
+        return keys, values

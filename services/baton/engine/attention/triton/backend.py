@@ -5,7 +5,7 @@ Chunks of one token go to the decode kernel, all others to the prefill kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -70,59 +70,41 @@ class TritonBackend:
     def forget(self, extents: Extents) -> None:
         """Nothing to do: what was not written is never read."""
 
-    def attend(
-        self,
-        arguments: LayerArguments,
-        step: TritonStep,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        """Stores the step's KV, then attends. Shapes as in AttentionContext."""
-        query, key, value = _rows(query), _rows(key), _rows(value)
-        tensors = step.tensors
-        self.memory.write(arguments.layer, tensors.places, key, value)
-        keys, values = self.memory.layer(arguments.layer)
-        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
-        given = query, keys, values, tensors, arguments
-        if step.parts is not None:
-            decode_attention(*given, self._decode_shape, step.parts, output)
-        if len(tensors.tiles):
-            parts = self._most_parts if self._exact else 0
-            prefill_attention(*given, self._prefill_shape, output, parts=parts)
-        return output
-
     def _forward_pass(self, tensors: StepTensors) -> ForwardPass:
+        # A CUDA graph is recorded and replayed over the same memory for parts.
         parts = None
         if tensors.lone:
             held = tensors.lone <= len(self._held.top)
             parts = self._held if held else self._parts(tensors.lone)
-        context = TritonStep(self, tensors, parts)
+        context = partial(self._attend, tensors, parts)
         return ForwardPass(tensors.token_ids, tensors.positions, tensors.sampled, context)
+
+    def _attend(
+        self,
+        tensors: StepTensors,
+        parts: PartStates | None,
+        arguments: LayerArguments,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """An AttentionContext of the step."""
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        self.memory.write(arguments.layer, tensors.places, key, value)
+        keys, values = self.memory.layer(arguments.layer)
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+        given = query, keys, values, tensors, arguments
+        if parts is not None:
+            decode_attention(*given, self._decode_shape, parts, output)
+        if len(tensors.tiles):
+            most_parts = self._most_parts if self._exact else 0
+            prefill_attention(*given, self._prefill_shape, output, parts=most_parts)
+        return output
 
     def _parts(self, sequences: int) -> PartStates:
         memory = self.memory
         heads, size = memory.layout.num_kv_heads, memory.layout.value_size
         return PartStates(sequences, heads, self._most_parts, self._per_head, size, memory.device)
-
-
-@dataclass(frozen=True, slots=True)
-class TritonStep:
-    """The context of one step. A CUDA graph is recorded and replayed over the same one's memory."""
-
-    backend: TritonBackend
-    tensors: StepTensors
-    parts: PartStates | None
-    """Memory for the states of the decode kernel, where the step has chunks of one token."""
-
-    def attend(
-        self,
-        arguments: LayerArguments,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.backend.attend(arguments, self, query, key, value)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
