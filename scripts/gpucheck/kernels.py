@@ -8,7 +8,7 @@ import torch
 
 from baton.core.request.model import KvLayout
 from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention.interface import LayerArguments
+from baton.engine.attention.interface import AttentionContext, LayerArguments
 from baton.engine.attention.triton.backend import TritonBackend
 from baton.engine.loader import AttentionShape
 from baton_loadtest.report import Result, compared
@@ -69,7 +69,7 @@ def decode_traffic(bandwidth: float, batch: int, context: int) -> Result:
     blocks = -(-context // BLOCK)
     chunks = tuple(Chunk(i, [0], context - 1, ((i * blocks, blocks),)) for i in range(batch))
     backend.memory.storage.normal_()
-    step = backend.begin(StepPlan(0, chunks)).context
+    step = _begin(backend, chunks)
     query, key, value = _inputs(case, layout, batch, "cuda")
     taken = seconds(lambda: step(_arguments(case, None), query, key, value))
     moved = 2 * batch * context * case.kv_heads * 2 * case.size
@@ -92,14 +92,14 @@ def _error(case: Case, kind: str, device: str) -> float:
         past = _inputs(case, layout, before + count, device)
         history.append(past)
         if before:
-            step = backend.begin(StepPlan(0, (Chunk(i, [0] * before, 0, table),))).context
+            step = _begin(backend, (Chunk(i, [0] * before, 0, table),))
             step(arguments, *(t[:, :before] for t in past))
     counts = [count for _, count in PARTS]
     now = [
         torch.cat([past[:, -count:] for past, count in zip(one, counts, strict=True)], 1)
         for one in zip(*history, strict=True)
     ]
-    step = backend.begin(StepPlan(1, tuple(chunks))).context
+    step = _begin(backend, tuple(chunks))
     got = step(arguments, now[0], now[1], now[2]).double()
     wanted = torch.cat(
         [
@@ -133,6 +133,12 @@ def _backend(
         exact=False,
     )
     return backend, layout
+
+
+def _begin(backend: TritonBackend, chunks: tuple[Chunk, ...]) -> AttentionContext:
+    context = backend.begin(StepPlan(0, chunks)).context
+    assert context is not None
+    return context
 
 
 def _arguments(case: Case, sinks: torch.Tensor | None) -> LayerArguments:

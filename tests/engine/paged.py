@@ -121,6 +121,7 @@ class Paged:
             chunks.append(Chunk(i, [1] * (end - sequence.done), sequence.done, sequence.extents))
             parts.append([t[:, own] for t in (sequence.query, sequence.key, sequence.value)])
         context = self.backend.begin(StepPlan(0, tuple(chunks))).context
+        assert context is not None
         query, key, value = (torch.cat(list(part), 1) for part in zip(*parts, strict=True))
         output = context(self.arguments, query, key, value)
         counts = [len(chunk.token_ids) for chunk in chunks]

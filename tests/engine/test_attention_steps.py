@@ -71,6 +71,7 @@ def run(
     if not chunks:
         return
     context = attention.begin(StepPlan(0, tuple(chunks))).context
+    assert context is not None
 
     def batch(name: str) -> torch.Tensor:
         return torch.cat([getattr(s, name)[:, f : f + n] for s, f, n in rows], 1)

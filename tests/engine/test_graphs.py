@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.graphs import DecodeGraphs, Record, batch_sizes, cuda_recorder
+from baton.engine.loader import run_network
 from baton.engine.runner import TorchRunner
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered
@@ -78,7 +80,7 @@ def recorder(runner: TorchRunner) -> Iterator[Recorder]:
         fill = runner._backend.decode_buffers(MOST)
         assert fill is not None
         logits = torch.full((MOST, runner.model.vocab_size), torch.nan, device=device)
-        runner._graphs = DecodeGraphs(runner._run, fill, logits, recorder)
+        runner._graphs = DecodeGraphs(partial(run_network, runner._network), fill, logits, recorder)
     yield recorder
     runner._graphs = None
 

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from baton.engine.attention.interface import ForwardPass
 from baton.engine.config import EngineConfig
 from baton.engine.exact import Product
 from baton.engine.linear import (
@@ -221,7 +222,9 @@ def test_sums_that_overflow_are_refused() -> None:
 
 def _last_logits(network: nn.Module, text: list[int]) -> torch.Tensor:
     positions = torch.arange(len(text))[None]
-    return run_network(network, torch.tensor([text]), positions, positions[0, -1:], None)[0]
+    return run_network(
+        network, ForwardPass(torch.tensor([text]), positions, positions[0, -1:], None)
+    )[0]
 
 
 def _runner_logits(runner: TorchRunner, text: list[int]) -> torch.Tensor:

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine import selfcheck
-from baton.engine.attention.interface import ForwardPass
 from baton.engine.attention.triton.backend import TritonBackend
 from baton.engine.config import EngineConfig
 from baton.engine.loader import load, probe_attention, run_network, wire
@@ -45,17 +44,12 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        return self._run(self._backend.begin(plan))
+        return run_network(self._network, self._backend.begin(plan))
 
     @torch.inference_mode()
     def decode(self, plan: StepPlan, rows: int) -> torch.Tensor:
         """In buffers that stay, as a graph does."""
-        return self._run(self._fill(plan, rows))
-
-    def _run(self, inputs: ForwardPass) -> torch.Tensor:
-        return run_network(
-            self._network, inputs.token_ids, inputs.positions, inputs.sampled, inputs.context
-        )
+        return run_network(self._network, self._fill(plan, rows))
 
 
 def check(folder: Path, arch: str, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Moves numbers between host and device without waiting for the device.
+"""The model's device: which one it is, and moving numbers to it and back without waiting for it.
 
 On a GPU host memory is pinned, and torch's allocator of pinned memory hands a block out again only
 when the copies that use it are done: dropping a tensor too early is safe. Both directions are
@@ -11,6 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a configured name; auto is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -46,3 +53,9 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
+
+
+def settle(device: torch.device) -> None:
+    """Waits until the current stream's work is done; on a CPU it always is."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -24,11 +24,14 @@ from transformers.utils import logging as transformers_logging
 
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.request.model import KvLayout, ModelDescription
-from baton.engine.attention.interface import INTERFACE, LayerArguments, paged
+from baton.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
 from baton.engine.config import EngineConfig
+from baton.engine.device import choose_device
 from baton.engine.digest import fetched_digest, model_digest
 from baton.engine.kv.cache import DTYPES
 from baton.engine.linear import check_int8
+
+log = logging.getLogger(__name__)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -102,7 +105,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 Progress = Callable[[int, int], None]
-"""Told (bytes done, bytes in all) while weights are read."""
+"""Called with (bytes done, bytes in all) while weights are read."""
 
 
 class Bar:
@@ -119,19 +122,12 @@ class Bar:
             self._progress(self._done, self.total)
 
 
-class _WeightsBar:
-    """Stands in for transformers' own progress bar, which counts tensors."""
-
-    def __init__(self, bar: Bar, items: Any):
-        self._bar = bar
-        self._items = list(items)
-
-    def __iter__(self) -> Iterator[Any]:
-        share = self._bar.total // 2 // max(1, len(self._items))
-        for item in self._items:
-            yield item
-            self._bar.advance(share)
-        self._bar.advance(self._bar.total)
+def _counted(items: list[Any], bar: Bar) -> Iterator[Any]:
+    """What transformers' own progress bar does, which counts tensors."""
+    for item in items:
+        yield item
+        bar.advance(bar.total // 2 // len(items))
+    bar.advance(bar.total)
 
 
 @contextmanager
@@ -140,7 +136,7 @@ def quiet(bar: Bar) -> Iterator[None]:
 
     def hook(factory: Any, args: Any, kwargs: Any) -> Any:
         items = args[0] if args else kwargs.get("iterable")
-        return factory(*args, **kwargs) if items is None else _WeightsBar(bar, items)
+        return factory(*args, **kwargs) if items is None else _counted(list(items), bar)
 
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
@@ -152,21 +148,17 @@ def quiet(bar: Bar) -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-log = logging.getLogger(__name__)
-
 Build = Callable[[Any, Path, Any, torch.dtype, Bar], nn.Module]
 """(model class, folder, its config, number type, progress) -> the network in eval mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """network: in eval mode, with its own eager attention still; `wire` switches it to ours.
-    device: where it runs; without weights, see `outline`, where it would.
-    """
-
     network: nn.Module
+    """In eval mode, with its own eager attention still; `wire` switches it to ours."""
     description: ModelDescription
     device: torch.device
+    """Where it runs; without weights, see `outline`, where it would."""
 
 
 def load(
@@ -198,13 +190,8 @@ def load(
     network = (build or _network)(model_class, folder, settings, dtype, bar)
     return LoadedModel(
         network=network.to(device),
-        description=ModelDescription(
-            name=config.model_name or folder.name,
-            digest=digest,
-            max_model_len=_max_model_len(config.max_model_len, settings),
-            vocab_size=int(settings.get_text_config().vocab_size),
-            eos_token_ids=_eos_token_ids(network, settings),
-            tokenizer_digest=config.tokenizer_digest,
+        description=_description(
+            config, settings, folder.name, digest, _eos_token_ids(network, settings)
         ),
         device=device,
     )
@@ -230,14 +217,21 @@ def outline(config: EngineConfig) -> LoadedModel:
         network.set_experts_implementation("batched_mm")
     return LoadedModel(
         network=network.eval(),
-        description=ModelDescription(
-            name=config.model_name or Path(config.model).name,
-            digest="",
-            max_model_len=_max_model_len(config.max_model_len, settings),
-            vocab_size=int(settings.get_text_config().vocab_size),
-            eos_token_ids=(),
-        ),
+        description=_description(config, settings, Path(config.model).name),
         device=device,
+    )
+
+
+def _description(
+    config: EngineConfig, settings: Any, name: str, digest: str = "", eos: tuple[int, ...] = ()
+) -> ModelDescription:
+    return ModelDescription(
+        name=config.model_name or name,
+        digest=digest,
+        max_model_len=_max_model_len(config.max_model_len, settings),
+        vocab_size=int(settings.get_text_config().vocab_size),
+        eos_token_ids=eos,
+        tokenizer_digest=config.tokenizer_digest,
     )
 
 
@@ -259,25 +253,18 @@ def wire(network: nn.Module) -> None:
         network.set_experts_implementation("eager")  # type: ignore[operator]
 
 
-def run_network(
-    network: nn.Module,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    rows: torch.Tensor,
-    context: object,
-) -> torch.Tensor:
-    """One forward pass: int64 token_ids and positions [1, T], rows [S] -> logits [S, vocab].
+def run_network(network: nn.Module, inputs: ForwardPass) -> torch.Tensor:
+    """One forward pass: logits [S, vocab] of the sampled rows.
 
-    context: what attention gets, or None for the model's own attention. All caches of transformers
-    are bypassed; positions come only from `positions`.
+    All caches of transformers are bypassed; positions come only from the inputs.
     """
-    extra = {} if context is None else {"baton_context": context}
+    extra = {} if inputs.context is None else {"baton_context": inputs.context}
     output = network(
-        input_ids=token_ids,
-        position_ids=positions,
+        input_ids=inputs.token_ids,
+        position_ids=inputs.positions,
         use_cache=False,
         past_key_values=None,
-        logits_to_keep=rows,
+        logits_to_keep=inputs.sampled,
         **extra,
     )
     logits: torch.Tensor = output.logits[0]
@@ -340,13 +327,6 @@ def _network(
     return eval_mode
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of a configured name; auto is the GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def _dtype(name: str, device: torch.device, settings: Any) -> torch.dtype:
     """Raises InvalidArgument for one that this GPU does not compute in."""
     gpu = device.type == "cuda" and torch.cuda.is_available()
@@ -386,40 +366,19 @@ def _eos_token_ids(network: nn.Module, settings: Any) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
 
 
-class KvProbe:
-    """An AttentionContext that computes nothing and notes what attention layers are given."""
-
-    def __init__(self) -> None:
-        self.layers: list[int] = []
-        self.shapes: set[tuple[int, int, int, int]] = set()
-        self.softcap = False
-        self.sliding = 0
-
-    def __call__(
-        self,
-        arguments: LayerArguments,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        self.layers.append(arguments.layer)
-        self.shapes.add((query.shape[0], key.shape[0], key.shape[-1], value.shape[-1]))
-        self.softcap |= arguments.softcap is not None
-        self.sliding += arguments.window is not None
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention of a model looks like. dtype: the type that KV is kept in. per_head: query
-    heads per KV head. sliding_layers: how many look back over a window only.
-    """
+    """What attention of a model looks like."""
 
     layout: KvLayout
     dtype: str
+    """The type that KV is kept in."""
     per_head: int
+    """Query heads per KV head."""
     softcap: bool
+    """Whether some layer has a soft cap."""
     sliding_layers: int = 0
+    """How many look back over a window only."""
 
 
 def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
@@ -431,22 +390,29 @@ def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionS
     """
     network = loaded.network
     name = network.config.model_type  # type: ignore[union-attr]
-    probe = KvProbe()
+    calls: list[LayerArguments] = []
+    shapes: set[tuple[int, int, int, int]] = set()
+
+    def note(
+        arguments: LayerArguments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        calls.append(arguments)
+        shapes.add((query.shape[0], key.shape[0], key.shape[-1], value.shape[-1]))
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+
     device = next(network.parameters()).device
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
     positions = torch.arange(2, device=device)[None]
     try:
-        run_network(network, tokens, positions, tokens[0, :1], probe)
+        run_network(network, ForwardPass(tokens, positions, tokens[0, :1], note))
     except Internal as error:
         raise UnsupportedModel(f"{name}: {error.message}") from error
     layers = int(network.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
-    if sorted(probe.layers) != list(range(layers)):
-        raise UnsupportedModel(
-            f"{name}: attention was called for {len(probe.layers)} of {layers} layers"
-        )
-    if len(probe.shapes) != 1:
+    if sorted(call.layer for call in calls) != list(range(layers)):
+        raise UnsupportedModel(f"{name}: attention was called for {len(calls)} of {layers} layers")
+    if len(shapes) != 1:
         raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
-    ((query_heads, heads, key_size, value_size),) = probe.shapes
+    ((query_heads, heads, key_size, value_size),) = shapes
     dtype = next(k for k, v in DTYPES.items() if v == network.dtype)
     layout = KvLayout(
         model_digest=loaded.description.digest,
@@ -456,4 +422,6 @@ def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionS
         key_size=key_size,
         value_size=value_size,
     )
-    return AttentionShape(layout, dtype, query_heads // heads, probe.softcap, probe.sliding)
+    softcap = any(call.softcap is not None for call in calls)
+    sliding = sum(call.window is not None for call in calls)
+    return AttentionShape(layout, dtype, query_heads // heads, softcap, sliding)

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from baton.engine import selfcheck
 from baton.engine.attention.backends import open_backend
 from baton.engine.attention.interface import Backend, ForwardPass
 from baton.engine.config import EngineConfig
+from baton.engine.device import choose_device
 from baton.engine.exact import NotExact, confine, cuts
 from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool
 from baton.engine.graphs import DecodeGraphs, cuda_recorder
@@ -30,7 +32,6 @@ from baton.engine.loader import (
     AttentionShape,
     LoadedModel,
     Progress,
-    choose_device,
     load,
     probe_attention,
     run_network,
@@ -191,7 +192,7 @@ class TorchRunner:
             return self._graphs.run(plan, self._last)
         inputs = self._backend.begin(plan)
         self._last.fill(plan, inputs.token_ids[0])
-        return self._run(self._padded(inputs))
+        return run_network(self._network, self._padded(inputs))
 
     def _prepare(
         self, config: EngineConfig, texts: list[list[int]], expected: list[torch.Tensor]
@@ -245,7 +246,9 @@ class TorchRunner:
         dtype = next(self._network.parameters()).dtype
         logits = torch.empty(shape, dtype=dtype, device=memory.device)
         try:
-            self._graphs = DecodeGraphs(self._run, fill, logits, cuda_recorder())
+            self._graphs = DecodeGraphs(
+                partial(run_network, self._network), fill, logits, cuda_recorder()
+            )
         except RuntimeError as error:
             log.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])
 
@@ -261,17 +264,12 @@ class TorchRunner:
             positions=functional.pad(inputs.positions, padding),
         )
 
-    def _run(self, inputs: ForwardPass) -> torch.Tensor:
-        return run_network(
-            self._network, inputs.token_ids, inputs.positions, inputs.sampled, inputs.context
-        )
-
 
 def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
     """The last position's logits [vocab] from the model's own attention."""
     tokens = torch.tensor([text], device=loaded.device)
     positions = torch.arange(len(text), device=loaded.device)[None]
-    return run_network(loaded.network, tokens, positions, positions[0, -1:], None)[0]
+    return run_network(loaded.network, ForwardPass(tokens, positions, positions[0, -1:], None))[0]
 
 
 def _peak(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> int:

@@ -104,8 +104,8 @@ class ForwardPass:
     """int64 [1, T]."""
     sampled: torch.Tensor
     """int64 [S], the rows whose logits are wanted, in order."""
-    context: AttentionContext
-    """What attention layers are given."""
+    context: AttentionContext | None
+    """What attention layers are given; None for the model's own attention."""
 
 
 Fill = Callable[[StepPlan, int], ForwardPass]

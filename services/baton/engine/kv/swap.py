@@ -24,6 +24,7 @@ import xxhash
 
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import BlockSwap, StepPlan
+from baton.engine.device import settle
 from baton.engine.kv.cache import KvMemory
 from baton.engine.kv.extents import Moved, joined, owners
 
@@ -135,12 +136,6 @@ class FileStore:
             if not done:
                 raise OSError(errno.EIO, "the swap file is cut short")
             view, offset = view[done:], offset + done
-
-
-def settle(device: torch.device) -> None:
-    """Waits until the current stream's copies are done; on CPU they always are."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _allocated(num_bytes: int, folder: str) -> IO[bytes]:

@@ -13,24 +13,23 @@ from pathlib import Path
 import torch
 
 from baton.core.errors import BatonError, InvalidArgument
-from baton.core.scheduler.plan import StepPlan
 from baton.engine.config import EngineConfig
+from baton.engine.device import choose_device
 from baton.engine.exact import MOST
 from baton.engine.footprint import free_bytes
 from baton.engine.kv.cache import KeysAndValues, KvCache, as_tensor, keys_and_values
-from baton.engine.loader import choose_device, load
+from baton.engine.loader import load
 from baton.engine.ranks.runner import (
     FIELD,
     Answer,
-    Done,
     Open,
     Opened,
-    Pack,
     Refused,
     Request,
     Step,
     Stepped,
-    Unpack,
+    Transfer,
+    Transferred,
     encode,
     to_request,
 )
@@ -70,13 +69,12 @@ class Rank:
             case Open(config):
                 return self._open(config)
             case Step(plan):
-                return self._step(plan)
-            case Pack(extents, first, _, _):
-                self._cache.transfer(extents, first, self._own_heads(request), packing=True)
-                return Done()
-            case Unpack(extents, first, _, _):
-                self._cache.transfer(extents, first, self._own_heads(request), packing=False)
-                return Done()
+                self._runner.submit(plan)
+                return Stepped(self._runner.collect())
+            case Transfer(extents, first, packing=packing):
+                wire = self._own_heads(request)
+                self._cache.transfer(extents, first, wire, packing=packing)
+                return Transferred()
 
     def _open(self, config: EngineConfig) -> Opened:
         device = choose_device(config.device)
@@ -104,11 +102,7 @@ class Rank:
             self._runner.not_exact_because,
         )
 
-    def _step(self, plan: StepPlan) -> Stepped:
-        self._runner.submit(plan)
-        return Stepped(self._runner.collect())
-
-    def _own_heads(self, request: Pack | Unpack) -> KeysAndValues:
+    def _own_heads(self, request: Transfer) -> KeysAndValues:
         """This rank's part of a payload over all heads, as views of its bytes."""
         layout, place = self._whole_layout, request.place
         payload = memoryview(self._memory(place.file))[place.offset : place.offset + place.size]

@@ -37,29 +37,21 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
 
 
-class Pack(msgspec.Struct, frozen=True, tag=True):
-    """Write your heads' KV of the positions into the payload at `place`."""
+class Transfer(msgspec.Struct, frozen=True, tag=True):
+    """Write your heads' KV of the positions into the payload at `place`; or, unless packing, read
+    it from there."""
 
     extents: Extents
     first_position: int
     count: int
     place: SharedPlace
-
-
-class Unpack(msgspec.Struct, frozen=True, tag=True):
-    """The inverse: read your heads' KV out of the payload at `place`."""
-
-    extents: Extents
-    first_position: int
-    count: int
-    place: SharedPlace
+    packing: bool
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """layout: of the rank's own heads."""
-
     model: ModelDescription
     layout: KvLayout
+    """Of the rank's own heads."""
     num_blocks: int
     not_exact_because: str
 
@@ -68,36 +60,23 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     result: StepResult
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class Transferred(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """field: what the operator has to change; "" for a fault of ours."""
-
     message: str
     field: str = ""
+    """What the operator has to change; "" for a fault of ours."""
 
 
-Request = Open | Step | Pack | Unpack
-Answer = Opened | Stepped | Done | Refused
+Request = Open | Step | Transfer
+Answer = Opened | Stepped | Transferred | Refused
 
 # A plan's sequences of tokens may be of any kind that can be read like a tuple.
-_encoder = msgspec.msgpack.Encoder(enc_hook=list)
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def encode(message: Request | Answer) -> bytes:
-    return _encoder.encode(message)
-
-
-def to_request(data: bytes) -> Request:
-    return _requests.decode(data)
-
-
-def to_answer(data: bytes) -> Answer:
-    return _answers.decode(data)
+encode = msgspec.msgpack.Encoder(enc_hook=list).encode
+to_request = msgspec.msgpack.Decoder[Request](Request).decode
+to_answer = msgspec.msgpack.Decoder[Answer](Answer).decode
 
 
 class Ranks(Protocol):
@@ -134,10 +113,15 @@ class RankedRunner:
 
     def __init__(self, ranks: Ranks, opened: Opened, block_size: int):
         self._ranks = ranks
-        self._model = opened.model
-        self._layout = replace(opened.layout, num_kv_heads=opened.layout.num_kv_heads * ranks.size)
-        self._num_blocks = opened.num_blocks
-        self._block_size = block_size
+        self.model = opened.model
+        self.layout = replace(opened.layout, num_kv_heads=opened.layout.num_kv_heads * ranks.size)
+        """Over all heads: what travels says nothing of ranks."""
+        self.num_blocks = opened.num_blocks
+        self.block_size = block_size
+        self.num_swap_blocks = 0, 0
+        self.depth = 1
+        self.copies_beside_steps = False
+        """Ranks do one thing at a time."""
         self.not_exact_because = opened.not_exact_because
         self._results: deque[StepResult] = deque()
         self._shared: Region | None = None
@@ -170,36 +154,6 @@ class RankedRunner:
         return cls(ranks, opened[0], config.block_size)
 
     @property
-    def model(self) -> ModelDescription:
-        return self._model
-
-    @property
-    def layout(self) -> KvLayout:
-        """Over all heads: what travels says nothing of ranks."""
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_swap_blocks(self) -> tuple[int, int]:
-        return 0, 0
-
-    @property
-    def depth(self) -> int:
-        return 1
-
-    @property
-    def copies_beside_steps(self) -> bool:
-        """Ranks do one thing at a time."""
-        return False
-
-    @property
     def exact(self) -> bool:
         """As TorchRunner's, among runners of as many ranks: another number sums in another
         order."""
@@ -208,10 +162,10 @@ class RankedRunner:
     def submit(self, plan: StepPlan) -> None:
         check_plan(
             plan,
-            num_blocks=self._num_blocks,
-            block_size=self._block_size,
-            vocab_size=self._model.vocab_size,
-            max_model_len=self._model.max_model_len,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.model.max_model_len,
         )
         answers = _ask(self._ranks, Step(plan))
         if not isinstance(answers[0], Stepped):
@@ -228,24 +182,12 @@ class RankedRunner:
         self._shared = region
 
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
-        self._check(extents, first_position, count, out)
-        place = self._find(out)
-        if place is not None:
-            self._move(Pack(extents, first_position, count, place))
-            return
-        place, room = self._scratch.room(out.nbytes)
-        self._move(Pack(extents, first_position, count, place))
-        out.cast("B")[:] = room
+        self._transfer(extents, first_position, count, out, packing=True)
 
     def unpack(
         self, extents: Extents, first_position: int, count: int, payload: memoryview
     ) -> None:
-        self._check(extents, first_position, count, payload)
-        place = self._find(payload)
-        if place is None:
-            place, room = self._scratch.room(payload.nbytes)
-            room[:] = payload.cast("B")
-        self._move(Unpack(extents, first_position, count, place))
+        self._transfer(extents, first_position, count, payload, packing=False)
 
     def on_death(self, died: Callable[[], None]) -> None:
         """See Ranks.on_death. The process has to end then, whether or not a step is running."""
@@ -256,20 +198,24 @@ class RankedRunner:
         self._ranks.close()
         self._scratch.close()
 
-    def _find(self, payload: memoryview) -> SharedPlace | None:
-        return None if self._shared is None else self._shared.find(payload)
-
-    def _check(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
+    def _transfer(
+        self, extents: Extents, first: int, count: int, payload: memoryview, *, packing: bool
     ) -> None:
-        """Before any rank is told: one that refuses has lost its step."""
-        check_extents(extents, first_position + count, self._num_blocks, self._block_size)
-        if count <= 0 or payload.nbytes != count * self._layout.bytes_per_position:
+        # Checked before any rank begins: one that refuses has lost its step.
+        check_extents(extents, first + count, self.num_blocks, self.block_size)
+        if count <= 0 or payload.nbytes != count * self.layout.bytes_per_position:
             raise Internal("the payload's size does not fit its positions")
-
-    def _move(self, request: Pack | Unpack) -> None:
-        if not all(isinstance(answer, Done) for answer in _ask(self._ranks, request)):
+        room = None
+        place = None if self._shared is None else self._shared.find(payload)
+        if place is None:
+            place, room = self._scratch.room(payload.nbytes)
+        if room is not None and not packing:
+            room[:] = payload.cast("B")
+        answers = _ask(self._ranks, Transfer(extents, first, count, place, packing))
+        if not all(isinstance(answer, Transferred) for answer in answers):
             raise Internal("a rank answered out of place")
+        if room is not None and packing:
+            payload.cast("B")[:] = room
 
 
 def _ask(ranks: Ranks, request: Request) -> list[Answer]:
