@@ -34,24 +34,23 @@ from baton.core.scheduler.plan import (
 )
 from baton.engine.kv.extents import Moved, check_extents, check_plan, owners, spans
 
-# FakeMemory, bytes in place of tensors: KV of FakeRunner.
-#
-# Per position a key and a value of 8 bytes each. Never written memory must not look like a start,
-# so it is all ones.
-
 KEY_SIZE = 8
 VALUE_SIZE = 8
+"""Bytes of a position."""
 
 
 class FakeMemory:
-    """keys and values lie apart, as in the wire's layout. num_swap_blocks: host and disk are one.
+    """KV of a `FakeRunner`: bytes in place of tensors, per position a key and a value.
 
-    lost: blocks of swap memory that do not come back, as from a disk that fails.
+    Keys and values lie apart, as in the wire's layout. Memory that was never written must not look
+    like a start, so it is all ones.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_swap_blocks: int, lost: Iterable[int] = ()
     ):
+        """num_swap_blocks: host and disk are one. lost: blocks of swap memory that do not come
+        back, as from a disk that fails."""
         self._block_size = block_size
         self._planes = tuple(
             (bytearray(b"\xff" * (num_blocks * block_size * size)), size)

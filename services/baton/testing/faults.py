@@ -10,7 +10,7 @@ Each rule is KIND@POINT with settings after a colon:
 - at: the first time (counted from 1) that it happens, and the only one without `every` or `rate`;
 - every: each so-many-th time, from `at` on when that is given;
 - times: how often at most;
-- seconds: how long a delay, or a read that is not told as done, lasts (for ever without);
+- seconds: how long a delay, or a read that is not reported as done, lasts (for ever without);
 - part: header or payload, for what damages a KV chunk.
 
 A point is "side.what". Points of messages lie where a side sends or receives one. The others lie
@@ -104,16 +104,19 @@ _EXTRA: Mapping[str, frozenset[FaultKind]] = {
 
 @dataclass(frozen=True, slots=True)
 class FaultRule:
-    """One thing to go wrong. See the module for what the settings mean; every 0: not repeated."""
+    """One thing to go wrong. The module's docstring describes the settings."""
 
     kind: FaultKind
     point: str
     rate: float = 1.0
     at: int = 1
     every: int = 1
+    """0: it is not repeated."""
     times: int | None = None
+    """None: without a bound."""
     seconds: float = math.inf
     part: str = ""
+    """header or payload; empty: either."""
 
     @property
     def name(self) -> str:
@@ -215,26 +218,24 @@ def _refused(item: str, why: str) -> InvalidArgument:
     return InvalidArgument(f"{item!r}: {why}", field=FIELD)
 
 
-# A KV transport whose reads go wrong at the point `transport.read`.
-#
-# It can tell a read as done late or never, read only half of it, or read another buffer, as through
-# a reference that is out of date. What it never does is release a read that the transport below has
-# not decided: it goes wrong as a transport may, within the port's contract.
-
 LEFT_OUT = 16
 """Bytes that a truncated read lacks at least: fewer could be there from before by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """hidden_until: on the monotonic clock; before it the read counts as running."""
-
     handle: object
     hidden_until: float
+    """On the monotonic clock; before it the read counts as running."""
 
 
 class FaultyTransport:
-    """See the port `baton.transfer.staging.KvTransport`."""
+    """A `KvTransport` whose reads go wrong at the point `transport.read`.
+
+    It reports a read as done late or never, reads only half of it, or reads another buffer, as
+    through a reference that is out of date. It never releases a read that the transport below has
+    not ended: it goes wrong as a transport may, within the port's contract.
+    """
 
     def __init__(self, inner: KvTransport, faults: FaultInjector) -> None:
         self._inner, self._faults = inner, faults
@@ -287,18 +288,18 @@ class FaultyTransport:
         self._inner.close()
 
 
-# Ways to damage a KV chunk, in its buffer or in what is told of it; decides nothing about when.
-#
-# Every function returns whether it changed anything: what changed nothing is no fault.
-
 # Where fields of the binary header lie; see baton.transfer.kv_chunk.
 _INSTANCE_ID, _LAYOUT, _LENGTH = slice(8, 24), slice(68, 76), slice(76, 84)
 
 KEPT = 8
+"""Old KV chunks, and headers, of one side."""
 
 
 class Damage:
-    """Damages KV chunks of one sender or receiver. Keeps a few old ones, to bring them back."""
+    """Damages KV chunks of one sender or receiver, in their buffers or in their announcements.
+
+    It keeps a few old ones, to bring them back.
+    """
 
     def __init__(self) -> None:
         self._kv_chunks: deque[bytes] = deque(maxlen=KEPT)
@@ -313,7 +314,7 @@ class Damage:
     def in_buffer(
         self, kind: FaultKind, part: str, kv_chunk: memoryview, draw: random.Random
     ) -> bool:
-        """KV chunk: header and payload as they lie in a buffer."""
+        """Whether it changed anything. kv_chunk: header and payload as they lie in a buffer."""
         before = bytes(kv_chunk)
         match kind:
             case FaultKind.CORRUPT:
@@ -365,14 +366,11 @@ def _flip(kv_chunk: memoryview, where: slice, draw: random.Random) -> None:
 
 
 class FaultInjector(Faults):
-    """See the port.
-
-    injected: how often each rule, by its name, has really changed something. reached: how often
-    each point was reached since `arm`.
-    """
+    """Breaks hand-overs at their points, by the rules of a spec."""
 
     def __init__(self, spec: FaultSpec) -> None:
         self.injected: Counter[str] = Counter()
+        """How often each rule, by its name, has really changed something."""
         self._damage = Damage()
         self.arm(spec)
 
@@ -382,6 +380,7 @@ class FaultInjector(Faults):
             (rule, random.Random(f"{spec.seed} {i}")) for i, rule in enumerate(spec.rules)
         ]
         self.reached: Counter[str] = Counter()
+        """How often each point was reached since `arm`."""
         self._left = {rule: rule.times for rule in spec.rules}
 
     def due(self, point: str) -> list[tuple[FaultRule, random.Random]]:
