@@ -193,7 +193,7 @@ class FakeRunner:
 
     @property
     def copies_beside_steps(self) -> bool:
-        """Its steps may run late, and nobody knows on which thread."""
+        """False: its steps may run late, and on any thread."""
         return False
 
     @property
@@ -284,7 +284,7 @@ class FakeRunner:
         return Moved(time.perf_counter() - began, owners(plan, missing))
 
     def _known(self, chunk: Chunk) -> Sequence[int]:
-        """The chunk's tokens; one that nobody sampled stays unknown and leads to other tokens."""
+        """The chunk's tokens; one that was never sampled stays unknown and gives other tokens."""
         if tuple(chunk.token_ids) != (PENDING,):
             return chunk.token_ids
         of_steps = (tokens.get(chunk.sequence_id) for tokens in reversed(self._sampled))

@@ -1,5 +1,5 @@
 """Moving KV between workers: sealed KV chunks, staging buffers and transports.
 
-In: finished positions of a sequence, messages of the peer.
-Out: verified KV in the pool of another worker, or an error that says why not.
+In: finished positions of a sequence, and the messages of `handover.proto` on gRPC streams.
+Out: verified KV in the pool of another worker, or an error with the reason.
 """

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | None]:
-    """What the probe told, and what is to be said of a probe that did not end as it should."""
+    """The facts that the probe printed, and a finding when it did not end as it should."""
     command = [sys.executable, "-m", "baton.cli.kv.probe", json.dumps(task)]
     environment = {
         **os.environ,
@@ -138,21 +138,21 @@ def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | N
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as child:
         try:
-            said, complained = child.communicate(timeout=DEADLINE_S)
+            output, errors = child.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
             child.kill()
-            said, complained = child.communicate()
+            output, errors = child.communicate()
             stuck = fail(
                 f"did not end within {DEADLINE_S:.0f} s",
                 "the peer or the network froze; see the peer's log",
             )
     facts: dict[str, Any] = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         # UCX may write to standard output, too.
         if line.startswith("{"):
             facts.update(json.loads(line))
     if stuck is None and not facts.keys() & {"done", "error"}:
-        words = complained.strip().splitlines()[-1:] or ["no word"]
+        words = errors.strip().splitlines()[-1:] or ["no word"]
         stuck = fail(
             f"ended with code {child.returncode}: {words[0][:200]}",
             "UCX may not work on this machine: run 'baton doctor'",

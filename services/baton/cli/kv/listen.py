@@ -29,7 +29,7 @@ async def listen(
     certificates: Certificates | None,
     token: str = "",
 ) -> int:
-    """Serves until it is told to stop. Returns the exit code; raises as a worker's start does."""
+    """Serves until it is stopped. Returns the exit code; raises as a worker's start does."""
     me = WorkerIdentity("doctor", new_instance_id(), address)
     async with AsyncExitStack() as ends:
         staging = await Staging.open(

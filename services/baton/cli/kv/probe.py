@@ -190,7 +190,7 @@ class ProbeTask:
 
 
 async def probe(task: ProbeTask, tell: Tell) -> None:
-    """Raises BatonError at the first thing that fails; what was told before stands."""
+    """Raises BatonError at the first thing that fails; what was printed before stands."""
     ucx = choose(
         KvNetwork(task.kv_network),
         transports=task.ucx_transports,

@@ -104,7 +104,7 @@ _STAGES = ("peer", "meeting", "transport", "kv_chunks", "done")
 def judge(
     address: str, facts: Facts, way: Way | None, fabric: Fabric, devices: Sequence[str]
 ) -> dict[str, Finding]:
-    """Findings by name, in order. devices: those that UCX was told to use."""
+    """Findings by name, in order. devices: those that the operator named."""
     reached = [stage for stage in _STAGES if stage in facts]
     missing = next((stage for stage in _STAGES if stage not in facts), "")
     found: dict[str, Finding] = {}
@@ -131,10 +131,10 @@ def _peer(address: str, facts: Facts) -> Finding:
     detail = f"{peer['role']} at {address}, instance id {peer['instance_id'][:8]}"
     if not peer["has_kv"]:
         return fail(f"{detail}, which has no KV", A_WORKER)
-    told = str(peer["address"])
-    if _loopback(told) and not _loopback(address):
+    advertised = str(peer["address"])
+    if _loopback(advertised) and not _loopback(address):
         return warn(
-            f"{detail}, tells others to find it at {told}",
+            f"{detail}, tells others to find it at {advertised}",
             "start it with --advertise HOST:PORT, or no other machine collects from it",
         )
     return ok(detail)
@@ -214,7 +214,7 @@ def _speed_up(way: Way | None, fabric: Fabric) -> str:
 
 
 def _machine(fabric: Fabric, devices: Sequence[str]) -> dict[str, Finding]:
-    """What is wrong with this machine, whoever the peer is. Nothing is said where nothing is."""
+    """Findings of what is wrong with this machine, whoever the peer is."""
     found: dict[str, Finding] = {}
     unknown = [name for name in devices if name not in fabric.names]
     if unknown:
