@@ -45,7 +45,7 @@ from baton.router.api.grpc.inference import InferenceServicer
 from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
 from baton.router.request.pipeline import Pipeline
-from baton.router.workers.clients import EncodedPrompt
+from baton.router.workers.tokenizers import EncodedPrompt
 from baton.rpc.server import ProcessServer
 
 ANYONE = HttpAccess(OpenAuthenticator(), open_metrics=False)

@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.request import TextPrompt
 from baton.router.workers.clients import TokenizerClient
 from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
 from baton.rpc.model_folder import tokenizer_digest
@@ -86,14 +85,15 @@ async def test_ids_become_text_item_by_item(served: Started) -> None:
 
 async def test_a_router_asks_for_names_and_for_text(served: Started) -> None:
     client = TokenizerClient(served.channel)
-    encoded = await client.encode(
-        TextPrompt("the fox"), b"", "request", 10.0, with_token_strings=True
-    )
+    item = pb.EncodeInput(text="the fox", add_special_tokens=True, with_token_strings=True)
+    encoded = await client.encode(item, "request", 10.0)
     assert list(encoded.token_strings) == made("byte_level").encode("the fox").tokens
-    text = await client.decode(encoded.token_ids, "request", 10.0, skip_special_tokens=True)
+    back = pb.DecodeInput(token_ids=encoded.token_ids, skip_special_tokens=True)
+    text = await client.decode(back, "request", 10.0)
     assert text == "the fox"
     with pytest.raises(InvalidArgument) as raised:
-        await client.decode([10**6], "request", 10.0, skip_special_tokens=True)
+        wrong = pb.DecodeInput(token_ids=token_ids_to_bytes([10**6]))
+        await client.decode(wrong, "request", 10.0)
     assert raised.value.field == "tokens"
 
 

@@ -29,8 +29,8 @@ from baton.router.request.admission import AdmissionController, RequestContext, 
 from baton.router.request.pacing import DeferredCalls, LoadMonitor
 from baton.router.request.preparation import Preparation, Prepared
 from baton.router.request.runner import RequestRunner
-from baton.router.workers.clients import EncodedPrompt
 from baton.router.workers.fleet import Fleet
+from baton.router.workers.tokenizers import EncodedPrompt
 from baton.rpc.tracing import OFF, Tracer, now
 
 

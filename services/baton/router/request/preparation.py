@@ -36,8 +36,7 @@ from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.admission import RequestContext, RouterServices
 from baton.router.request.runner import RequestRunner
 from baton.router.request.texts import PROMPT_TAIL, TextOptions, spell
-from baton.router.workers.clients import EncodedPrompt
-from baton.router.workers.tokenizers import Tokenizers
+from baton.router.workers.tokenizers import EncodedPrompt, Tokenizers
 from baton.rpc.tracing import SCORE, now
 
 WORDED_AT_ONCE = 1024

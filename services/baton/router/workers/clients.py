@@ -1,10 +1,10 @@
-"""Unary calls to prefill workers and tokenizers."""
+"""Unary calls to prefill workers and tokenizers, of which each client serves one instance id."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -12,17 +12,9 @@ from baton.core.errors import BatonError, Internal, WorkerLost
 from baton.core.kvcache.prefix import HASH_BYTES
 from baton.core.observe.stages import UNTRACED, TraceContext
 from baton.core.request.attempt import Attempt, AttemptKey
-from baton.core.request.model import AnswerFormat, WorkerIdentity
-from baton.core.request.request import ChatPrompt, Grammar, Prompt, TextPrompt, TokenPrompt
+from baton.core.request.model import WorkerIdentity
 from baton.rpc.calls import cancelled_here
-from baton.rpc.convert import (
-    attempt_to_proto,
-    chat_to_proto,
-    error_from_proto,
-    grammar_to_proto,
-    token_ids_from_bytes,
-    token_ids_to_bytes,
-)
+from baton.rpc.convert import attempt_to_proto, error_from_proto
 from baton.rpc.errors import REQUEST_ID_KEY, from_rpc_error
 from baton.rpc.tracing import metadata_of
 from baton.v1.prefill_pb2 import CancelRequest, RunRequest, RunResponse
@@ -31,18 +23,25 @@ from baton.v1.tokenizer_pb2 import (
     DecodeInput,
     DecodeRequest,
     EncodeInput,
+    EncodeOutput,
     EncodeRequest,
 )
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 
-# Calls to one worker that has no stream of its own to tell when it is gone.
-#
-# A call ends when its answer comes, when its caller is cancelled, or when the worker is given up by
-# whoever watches it.
+CANCEL_TIMEOUT_S = 2.0
+
+TOKENIZE_TIMEOUT_S = 30.0
+"""Above what the largest prompt takes."""
+
+TOKEN_ID_BYTES = 4
+"""On the wire."""
 
 
 class UnaryClient:
-    """The pool runs `run` while the worker's instance id lives and cancels it afterwards."""
+    """The pool runs `run` while the worker's instance id lives and cancels it afterwards.
+
+    A call ends when its answer comes, when its caller is cancelled, or when the worker is given up.
+    """
 
     ready = True
 
@@ -81,12 +80,6 @@ class UnaryClient:
         finally:
             self._running.discard(call)
             call.cancel()
-
-
-# Speaks to one prefill worker.
-
-
-CANCEL_TIMEOUT_S = 2.0
 
 
 class PrefillClient(UnaryClient):
@@ -135,99 +128,35 @@ class PrefillClient(UnaryClient):
             return
 
 
-# Speaks to one tokenizer.
-
-
-CALL_TIMEOUT_S = 30.0
-"""Above what the largest prompt takes."""
-
-TOKEN_ID_BYTES = 4
-"""On the wire."""
-
-AT_ONCE_BYTES = 1 << 16
-"""Of packed ids that are unpacked without a pause: half a millisecond's."""
-
-_UNTOLD = AnswerFormat()
-
-
-class EncodedPrompt(NamedTuple):
-    """A prompt's token ids, the hashes of its units as `core.prefix` has them, and, when asked for,
-    each token's name in the vocabulary.
-
-    reasoning_open: it is a chat's and ends within reasoning. answer_format: of the model.
-    too_many: how many tokens there are, where they were too many to be looked at; else 0.
-    """
-
-    token_ids: tuple[int, ...]
-    prefix_hashes: bytes
-    token_strings: tuple[str, ...] = ()
-    reasoning_open: bool = False
-    answer_format: AnswerFormat = _UNTOLD
-    too_many: int = 0
-
-
 class TokenizerClient(UnaryClient):
-    """`baton.v1.Tokenizer` of one instance id. answer_format: of its model."""
+    """`baton.v1.Tokenizer` of one instance id, with one input a call."""
 
-    def __init__(self, channel: grpc.aio.Channel, answer_format: AnswerFormat = _UNTOLD) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         super().__init__()
-        self._answer_format = answer_format
         self._stub = TokenizerStub(channel)
 
     async def encode(
-        self,
-        prompt: Prompt,
-        cache_salt: bytes,
-        request_id: str,
-        remaining_s: float,
-        *,
-        grammar: Grammar | None = None,
-        most_tokens: int | None = None,
-        with_token_strings: bool = False,
-        trace: TraceContext = UNTRACED,
-    ) -> EncodedPrompt:
-        """most_tokens: of more only the number is told: to look at a million of them would keep
-        the event loop. Raises BatonError, naming the field if the prompt or the grammar is at
-        fault."""
-        item = _input(prompt, cache_salt)
-        item.with_token_strings = with_token_strings
-        if grammar is not None:
-            item.grammar.CopyFrom(grammar_to_proto(grammar))
-        output = await self._ask(
-            self._stub.Encode, EncodeRequest(inputs=[item]), request_id, remaining_s, trace
+        self, item: EncodeInput, request_id: str, remaining_s: float, trace: TraceContext = UNTRACED
+    ) -> EncodeOutput:
+        """Raises BatonError, naming the field if the prompt or the grammar is at fault."""
+        request = EncodeRequest(inputs=[item])
+        output: EncodeOutput = await self._only(
+            self._stub.Encode, request, request_id, remaining_s, trace
         )
-        num_tokens = len(output.token_ids) // TOKEN_ID_BYTES
-        if most_tokens is not None and num_tokens > most_tokens:
-            return EncodedPrompt((), b"", too_many=num_tokens)
-        token_ids = await _in_turns(output.token_ids)
-        strings = tuple(output.token_strings)
-        if len(output.prefix_hashes) % HASH_BYTES or len(strings) != (
-            len(token_ids) if with_token_strings else 0
-        ):
+        names = len(output.token_ids) // TOKEN_ID_BYTES if item.with_token_strings else 0
+        if len(output.prefix_hashes) % HASH_BYTES or len(output.token_strings) != names:
             raise _astray()
-        return EncodedPrompt(
-            token_ids, output.prefix_hashes, strings, output.reasoning_open, self._answer_format
-        )
+        return output
 
     async def decode(
-        self,
-        token_ids: Sequence[int],
-        request_id: str,
-        remaining_s: float,
-        *,
-        skip_special_tokens: bool,
-        trace: TraceContext = UNTRACED,
+        self, item: DecodeInput, request_id: str, remaining_s: float, trace: TraceContext = UNTRACED
     ) -> str:
         """The text of a whole list of ids. Raises BatonError; `tokens` if they are at fault."""
-        item = DecodeInput(
-            token_ids=token_ids_to_bytes(token_ids), skip_special_tokens=skip_special_tokens
-        )
-        output = await self._ask(
-            self._stub.Decode, DecodeRequest(inputs=[item]), request_id, remaining_s, trace
-        )
+        request = DecodeRequest(inputs=[item])
+        output = await self._only(self._stub.Decode, request, request_id, remaining_s, trace)
         return str(output.text)
 
-    async def _ask(
+    async def _only(
         self,
         method: Callable[..., Any],
         request: Any,
@@ -236,12 +165,9 @@ class TokenizerClient(UnaryClient):
         trace: TraceContext,
     ) -> Any:
         """The one output."""
+        timeout_s = max(0.0, min(remaining_s, TOKENIZE_TIMEOUT_S))
         answer = await self.call(
-            method,
-            request,
-            request_id=request_id,
-            timeout_s=max(0.0, min(remaining_s, CALL_TIMEOUT_S)),
-            trace=trace,
+            method, request, request_id=request_id, timeout_s=timeout_s, trace=trace
         )
         if len(answer.outputs) != 1:
             raise _astray()
@@ -251,28 +177,5 @@ class TokenizerClient(UnaryClient):
         return output
 
 
-async def _in_turns(packed: bytes) -> tuple[int, ...]:
-    """Token ids, some at a time: others on this loop do not wait for all of them."""
-    if len(packed) <= AT_ONCE_BYTES:
-        return token_ids_from_bytes(packed, "token_ids")
-    found: list[int] = []
-    for start in range(0, len(packed), AT_ONCE_BYTES):
-        found += token_ids_from_bytes(packed[start : start + AT_ONCE_BYTES], "token_ids")
-        await asyncio.sleep(0)
-    return tuple(found)
-
-
 def _astray() -> Internal:
     return Internal("The tokenizer answered something else.")
-
-
-def _input(prompt: Prompt, cache_salt: bytes) -> EncodeInput:
-    match prompt:
-        case TextPrompt(text, add_special_tokens):
-            return EncodeInput(
-                text=text, add_special_tokens=add_special_tokens, cache_salt=cache_salt
-            )
-        case TokenPrompt(token_ids):
-            return EncodeInput(token_ids=token_ids_to_bytes(token_ids), cache_salt=cache_salt)
-        case ChatPrompt():
-            return EncodeInput(chat=chat_to_proto(prompt), cache_salt=cache_salt)

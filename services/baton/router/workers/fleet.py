@@ -19,7 +19,7 @@ import grpc
 from baton.core.errors import BatonError, Unavailable
 from baton.core.handover.fit import refusal
 from baton.core.kvcache.cache_events import CacheBatch
-from baton.core.request.model import AnswerFormat, ModelDescription, WorkerIdentity
+from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request_state import is_fault, leaves
 from baton.core.routing.failures import Breaker, Breakers
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSnapshot, WorkerState
@@ -540,7 +540,9 @@ class Fleet:
         context = FleetContext(discovery, channels, router, awake)
         self.changed = changed = context.changed
         """Set when any worker changed."""
-        self.tokenizers = Pool("tokenizer", context, _tokenizer_client)
+        self.tokenizers = Pool(
+            "tokenizer", context, lambda channel, worker: TokenizerClient(channel)
+        )
         self.prefills = Pool(
             "prefill",
             context,
@@ -610,11 +612,6 @@ class Fleet:
 
 def _log_unpaired(prefill: WorkerIdentity, decode: WorkerIdentity, detail: str) -> None:
     log.warning("%s (they are not paired)", refusal(prefill, decode, detail).message)
-
-
-def _tokenizer_client(channel: grpc.aio.Channel, worker: WorkerDescription) -> TokenizerClient:
-    model = worker.model
-    return TokenizerClient(channel, model.answer_format if model else AnswerFormat())
 
 
 LEAVES_S = 1.0

@@ -1,6 +1,4 @@
-"""What tokenizers do for this router's requests, each in its tenant's turn, and by another one when
-one fails.
-"""
+"""Work that tokenizers do for this router's requests: its queue, its retries, its results."""
 
 from __future__ import annotations
 
@@ -11,31 +9,32 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from baton.core.admission.fair_queue import Entry, FairQueue
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.request.request import ChatPrompt, Grammar, Prompt, TokenPrompt
+from baton.core.request.model import AnswerFormat, ModelDescription, WorkerIdentity
+from baton.core.request.request import ChatPrompt, Grammar, Prompt, TextPrompt, TokenPrompt
 from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.core.routing.failures import RetryBudget
 from baton.core.routing.routing import tie_break
 from baton.router.config import RouterConfig
-from baton.router.workers.clients import TOKEN_ID_BYTES, EncodedPrompt, TokenizerClient
+from baton.router.workers.clients import TOKEN_ID_BYTES, TokenizerClient
 from baton.router.workers.fleet import Fleet, Placed, Pool, Worker
 from baton.router.workers.shared_stream import Broadcast
+from baton.rpc.convert import (
+    chat_to_proto,
+    grammar_to_proto,
+    token_ids_from_bytes,
+    token_ids_to_bytes,
+)
 from baton.rpc.logs import named
+from baton.v1.tokenizer_pb2 import DecodeInput, EncodeInput
 
-# TokenizerQueue, where what tokenizers are to do waits for one with room, in fair order.
-#
-# A tokenizer works in the order in which things come, so what decides is what it is sent, and
-# when: a router sends each one only as much as keeps its threads busy, and the rest waits here,
-# by deficit round robin over tenants and bytes (`FairQueue`). There are three lanes, as there are
-# at the tokenizer, so that none waits for another: short inputs, long ones, and those that bring
-# a grammar, which is tried first and may take far longer than its text.
-
+log = logging.getLogger(__name__)
 
 LONG_BYTES = 1 << 16
 """From here on an input is long, as it is for the tokenizer."""
@@ -75,18 +74,19 @@ class Lane(Enum):
 
 @dataclass(slots=True, eq=False)
 class QueuedInput:
-    """One input that a tokenizer is wanted for. size: bytes. tokenizer_digest: "" fits all.
-    passed_over: instance ids that are only used when there is no other. give_up: how long a
-    tokenizer may be missing; a reading of the loop's clock.
-    """
+    """One input that waits for a tokenizer."""
 
     request_id: str
     tenant: Tenant
     lane: Lane
     size: int
+    """Bytes."""
     tokenizer_digest: str
+    """"" fits every tokenizer."""
     passed_over: Collection[str]
+    """Instance ids that are only used when there is no other."""
     give_up: float
+    """Until when a tokenizer may be missing, on the loop's clock."""
     future: asyncio.Future[TokenizerSlot] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -145,7 +145,16 @@ class TokenizerSlot:
 
 
 class TokenizerQueue:
-    """One per router. changed: set when there may be other tokenizers, or other states of them."""
+    """Where inputs for tokenizers wait for one with room, in fair order. One per router.
+
+    A tokenizer works in the order in which inputs come, so the order is decided here: a router
+    sends each one only as much as keeps its threads busy, and the rest waits, by deficit round
+    robin over tenants and bytes (`FairQueue`). There are three lanes, as there are at the
+    tokenizer, so that none waits for another: short inputs, long ones, and those that bring a
+    grammar, which is tried first and may take far longer than its text.
+
+    changed: set when there may be other tokenizers, or other states of them.
+    """
 
     def __init__(self, pool: Pool[TokenizerClient], changed: Broadcast) -> None:
         self._pool = pool
@@ -290,28 +299,47 @@ def _fits(worker: Worker[TokenizerClient], tokenizer_digest: str) -> bool:
     return not own or tokenizer_digest in ("", own)
 
 
-log = logging.getLogger(__name__)
-
 PAUSE_S = 0.1
 MAX_KNOWN_GRAMMARS = 4096
+
+AT_ONCE_BYTES = 1 << 16
+"""Of packed ids that are unpacked without a pause: half a millisecond's."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class AskedBy:
-    """The request that something is done for. deadline: on the running loop's clock. trace: what
-    the work is a part of."""
+    """The request that something is done for."""
 
     request_id: str
     tenant: Tenant
     deadline: float
+    """On the running loop's clock."""
     trace: TraceContext = UNTRACED
+    """What the work is a part of."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as a tokenizer gives it back."""
+
+    token_ids: tuple[int, ...]
+    prefix_hashes: bytes
+    """Of its units, as `core.kvcache.prefix` computes them."""
+    reasoning_open: bool = False
+    """It is a chat's and ends within reasoning."""
+    answer_format: AnswerFormat = AnswerFormat()
+    """Of the model."""
+    too_many: int = 0
+    """How many tokens there are, where they are too many to be unpacked; else 0."""
 
 
 class Tokenizers:
-    """All raise BatonError, naming the field when the input is at fault; that is not tried again.
-    on_turn: called when it is handed to a tokenizer, each time. Sizes are in bytes.
+    """Work that tokenizers do for this router's requests, each in its tenant's turn, and by another
+    tokenizer when one fails.
+
+    All calls raise BatonError, naming the field when the input is at fault; that is not tried
+    again. on_turn: called each time that the work is handed to a tokenizer.
     """
 
     def __init__(self, fleet: Fleet, config: RouterConfig, budget: RetryBudget) -> None:
@@ -332,10 +360,12 @@ class Tokenizers:
         grammar: Grammar | None = None,
         most_tokens: int | None = None,
         on_turn: Callable[[], None] = lambda: None,
-        on_served: Callable[[WorkerIdentity], None] | None = None,
+        on_served: Callable[[WorkerIdentity], None] = lambda _: None,
     ) -> EncodedPrompt:
-        """grammar: tried first. most_tokens: see TokenizerClient. on_served: told which tokenizer
+        """size: bytes. grammar: tried first. most_tokens: of more only the number is returned, for
+        to unpack a million of them would block the event loop. on_served: gets the tokenizer that
         did it."""
+        item = _encode_input(prompt, cache_salt, grammar)
         digest = grammar.digest if grammar is not None else b""
         if grammar is not None and digest not in self._known_grammars:
             lane = Lane.GRAMMAR
@@ -344,48 +374,38 @@ class Tokenizers:
             lane = Lane.LONG
         else:
             lane = Lane.SHORT
-        encoded = await self._ask(
-            model,
-            asked_by,
-            lane,
-            size,
-            lambda client, remaining_s: client.encode(
-                prompt,
-                cache_salt,
-                asked_by.request_id,
-                remaining_s,
-                grammar=grammar,
-                most_tokens=most_tokens,
-                trace=asked_by.trace,
-            ),
-            on_turn,
-            on_served,
+        output, worker = await self._ask(
+            model, asked_by, lane, size, lambda client: partial(client.encode, item), on_turn
         )
+        on_served(worker.identity)
         if grammar is not None:
             self._known_grammars[digest] = None
             self._known_grammars.move_to_end(digest)
             if len(self._known_grammars) > MAX_KNOWN_GRAMMARS:
                 self._known_grammars.popitem(last=False)
-        return encoded
+        num_tokens = len(output.token_ids) // TOKEN_ID_BYTES
+        if most_tokens is not None and num_tokens > most_tokens:
+            return EncodedPrompt((), b"", too_many=num_tokens)
+        return EncodedPrompt(
+            await _unpack(output.token_ids),
+            output.prefix_hashes,
+            output.reasoning_open,
+            worker.model.answer_format,
+        )
 
     async def names(
         self, token_ids: tuple[int, ...], model: ModelDescription, asked_by: AskedBy
     ) -> tuple[str, ...]:
         """What these tokens are called in the vocabulary."""
-        encoded = await self._ask(
+        item = _encode_input(TokenPrompt(token_ids), b"")
+        item.with_token_strings = True
+        output, _ = await self._ask(
             model,
             asked_by,
             *_lane_of_ids(token_ids),
-            lambda client, remaining_s: client.encode(
-                TokenPrompt(token_ids),
-                b"",
-                asked_by.request_id,
-                remaining_s,
-                with_token_strings=True,
-                trace=asked_by.trace,
-            ),
+            lambda client: partial(client.encode, item),
         )
-        return encoded.token_strings
+        return tuple(output.token_strings)
 
     async def decode(
         self,
@@ -397,19 +417,17 @@ class Tokenizers:
         on_turn: Callable[[], None] = lambda: None,
     ) -> str:
         """The whole text of these ids."""
-        return await self._ask(
+        item = DecodeInput(
+            token_ids=token_ids_to_bytes(token_ids), skip_special_tokens=skip_special_tokens
+        )
+        text, _ = await self._ask(
             model,
             asked_by,
             *_lane_of_ids(token_ids),
-            lambda client, remaining_s: client.decode(
-                token_ids,
-                asked_by.request_id,
-                remaining_s,
-                skip_special_tokens=skip_special_tokens,
-                trace=asked_by.trace,
-            ),
+            lambda client: partial(client.decode, item),
             on_turn,
         )
+        return text
 
     async def close(self) -> None:
         """Whoever waits is ended by its own request."""
@@ -421,12 +439,12 @@ class Tokenizers:
         asked_by: AskedBy,
         lane: Lane,
         size: int,
-        work: Callable[[TokenizerClient, float], Awaitable[T]],
+        work: Callable[[TokenizerClient], Callable[[str, float, TraceContext], Awaitable[T]]],
         on_turn: Callable[[], None] = lambda: None,
-        on_served: Callable[[WorkerIdentity], None] | None = None,
-    ) -> T:
-        """What `work`, called with a tokenizer of the model and the seconds that are left,
-        returns. A fault of the input is not tried again."""
+    ) -> tuple[T, Worker[TokenizerClient]]:
+        """What `work` of a tokenizer of the model returns, and that tokenizer. work: gets a client;
+        what it returns is called with the request's id, the seconds that are left, and its trace.
+        """
         loop = asyncio.get_running_loop()
         passed_over: set[str] = set()
         failures = 0
@@ -441,19 +459,19 @@ class Tokenizers:
                 give_up=loop.time() + self._config.wait_timeout_s,
             )
             try:
-                turn = await self.turns.turn(wanted, asked_by.deadline)
+                slot = await self.turns.turn(wanted, asked_by.deadline)
             except TimeoutError:
                 raise DeadlineExceeded("The request ran out of time.") from None
+            worker = slot.worker
             try:
-                with turn:
+                with slot:
                     on_turn()
-                    done = await work(turn.worker.client, asked_by.deadline - loop.time())
-                turn.worker.success()
-                if on_served is not None:
-                    on_served(turn.worker.identity)
-                return done
+                    left_s = asked_by.deadline - loop.time()
+                    done = await work(worker.client)(asked_by.request_id, left_s, asked_by.trace)
+                worker.success()
+                return done, worker
             except BatonError as error:
-                turn.worker.failure(error)
+                worker.failure(error)
                 verdict = VERDICTS[error.reason]
                 failures += verdict is FailureAction.ELSEWHERE
                 if verdict is FailureAction.FATAL or failures >= self._config.max_attempts:
@@ -463,7 +481,7 @@ class Tokenizers:
                 lost = {"lost_at": "tokenizer", "reason": error.reason.name}
                 about = {**named(asked_by.request_id, asked_by.trace.trace_id), **lost}
                 log.info("a tokenizer failed: %s", error.message, extra=about)
-                passed_over.add(turn.worker.identity.instance_id)
+                passed_over.add(worker.identity.instance_id)
                 if verdict is FailureAction.LATER:
                     await asyncio.sleep(error.retry_after_s or PAUSE_S)
 
@@ -471,3 +489,28 @@ class Tokenizers:
 def _lane_of_ids(token_ids: tuple[int, ...]) -> tuple[Lane, int]:
     size = TOKEN_ID_BYTES * len(token_ids)
     return (Lane.LONG if size >= LONG_BYTES else Lane.SHORT), size
+
+
+def _encode_input(prompt: Prompt, cache_salt: bytes, grammar: Grammar | None = None) -> EncodeInput:
+    item = EncodeInput(cache_salt=cache_salt)
+    match prompt:
+        case TextPrompt(text, add_special_tokens):
+            item.text, item.add_special_tokens = text, add_special_tokens
+        case TokenPrompt(token_ids):
+            item.token_ids = token_ids_to_bytes(token_ids)
+        case ChatPrompt():
+            item.chat.CopyFrom(chat_to_proto(prompt))
+    if grammar is not None:
+        item.grammar.CopyFrom(grammar_to_proto(grammar))
+    return item
+
+
+async def _unpack(packed: bytes) -> tuple[int, ...]:
+    """Token ids, some at a time, so that others on this loop do not wait for all of them."""
+    if len(packed) <= AT_ONCE_BYTES:
+        return token_ids_from_bytes(packed, "token_ids")
+    found: list[int] = []
+    for start in range(0, len(packed), AT_ONCE_BYTES):
+        found += token_ids_from_bytes(packed[start : start + AT_ONCE_BYTES], "token_ids")
+        await asyncio.sleep(0)
+    return tuple(found)
