@@ -19,9 +19,8 @@ from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
-from baton.grammar.compiler import compile_grammar
-from baton.grammar.matcher import Compiled
-from baton.grammar.vocabulary import load
+from baton.grammar.book import Compiled
+from baton.grammar.compiler import compile_grammar, load_vocabulary
 from baton.rpc.model_folder import special_tokens
 
 BUNDLED = Path(str(files("baton") / "models" / "baton-tiny"))
@@ -58,7 +57,7 @@ def open_model(folder: Path, *, num_blocks: int = 512, **config: int) -> Model:
 @cache
 def _tokens(folder: Path, size: int, ends: tuple[int, ...]) -> tuple[LLTokenizer, Tokenizer]:
     special = special_tokens(folder).values()
-    tokens = load(folder, special=special, vocab_size=size, eos_token_ids=ends)
+    tokens = load_vocabulary(folder, special=special, vocab_size=size, eos_token_ids=ends)
     return tokens, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

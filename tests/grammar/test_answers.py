@@ -18,9 +18,8 @@ from baton.core.request.request import FinishReason, Grammar, GrammarKind, Sampl
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
-from baton.grammar.compiler import compile_grammar
-from baton.grammar.matcher import Compiled
-from baton.grammar.vocabulary import load
+from baton.grammar.book import Compiled
+from baton.grammar.compiler import compile_grammar, load_vocabulary
 from tests.engine.tiny_models import save_tiny_model
 from tests.grammar.answering import BUNDLED, Answers, Model, attempt, open_model, run_out
 from tests.grammar.schemas import Schema, schemas
@@ -28,7 +27,7 @@ from tests.grammar.schemas import Schema, schemas
 TOGETHER = 12
 MAX_TOKENS = 300
 END = 2
-TOKENS = load(BUNDLED, special=(), eos_token_ids=(END,))
+TOKENS = load_vocabulary(BUNDLED, special=(), eos_token_ids=(END,))
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_p=0.9, seed=5),

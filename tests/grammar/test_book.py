@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.request.request import Grammar, GrammarKind
 from baton.grammar.book import MAX_KEPT_BYTES, GrammarBook
-from baton.grammar.vocabulary import load
+from baton.grammar.compiler import load_vocabulary
 from tests.grammar.answering import BUNDLED
 
 NUM_SCHEMAS = 300
@@ -28,7 +28,7 @@ def large(number: int) -> Grammar:
 BOUNDED = """
 import asyncio, sys
 from baton.grammar.book import GrammarBook
-from baton.grammar.vocabulary import load
+from baton.grammar.compiler import load_vocabulary
 from tests.grammar.answering import BUNDLED
 from tests.grammar.test_book import NUM_SCHEMAS, large
 
@@ -36,7 +36,7 @@ def resident() -> int:
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
 async def main() -> None:
-    book = GrammarBook(load(BUNDLED, special=(), eos_token_ids=(2,)))
+    book = GrammarBook(load_vocabulary(BUNDLED, special=(), eos_token_ids=(2,)))
     await book.compiled(large(0))
     before = resident()
     for number in range(NUM_SCHEMAS):
@@ -60,7 +60,7 @@ def test_many_large_schemas_take_no_more_than_they_may() -> None:
 
 @pytest.fixture
 async def book() -> AsyncIterator[GrammarBook]:
-    made = GrammarBook(load(BUNDLED, special=(), eos_token_ids=(2,)), max_bytes=8 << 20)
+    made = GrammarBook(load_vocabulary(BUNDLED, special=(), eos_token_ids=(2,)), max_bytes=8 << 20)
     yield made
     made.close()
 
@@ -77,7 +77,7 @@ async def test_the_least_lately_used_goes_first(book: GrammarBook) -> None:
 
 
 async def test_hundreds_of_ordinary_ones_are_kept() -> None:
-    book = GrammarBook(load(BUNDLED, special=(), eos_token_ids=(2,)))
+    book = GrammarBook(load_vocabulary(BUNDLED, special=(), eos_token_ids=(2,)))
     try:
         ordinary = [
             Grammar(

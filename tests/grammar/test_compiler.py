@@ -12,12 +12,11 @@ from llguidance import LLMatcher
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.request import Grammar, GrammarKind
-from baton.grammar.compiler import compile_grammar
-from baton.grammar.vocabulary import load
+from baton.grammar.compiler import compile_grammar, load_vocabulary
 from baton.router.api import translation
 from tests.grammar.answering import BUNDLED
 
-TOKENS = load(BUNDLED, special=(), eos_token_ids=(2,))
+TOKENS = load_vocabulary(BUNDLED, special=(), eos_token_ids=(2,))
 
 
 def compiled(kind: GrammarKind, text: str) -> LLMatcher:

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 import pytest
 
 from baton.core.request.request import Grammar, GrammarKind
-from baton.grammar.compiler import compile_grammar
-from baton.grammar.matcher import Compiled
-from baton.grammar.vocabulary import load
+from baton.grammar.book import Compiled
+from baton.grammar.compiler import compile_grammar, load_vocabulary
 from tests.grammar.answering import BUNDLED
 
-TOKENS = load(BUNDLED, special=(), eos_token_ids=(2,))
+TOKENS = load_vocabulary(BUNDLED, special=(), eos_token_ids=(2,))
 (END,) = TOKENS.eos_tokens
 PROMPT = [5, 6, 7]
 SCHEMA = (

@@ -8,7 +8,7 @@ from random import Random
 
 from baton.core.request.attempt import Attempt
 from baton.core.request.request import Request, SamplingParams, StopParams, TokenPrompt
-from baton.detokenizer.text import ChoiceText, TextOptions
+from baton.detokenizer.text import DetokenizeOptions, StreamedText
 from baton.router.request.texts import PROMPT_TAIL
 from tests.core.attempts import VOCAB_SIZE, expected
 from tests.sim.workers import vocabulary
@@ -66,8 +66,8 @@ def asked(shape: int) -> Asked:
 def _text(prompt: tuple[int, ...], token_ids: list[int], stop_string: str) -> tuple[int, str]:
     """How many tokens there are up to a stop string, and their text."""
     stops = (stop_string,) if stop_string else ()
-    options = TextOptions(stop_strings=stops, prompt_tail_ids=prompt[-PROMPT_TAIL:])
-    text = ChoiceText(vocabulary(), options)
+    options = DetokenizeOptions(stop_strings=stops, prompt_tail_ids=prompt[-PROMPT_TAIL:])
+    text = StreamedText(vocabulary(), options)
     text.append(0, token_ids, last=True)
     news = text.take(1 << 20)
     return (news.stop.position + 1 if news.stop else len(token_ids)), news.text

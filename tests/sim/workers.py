@@ -29,8 +29,7 @@ from baton.rpc.lifecycle import new_instance_id
 from baton.rpc.worker import WorkerServicer
 from baton.tokenizer.encoder import Asked, Encoded
 from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.lanes import BatchExecutor
-from baton.tokenizer.servicer import TokenizerServicer
+from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer
 from baton.v1 import decode_pb2_grpc, detokenizer_pb2_grpc, prefill_pb2_grpc, tokenizer_pb2_grpc
 from baton.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from baton.worker.report import describe

@@ -19,9 +19,8 @@ from typing import Any
 from baton.cli.layout import resolve_model
 from baton.core.request.request import Grammar, GrammarKind, SamplingParams
 from baton.core.scheduler.plan import Matcher, ModelRunner
-from baton.grammar.compiler import compile_grammar
-from baton.grammar.matcher import Compiled
-from baton.grammar.vocabulary import load
+from baton.grammar.book import Compiled
+from baton.grammar.compiler import compile_grammar, load_vocabulary
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import engine, option
 from baton_loadtest.child import progress
@@ -94,7 +93,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     positions = batch * (PROMPT + job["tokens"] + 32)
     runner = engines.open_runner(job["model"], job["threads"], positions)
     model = runner.model
-    tokenizer = load(
+    tokenizer = load_vocabulary(
         Path(job["model"]),
         special=(),
         vocab_size=model.vocab_size,

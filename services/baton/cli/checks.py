@@ -191,9 +191,9 @@ def model(name: str) -> Callable[[], Finding]:
         advice = "choose a folder with config.json, tokenizer.json and *.safetensors"
         try:
             folder, _ = resolve_model(name)
-            from baton.tokenizer.files import load
+            from baton.tokenizer.encoder import load_tokenizer
 
-            load(folder)
+            load_tokenizer(folder)
         except InvalidArgument as error:
             return fail(error.message, advice)
         try:

@@ -14,8 +14,7 @@ import grpc
 
 from baton.core.errors import BatonError, InvalidArgument, Overloaded, Unavailable
 from baton.core.observe.stages import TraceContext
-from baton.detokenizer.text import TextOptions
-from baton.detokenizer.texts import OpenTexts, TextNews
+from baton.detokenizer.text import DetokenizeOptions, OpenTexts, TextNews
 from baton.detokenizer.vocabulary import Vocabulary
 from baton.rpc import tracing
 from baton.rpc.convert import error_to_proto, token_ids_from_bytes
@@ -172,7 +171,7 @@ class _Session:
         if self._draining:
             raise Unavailable("the detokenizer is leaving")
         token_ids = token_ids_from_bytes(message.token_ids, "token_ids")
-        options = TextOptions(
+        options = DetokenizeOptions(
             stop_strings=tuple(message.stop_strings),
             include_stop_string=message.include_stop_string,
             skip_special_tokens=message.skip_special_tokens,

@@ -17,13 +17,11 @@ from baton.rpc import config, lifecycle, logs, metrics
 from baton.rpc.model_folder import tokenizer_digest
 from baton.rpc.server import Probes, ProcessServer, Service
 from baton.rpc.worker import worker_service
-from baton.tokenizer import files
 from baton.tokenizer.config import TokenizerConfig
-from baton.tokenizer.encoder import Encoder
+from baton.tokenizer.encoder import Encoder, TokenizerFiles, load_tokenizer
 from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.lanes import BatchExecutor
 from baton.tokenizer.renderers import Renderers
-from baton.tokenizer.servicer import TokenizerServicer
+from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 
 ROLE = "tokenizer"
@@ -41,7 +39,7 @@ async def serve(options: TokenizerConfig) -> int:
     await probes.open()
     probes.startup.enter("tokenizer")
     folder = Path(options.model)
-    loaded = await asyncio.to_thread(files.load, folder)
+    loaded = await asyncio.to_thread(load_tokenizer, folder)
     digest = tokenizer_digest(folder)
     renderers, client_renderers = (
         Renderers(cpu_s=options.max_render_ms / 1000, max_characters=options.max_input_bytes)
@@ -65,7 +63,7 @@ async def _serve(
     options: TokenizerConfig,
     probes: Probes,
     instance_id: str,
-    loaded: files.TokenizerFiles,
+    loaded: TokenizerFiles,
     digest: str,
     encoder: Encoder,
 ) -> int:

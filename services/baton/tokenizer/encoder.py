@@ -5,21 +5,381 @@ Called on several threads at once; the tokenizer releases the GIL while it encod
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
+import string
+import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Tokenizer
 
 from baton.core.errors import BatonError, Internal, InvalidArgument
 from baton.core.kvcache.prefix import prefix_hashes
 from baton.core.request.model import AnswerFormat
 from baton.core.request.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.core.request.tool_formats import MARKERS, left_open, reasoning_format_of, tool_format_of
-from baton.tokenizer import chat_values
-from baton.tokenizer.control_tokens import ControlTokens
-from baton.tokenizer.files import TokenizerFiles
-from baton.tokenizer.prefix_cache import PrefixCache
-from baton.tokenizer.renderers import Renderers, Setup
+from baton.rpc.metrics import CACHE_LOOKUPS, counter
+from baton.rpc.model_folder import read_json, special_tokens
+from baton.tokenizer.renderers import Renderers, Setup, chat_size
+
+# Reads what a model folder says about its tokenizer. Renders and encodes nothing.
+#
+# The result encodes as `transformers.AutoTokenizer` does, without importing it:
+#
+# - truncation and padding that were saved with tokenizer.json are switched off;
+# - tokens that tokenizer_config.json names (bos_token, eos_token, ...) are special, even where
+#   tokenizer.json does not say so; names of tokens that do not exist are ignored;
+# - what stands around plain text is tokenizer.json's affair alone (`add_bos_token` does not count);
+# - the chat template is chat_template.jinja, or else `chat_template` of tokenizer_config.json: a
+#   text, or a list of named ones of which "default" counts.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """special_tokens: text by name, as chat templates see them."""
+
+    tokenizer: Tokenizer
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
+
+
+def load_tokenizer(folder: Path) -> TokenizerFiles:
+    """Raises InvalidArgument naming `model` when the folder cannot be used."""
+    path = folder / "tokenizer.json"
+    if not folder.is_dir():
+        raise InvalidArgument(f"there is no folder {folder}", field="model")
+    if not path.is_file():
+        raise InvalidArgument(f"{folder} has no tokenizer.json", field="model")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more exact
+        raise InvalidArgument(f"{path} is not a tokenizer ({error})", field="model") from error
+    named = special_tokens(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _mark_special(tokenizer, named)
+    return TokenizerFiles(tokenizer, named, _chat_template(folder))
+
+
+def _mark_special(tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in dict.fromkeys(named.values())
+            if text not in special and tokenizer.token_to_id(text) is not None
+        ]
+    )
+
+
+def _chat_template(folder: Path) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except ValueError as error:
+            raise InvalidArgument(f"{path} is not UTF-8", field="model") from error
+    template: Any = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = (entry for entry in template if isinstance(entry, dict))
+        template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise InvalidArgument("chat_template in tokenizer_config.json is no text", field="model")
+    return template
+
+
+# Which tokens of a tokenizer are control tokens, and how text that only spells some is encoded.
+#
+# A control token is an added one that is special, or that is spelled as those which mark turns are:
+# `<|…|>`, also with DeepSeek's bars. `<think>` or `<tool_call>` that a tokenizer does not call
+# special is none: clients and templates write them alike. A mere word or a blank is none either,
+# whatever the files call it.
+#
+# Text with spellings that are to stay text is encoded by a twin of the tokenizer, in which control
+# tokens are spelled in a way that nobody knows. So the ids are those that the tokenizer would give
+# if what is spelled were no token, with everything beside it as it would be.
+
+
+_BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+_SECRET_LETTERS = 40
+_NO_NORMALIZER = (None, {"type": "Sequence", "normalizers": []})
+
+
+class ControlTokens:
+    """Of one tokenizer. May be used on several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
+        control = {token_id: token for token_id, token in added.items() if _is_control(token)}
+        self.spellings = list(dict.fromkeys(token.content for token in control.values()))
+        self.spoken = [text for text in self.spellings if text in MARKERS]
+        """What a model writes itself, so that an assistant's message may hold it."""
+        self._single_words = {t.content for t in control.values() if t.single_word}
+        self.found_normalized = _normalizes(tokenizer) and any(
+            token.normalized for token in control.values()
+        )
+        """Whether text that spells none may become one."""
+        self._secrets = {text: _secret(text) for text in self.spellings}
+        self._twin = _twin(tokenizer, self._secrets)
+        self._twin.add_tokens([_renamed(token, self._secrets) for token in added.values()])
+        self._ids = {
+            self._twin.token_to_id(self._secrets.get(token.content, token.content)): token_id
+            for token_id, token in added.items()
+        }
+
+    def encode(self, text: str, own: Sequence[tuple[int, int]]) -> array[int]:
+        """Ids of a text in which only these spans are control tokens."""
+        pieces, done = [], 0
+        for start, end in own:
+            token = text[start:end]
+            if token in self._single_words and self._is_in_a_word(text, start, end):
+                continue
+            pieces += [text[done:start], self._secrets[token]]
+            done = end
+        pieces.append(text[done:])
+        return array("i", [self._ids.get(token_id, token_id) for token_id in self._encode(pieces)])
+
+    def _is_in_a_word(self, text: str, start: int, end: int) -> bool:
+        """As the library sees it, so that no secret ever stays text."""
+        secret = self._secrets[text[start:end]]
+        ids = self._encode([text[max(start - 1, 0) : start], secret, text[end : end + 1]])
+        return self._twin.token_to_id(secret) not in ids
+
+    def _encode(self, pieces: Sequence[str]) -> Sequence[int]:
+        # Unlike `encode`, this releases the GIL.
+        (encoding,) = self._twin.encode_batch_fast(["".join(pieces)], add_special_tokens=False)
+        ids: Sequence[int] = encoding.ids
+        return ids
+
+
+def _is_control(token: AddedToken) -> bool:
+    text = token.content
+    if not text.strip() or text.isalnum():
+        return False
+    return token.special or bool(_BARRED.fullmatch(text))
+
+
+def _normalizes(tokenizer: Tokenizer) -> bool:
+    normalizer = tokenizer.normalizer
+    return normalizer is not None and json.loads(normalizer.__getstate__()) not in _NO_NORMALIZER
+
+
+def _secret(text: str) -> str:
+    """Lower case letters: no normalizer changes them, and no text holds them by chance. Its ends
+    are those of the text, for a neighbour may ask whether they belong to a word."""
+    middle = "".join(secrets.choice(string.ascii_lowercase) for _ in range(_SECRET_LETTERS))
+    return f"{text[0]}{middle}{text[-1]}"
+
+
+def _renamed(token: AddedToken, names: dict[str, str]) -> AddedToken:
+    return AddedToken(
+        names.get(token.content, token.content),
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
+
+
+def _twin(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
+    """The same without added tokens, whose model makes no control token of its spelling. Shares the
+    tokenizer's parts, if its model makes none anyway."""
+    twin = Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        twin.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        twin.pre_tokenizer = tokenizer.pre_tokenizer
+    if not any(_makes(twin, text) for text in names):
+        return twin
+    spec = json.loads(tokenizer.to_str())
+    _rename(spec["model"], names)
+    spec |= {"added_tokens": [], "post_processor": None, "decoder": None}
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _makes(bare: Tokenizer, text: str) -> bool:
+    token_id = bare.token_to_id(text)
+    if token_id is None:
+        return False
+    ids = {token.id for token in bare.model.tokenize(text)}
+    return token_id in ids | set(bare.encode(text, add_special_tokens=False).ids)
+
+
+def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
+    """In the model's own vocabulary; not what it merges other tokens from or to: that is a word."""
+    merged = {
+        part
+        for merge in model.get("merges", ())
+        for pair in [merge.split(" ") if isinstance(merge, str) else merge]
+        for part in (*pair, "".join(pair))
+    }
+    names = {text: name for text, name in names.items() if text not in merged}
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+
+
+# Remembers the ids of conversations, for when they come again with more behind. Renders nothing.
+#
+# A text is cut only where encoding both parts is the same as encoding the whole: behind a token
+# that the tokenizer takes out of the text before anything else. Such a token divides what stands
+# before it from what follows, so that with S the last one,
+#
+#     ids(before S after) = ids(before S) + ids(S after) without its first id
+#
+# The second part begins with S again because some tokenizers treat the very start of a text
+# differently. This holds for added tokens that are matched in the text as it is (`normalized` off),
+# as they stand (no `lstrip`, `rstrip`, `single_word`, no space at their ends), and that no other
+# such token can overlap or contain; then every place where their text occurs is one.
+#
+# Kept are ids by a digest over the tenant's salt and the text before the cut, never the text
+# itself. One tenant's hits tell another nothing, as with the KV cache, which is keyed by the same
+# salt.
+
+
+Encode = Callable[[Sequence[str]], "Sequence[array[int]]"]
+"""Texts to ids, each by itself, with nothing added around them."""
+
+MIN_CHARACTERS = 1024
+"""A shorter text is encoded sooner than found."""
+MAX_CUTS = 4096
+"""A text with more is no conversation."""
+LOOKED_UP = 64
+"""Cuts that are looked up, the last ones of a text. A conversation grows by a few at a time."""
+ENTRY_BYTES = 256
+"""What an entry takes besides its ids."""
+
+
+class PrefixCache:
+    """At most max_bytes of ids. May be used on several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
+        self._tokens = cut_tokens(tokenizer)
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+        """The first to be forgotten first."""
+        self.num_bytes = 0
+
+    def encode(self, text: str, salt: bytes, encode: Encode) -> array[int] | None:
+        """The ids of the whole text, as `encode` has them; None if it is nothing for the cache.
+
+        salt: of whoever asks.
+        """
+        cuts = self._cuts(text)
+        if not cuts:
+            return None
+        digests = _digests(text, salt, cuts)
+        place, known = self._longest(digests)
+        counter(CACHE_LOOKUPS).labels("miss" if place < 0 else "hit").inc()
+        starts = [cuts[place][0] if place >= 0 else 0, cuts[-1][0]]
+        if place == len(cuts) - 1:
+            rest = encode([text[starts[1] :]])[0]
+        else:
+            middle, rest = encode([text[starts[0] : cuts[-1][1]], text[starts[1] :]])
+            if place >= 0 and middle[0] != self._id_at(text, cuts[place]):
+                return None
+            known = known + (middle[1:] if place >= 0 else middle)
+        # Never the case, but for rules of a tokenizer that nobody here has heard of.
+        if rest[0] != self._id_at(text, cuts[-1]):
+            return None
+        self._keep(digests[-1], known, grown_from=digests[place] if place >= 0 else b"")
+        return known + rest[1:]
+
+    def _cuts(self, text: str) -> list[tuple[int, int]]:
+        """Where the last cut tokens begin and end; none if the text is not worth it."""
+        if len(text) < MIN_CHARACTERS or not self._max_bytes:
+            return []
+        cuts = [match.span() for match in islice(self._pattern.finditer(text), MAX_CUTS + 1)]
+        if not cuts or len(cuts) > MAX_CUTS or cuts[-1][1] < MIN_CHARACTERS:
+            return []
+        return cuts[-LOOKED_UP:]
+
+    def _id_at(self, text: str, cut: tuple[int, int]) -> int:
+        return self._tokens[text[slice(*cut)]]
+
+    def _longest(self, digests: Sequence[bytes]) -> tuple[int, array[int]]:
+        """Which one is known, the last such, and its ids; -1 and none if none is."""
+        with self._lock:
+            for place in reversed(range(len(digests))):
+                ids = self._known.get(digests[place])
+                if ids is not None:
+                    self._known.move_to_end(digests[place])
+                    return place, ids
+        return -1, array("i")
+
+    def _keep(self, digest: bytes, ids: array[int], *, grown_from: bytes) -> None:
+        size = _size(ids)
+        with self._lock:
+            if digest in self._known or size > self._max_bytes:
+                return
+            if grown_from in self._known:  # only a branch of the conversation would ask for it
+                self._known.move_to_end(grown_from, last=False)
+            self._known[digest] = ids
+            self.num_bytes += size
+            while self.num_bytes > self._max_bytes:
+                _, forgotten = self._known.popitem(last=False)
+                self.num_bytes -= _size(forgotten)
+
+
+def cut_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids by text of the added tokens behind which a text may be cut."""
+    added = {
+        token_id: token
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if not token.normalized and token.content
+    }
+    texts = [token.content for token in added.values()]
+    together = "\0".join(texts)
+    heads = {head for text in texts for head in _heads(text)}
+    tails = {tail for text in texts for tail in _tails(text)}
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if not (token.lstrip or token.rstrip or token.single_word)
+        and token.content == token.content.strip()
+        and "\0" not in token.content
+        and together.count(token.content) == 1
+        and heads.isdisjoint(_tails(token.content))
+        and tails.isdisjoint(_heads(token.content))
+    }
+
+
+def _heads(text: str) -> Iterable[str]:
+    return (text[:end] for end in range(1, len(text)))
+
+
+def _tails(text: str) -> Iterable[str]:
+    return (text[start:] for start in range(1, len(text)))
+
+
+def _digests(text: str, salt: bytes, cuts: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Of the text before the end of each cut."""
+    hasher = blake2b(len(salt).to_bytes(8, "little") + salt, digest_size=32)
+    digests, done = [], 0
+    for _, end in cuts:
+        hasher.update(text[done:end].encode())
+        digests.append(hasher.digest())
+        done = end
+    return digests
+
+
+def _size(ids: array[int]) -> int:
+    return ENTRY_BYTES + ids.itemsize * len(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +572,7 @@ class Encoder:
             renderers, setup = self._client_renderers, self._setup_of(chat.template)
         if setup is None:
             raise InvalidArgument("need a chat template, and the model has none", field="messages")
-        if chat_values.size(chat) > self._max_input_bytes:
+        if chat_size(chat) > self._max_input_bytes:
             raise self._too_long("messages", "bytes of text")
         rendered = renderers.render(setup, chat)
         return _Work(

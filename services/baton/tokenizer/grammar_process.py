@@ -18,8 +18,7 @@ from llguidance import LLTokenizer
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.request import Grammar, GrammarKind
-from baton.grammar.compiler import compile_grammar
-from baton.grammar.vocabulary import load
+from baton.grammar.compiler import compile_grammar, load_vocabulary
 
 NICENESS = 5
 """Whoever waits for plain prompts goes first."""
@@ -35,7 +34,7 @@ def main(folder: str, special: str, cpu_s: str, memory_bytes: str) -> None:
     _limit_memory(int(memory_bytes))
     tokenizer: LLTokenizer | None = None
     with suppress(InvalidArgument):  # of a kind that llguidance does not know
-        tokenizer = load(Path(folder), special=json.loads(special))
+        tokenizer = load_vocabulary(Path(folder), special=json.loads(special))
     print("{}", flush=True)
     for line in sys.stdin.buffer:
         asked = json.loads(line)

@@ -16,9 +16,8 @@ import msgspec
 from jinja2 import TemplateSyntaxError
 
 from baton.core.errors import InvalidArgument
-from baton.tokenizer.chat import ChatTemplate, not_accepted
+from baton.tokenizer.chat import ChatTemplate, Sandbox, not_accepted
 from baton.tokenizer.renderers import OUT_OF_MEMORY, Job, Reply, Setup
-from baton.tokenizer.sandbox import Sandbox
 
 _HARD_CPU = 2.0
 _HARD_CPU_S = 0.2

@@ -35,7 +35,7 @@ from baton.engine.ranks.runner import RankedRunner
 from baton.engine.ranks.shared import MemoryFile, Region
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
-from baton.grammar.vocabulary import load
+from baton.grammar.compiler import load_vocabulary
 from baton.rpc import metrics
 from baton.rpc.address import is_loopback, join, split
 from baton.rpc.channels import Channels
@@ -108,7 +108,7 @@ def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
     if not (folder / "tokenizer.json").is_file():
         return GrammarBook(None)
     try:
-        tokenizer = load(
+        tokenizer = load_vocabulary(
             folder,
             special=special_tokens(folder).values(),
             vocab_size=model.vocab_size,

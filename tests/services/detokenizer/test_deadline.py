@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from baton.core.errors import DeadlineExceeded
-from baton.detokenizer.text import TextOptions
-from baton.detokenizer.texts import OpenTexts
+from baton.detokenizer.text import DetokenizeOptions, OpenTexts
 from tests.services.detokenizer.drawn_ids import encoded, vocabulary
 from tests.services.tokenizer.made_tokenizers import made
 
@@ -14,8 +13,8 @@ FAMILY = "byte_level"
 def test_a_late_text_fails_and_its_neighbour_goes_on() -> None:
     ids = encoded(made(FAMILY), "hello there")
     texts = OpenTexts(vocabulary(FAMILY), 8)
-    texts.open(1, TextOptions(), (), deadline=10.0)
-    texts.open(2, TextOptions(), ())
+    texts.open(1, DetokenizeOptions(), (), deadline=10.0)
+    texts.open(2, DetokenizeOptions(), ())
     for text_id in (1, 2):
         texts.append(text_id, 0, ids[:1], now=9.9)
         texts.append(text_id, 1, ids[1:], last=True, now=10.0)

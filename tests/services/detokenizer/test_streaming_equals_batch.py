@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.detokenizer.text import ChoiceText, TextOptions
+from baton.detokenizer.text import DetokenizeOptions, StreamedText
 from tests.services.detokenizer.drawn_ids import (
     BUNDLED,
     any_token_ids,
@@ -80,14 +80,14 @@ def check(family: str, case: Case) -> None:
     inside = (added[place : place + size] for place, size in case.stops_inside)
     stops = tuple(filter(None, (*inside, *case.other_stops)))
 
-    def opened(delivered_bytes: int) -> ChoiceText:
-        options = TextOptions(
+    def opened(delivered_bytes: int) -> StreamedText:
+        options = DetokenizeOptions(
             stops,
             skip_special_tokens=skip,
             prompt_tail_ids=tail,
             delivered_bytes=delivered_bytes,
         )
-        return ChoiceText(vocabulary(family), options)
+        return StreamedText(vocabulary(family), options)
 
     count = len(case.ids)
     edges = sorted({0, count, *(edge % (count + 1) for edge in case.edges)})

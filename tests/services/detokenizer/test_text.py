@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidArgument
-from baton.detokenizer.text import ChoiceText, News, Stop, TextOptions
+from baton.detokenizer.text import DetokenizeOptions, News, Stop, StreamedText
 from tests.services.detokenizer.drawn_ids import encoded, token_ids, vocabulary
 from tests.services.tokenizer.made_tokenizers import FAMILIES, id_of, made
 
@@ -20,9 +20,9 @@ def batch(family: str, ids: list[int]) -> str:
     return str(made(family).decode(ids))
 
 
-def run(family: str, options: TextOptions, ids: list[int], edges: list[int]) -> list[News]:
+def run(family: str, options: DetokenizeOptions, ids: list[int], edges: list[int]) -> list[News]:
     """Appends ids cut at `edges`, and takes the news after each."""
-    text = ChoiceText(vocabulary(family), options)
+    text = StreamedText(vocabulary(family), options)
     cuts = sorted({0, len(ids), *(edge % (len(ids) + 1) for edge in edges)})
     spans = list(pairwise(cuts)) or [(0, 0)]
     news = []
@@ -88,7 +88,7 @@ def test_stop_strings_cut_the_batch_text(
     stops = data.draw(stop_strings(text))
     expected = expected_stop(family, ids, stops, min_tokens)
     for include in (False, True):
-        options = TextOptions(stops, include_stop_string=include, min_tokens=min_tokens)
+        options = DetokenizeOptions(stops, include_stop_string=include, min_tokens=min_tokens)
         news = run(family, options, ids, edges)
         assert news[-1].end
         if expected is None:
@@ -108,14 +108,16 @@ def test_reopened_anywhere_it_goes_on_with_the_same_bytes(
 ) -> None:
     ids = data.draw(token_ids(family))
     stops = data.draw(st.one_of(st.just(()), stop_strings(batch(family, ids))))
-    whole = run(family, TextOptions(stops), ids, [])
-    parts = run(family, TextOptions(stops), ids, edges)
+    whole = run(family, DetokenizeOptions(stops), ids, [])
+    parts = run(family, DetokenizeOptions(stops), ids, edges)
     assert joined(parts) == joined(whole) and parts[-1].stop == whole[-1].stop
 
     delivered = data.draw(st.integers(0, len(parts)))
     have = joined(parts[:delivered])
     known = data.draw(st.integers(0, len(ids)))
-    text = ChoiceText(vocabulary(family), TextOptions(stops, delivered_bytes=len(have.encode())))
+    text = StreamedText(
+        vocabulary(family), DetokenizeOptions(stops, delivered_bytes=len(have.encode()))
+    )
     text.append(0, ids[:known])
     text.append(text.count, ids[known:], last=True)
     news = text.take(ALL)
@@ -129,8 +131,8 @@ def test_reopened_anywhere_it_goes_on_with_the_same_bytes(
 def test_counts_only_tokens_whose_text_is_out(family: str, data: st.DataObject) -> None:
     ids = data.draw(token_ids(family))
     stops = data.draw(st.one_of(st.just(()), stop_strings(batch(family, ids))))
-    text = ChoiceText(vocabulary(family), TextOptions(stops))
-    whole = run(family, TextOptions(stops), ids, [])
+    text = StreamedText(vocabulary(family), DetokenizeOptions(stops))
+    whole = run(family, DetokenizeOptions(stops), ids, [])
     sent, counted = "", 0
     for position, token_id in enumerate(ids):
         text.append(position, [token_id])
@@ -148,7 +150,7 @@ def test_counts_only_tokens_whose_text_is_out(family: str, data: st.DataObject) 
 
 def test_long_news_is_taken_in_parts() -> None:
     ids = encoded(made("byte_level"), "one two three")
-    text = ChoiceText(vocabulary("byte_level"), TextOptions())
+    text = StreamedText(vocabulary("byte_level"), DetokenizeOptions())
     text.append(0, ids, last=True)
     news: list[News] = []
     while text.has_news and not (news and news[-1].end):
@@ -161,14 +163,14 @@ def test_long_news_is_taken_in_parts() -> None:
 def test_a_stop_token_has_no_text() -> None:
     tokenizer = made("byte_level")
     ids = [*encoded(tokenizer, "word"), id_of(tokenizer, "<tool_call>")]
-    text = ChoiceText(vocabulary("byte_level"), TextOptions())
+    text = StreamedText(vocabulary("byte_level"), DetokenizeOptions())
     text.append(0, ids, last=True, last_is_stop_token=True)
     assert text.take(ALL) == News("word", len(ids), 0, end=True)
 
 
 def test_held_text_comes_when_no_token_follows() -> None:
     ids = encoded(made("byte_level"), "the en")
-    text = ChoiceText(vocabulary("byte_level"), TextOptions(stop_strings=(" end",)))
+    text = StreamedText(vocabulary("byte_level"), DetokenizeOptions(stop_strings=(" end",)))
     text.append(0, ids)
     first = text.take(ALL)
     assert first.text == "the" and first.searched_tokens == len(ids) > first.num_tokens
@@ -177,7 +179,7 @@ def test_held_text_comes_when_no_token_follows() -> None:
 
 
 def test_a_gap_is_a_fault() -> None:
-    text = ChoiceText(vocabulary("byte_level"), TextOptions())
+    text = StreamedText(vocabulary("byte_level"), DetokenizeOptions())
     text.append(0, [5, 6])
     for position in (1, 3):
         with pytest.raises(InvalidArgument) as raised:
@@ -186,7 +188,7 @@ def test_a_gap_is_a_fault() -> None:
 
 
 def test_delivered_bytes_within_a_character_are_a_fault() -> None:
-    text = ChoiceText(vocabulary("byte_level"), TextOptions(delivered_bytes=1))
+    text = StreamedText(vocabulary("byte_level"), DetokenizeOptions(delivered_bytes=1))
     with pytest.raises(InvalidArgument) as raised:
         text.append(0, encoded(made("byte_level"), "é"))
     assert raised.value.field == "delivered_bytes"

@@ -13,8 +13,7 @@ import grpc
 from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.rpc.server import ProcessServer, Service
 from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.lanes import BatchExecutor
-from baton.tokenizer.servicer import TokenizerServicer
+from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
 
 

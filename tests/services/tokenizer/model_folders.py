@@ -8,8 +8,7 @@ from typing import Any
 
 from baton.core.errors import BatonError
 from baton.core.request.request import Prompt
-from baton.tokenizer import files
-from baton.tokenizer.encoder import Asked, Encoded, Encoder
+from baton.tokenizer.encoder import Asked, Encoded, Encoder, load_tokenizer
 from baton.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import made
 
@@ -53,7 +52,7 @@ def encoder_of(
     special_tokens_in_text: bool = False,
 ) -> Encoder:
     return Encoder(
-        files.load(folder),
+        load_tokenizer(folder),
         namespace="test",
         max_input_bytes=max_input_bytes,
         max_cache_bytes=max_cache_bytes,

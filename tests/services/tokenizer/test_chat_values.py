@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from baton.core.request.model import AnswerFormat
 from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall
 from baton.core.request.tool_formats import reasoning_format_of, tool_format_of
-from baton.tokenizer import chat_values
+from baton.tokenizer.renderers import chat_messages, chat_size, chat_tools
 from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
 
 CHAT = ChatPrompt(
@@ -30,7 +30,7 @@ CHAT = ChatPrompt(
 
 
 def test_a_template_sees_what_it_is_written_for() -> None:
-    assert chat_values.messages(CHAT) == [
+    assert chat_messages(CHAT) == [
         {"role": "user", "content": "hi", "name": "Ann"},
         {
             "role": "assistant",
@@ -47,15 +47,15 @@ def test_a_template_sees_what_it_is_written_for() -> None:
         },
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
     ]
-    tools = chat_values.tools(CHAT)
+    tools = chat_tools(CHAT)
     assert tools is not None
     assert json.dumps(tools[0]["function"]["parameters"]) == '{"type": "object", "b": 1, "a": 2}'
     assert tools[1] == {
         "type": "function",
         "function": {"name": "g", "parameters": {"type": "object", "properties": {}}},
     }
-    assert chat_values.tools(ChatPrompt(CHAT.messages)) is None
-    assert chat_values.size(CHAT) > 50
+    assert chat_tools(ChatPrompt(CHAT.messages)) is None
+    assert chat_size(CHAT) > 50
 
 
 def test_tools_and_calls_are_rendered(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from baton.core.request.request import ChatPrompt, Message, TextPrompt, Tool, ToolCall
-from baton.tokenizer.control_tokens import ControlTokens
+from baton.tokenizer.encoder import ControlTokens
 from tests.services.tokenizer.made_tokenizers import FAMILIES, ODD_FAMILIES, TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import CHATML, encoder_of, ids_of, write_folder
 

@@ -11,7 +11,7 @@ import pytest
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.kvcache.prefix import prefix_hashes
 from baton.core.request.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
-from baton.tokenizer import files
+from baton.tokenizer.encoder import load_tokenizer
 from baton.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import TEXTS
 from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
@@ -180,5 +180,5 @@ def test_a_broken_folder_names_model(tmp_path: Path, name: str, content: str | N
 
 def test_a_folder_must_exist(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        files.load(tmp_path / "nothing")
+        load_tokenizer(tmp_path / "nothing")
     assert raised.value.field == "model"

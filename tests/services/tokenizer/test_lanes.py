@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.tokenizer.lanes import BATCH_BYTES, BATCH_JOBS, LONG_BYTES, BatchExecutor
+from baton.tokenizer.servicer import BATCH_BYTES, BATCH_JOBS, LONG_BYTES, BatchExecutor
 
 PATIENCE_S = 20
 

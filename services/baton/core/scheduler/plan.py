@@ -224,7 +224,7 @@ class ModelRunner(Protocol):
 class Matcher(Protocol):
     """One choice's way through a grammar: a function of the tokens it has so far, so that a choice
     may go on wherever these are known. Engine thread only. Double: `tests.core.grammars`, real:
-    `baton.grammar.matcher.TokenMatcher`.
+    `baton.grammar.book.TokenMatcher`.
     """
 
     def allowed(self, tokens: Sequence[int], first: int) -> bytes:
