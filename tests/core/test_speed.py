@@ -8,11 +8,11 @@ import pytest
 
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.request.model import ModelDescription
-from baton.core.routing.load import NOMINAL, UNMEASURED, WorkerSpeed
+from baton.core.routing.load import NEAR, NOMINAL, UNMEASURED, WorkerSpeed, reads
 from baton.core.scheduler.plan import BlockSwap, Chunk, StepPlan, StepWork
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
-from baton.core.scheduler.step_cost import NEAR, PrefillCost, Regression, reads
+from baton.core.scheduler.step_cost import PrefillCost, Regression
 from baton.transfer.stats import LinkSpeed
 
 SPEED = WorkerSpeed(0.010, 0.0003, 2e-7, 0.003, 0.0002, 5e-8, 512, 1e9, 0.004)

@@ -15,7 +15,7 @@ from baton.core.kvcache.block_pool import BlockPool
 from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
 from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from baton.core.request.model import ModelDescription
-from baton.core.routing.load import WorkerLoad, WorkerSpeed, WorkerState
+from baton.core.routing.load import WorkerLoad, WorkerSpeed, WorkerState, reads
 from baton.core.scheduler.events import (
     AttemptFailed,
     Computed,
@@ -29,7 +29,6 @@ from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
 from baton.core.scheduler.scheduler import Scheduler
 from baton.core.scheduler.sequence import Sequence
 from baton.core.scheduler.sequence_table import rank
-from baton.core.scheduler.step_cost import reads
 from baton_loadtest.simulator.prompts import TOKEN, CountingScheduler, CountingSequence
 from baton_loadtest.simulator.queue import IDLE, STEP_ENDS, EventQueue
 from baton_loadtest.simulator.requests import Cadence, Record, of_steps

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Internal, InvalidArgument
-from baton.core.routing.load import UNMEASURED
-from baton.core.scheduler.step_cost import reads
+from baton.core.routing.load import UNMEASURED, reads
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.settings import Delays, FleetFacts, WorkerFacts
 from baton_loadtest.simulator.simulation import Simulation, simulate

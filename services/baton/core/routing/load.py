@@ -6,12 +6,22 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.scheduler.step_cost import reads
 
 # WorkerSpeed, how fast a worker is by its own measurements.
 #
 # The same numbers predict a prompt's time to first token, what it does to sequences that run, and
 # whether a hand-over is worth it.
+
+
+NEAR = 512
+"""Positions that each position attends to at no extra cost: that is part of its own cost."""
+
+
+def reads(first: int, end: int) -> int:
+    """What positions from `first` up to before `end` attend to beyond NEAR others. Position n
+    attends to n + 1."""
+    far, from_far = max(0, end - NEAR), max(0, first - NEAR)
+    return (far * (far + 1) - from_far * (from_far + 1)) // 2
 
 
 @dataclass(frozen=True, slots=True)

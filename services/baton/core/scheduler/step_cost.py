@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from baton.core.routing.load import reads
 from baton.core.scheduler.plan import Chunk, StepWork
 
 _KEEP = 0.99
@@ -83,9 +84,6 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     return found
 
 
-NEAR = 512
-"""Positions that every one may attend to for nothing: that is part of what it takes itself."""
-
 WARM_UP = 2
 """First steps that teach nothing: they take longer than any later one, and a worker that is taken
 for slow may never be given the work that would show otherwise."""
@@ -120,13 +118,6 @@ class PrefillCost:
             self._warming -= 1
         elif positions:
             self._fit.observe((1.0, float(positions), float(num_reads)), seconds)
-
-
-def reads(first: int, end: int) -> int:
-    """What positions from `first` up to before `end` attend to beyond NEAR others. Position n
-    attends to n + 1."""
-    far, from_far = max(0, end - NEAR), max(0, first - NEAR)
-    return (far * (far + 1) - from_far * (from_far + 1)) // 2
 
 
 _FORGET = 0.05
