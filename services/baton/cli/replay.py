@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from baton.cli import access
 from baton.client import Client, Options
@@ -58,27 +60,19 @@ def _model(client: Client, file: ReplayFile) -> str:
 
 def _options(file: ReplayFile) -> Options:
     """Raises InvalidArgument for a grammar without its text."""
-    sampling, stop = file.sampling, file.stop
+    stop = file.stop
     # What a stop string ended, or a client that left, went no further.
     most = max(1, *(output.tokens for output in file.outputs))
-    options = Options(
-        n=file.n,
-        seed=sampling.seed,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        allowed_token_ids=sampling.allowed_token_ids,
-        max_tokens=most,
-        min_tokens=min(stop.min_tokens, most),
-        stop_token_ids=stop.stop_token_ids,
-        ignore_eos=stop.ignore_eos,
-        return_token_ids=True,
-    )
+    given = msgspec.structs.asdict(file.sampling) | {
+        "n": file.n,
+        "logit_bias": dict(file.sampling.logit_bias),
+        "max_tokens": most,
+        "min_tokens": min(stop.min_tokens, most),
+        "stop_token_ids": stop.stop_token_ids,
+        "ignore_eos": stop.ignore_eos,
+        "return_token_ids": True,
+    }
+    options = cast(Options, given)
     if file.grammar is None:
         return options
     text = file.grammar.text

@@ -191,7 +191,7 @@ def prompt_text(request: Request) -> str:
         case TextPrompt(text=text):
             return text
         case TokenPrompt(token_ids=ids):
-            return bytes(ids).decode()
+            return bytes(token_id % 256 for token_id in ids).decode(errors="replace")
 
 
 def prompt_ids(request: Request) -> tuple[int, ...]:

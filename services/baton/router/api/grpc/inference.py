@@ -50,7 +50,7 @@ SERVICE = "baton.v1.Inference"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """A request ends with its call, whoever ends it: client, deadline or stall."""
+    """A request ends when its call ends: by the client, the deadline or the write timeout."""
 
     def __init__(self, pipeline: Pipeline, *, stall_timeout_s: float) -> None:
         self._pipeline = pipeline

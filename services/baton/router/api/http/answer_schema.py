@@ -1,8 +1,13 @@
 """The JSON answers of the HTTP API as types.
 
-The OpenAPI document is made of them, and commands read answers with them. Answers of generating
-routes are put together as plain values, because there is one for every token; the tests hold them
-against these types, strictly.
+The OpenAPI document is made of them, and commands read answers with them. A docstring is the
+description in that document, so it describes the fields, too. Answers of generating routes are put
+together as plain values, because there is one for every token; the tests hold them against these
+types, strictly.
+
+In what is remembered of a request, times are seconds. Whoever shows no operator's key sees of a
+worker no address, of an attempt no candidates and nothing predicted (null), and of a loss no
+message. A replay file has no text of the client's, except a grammar where that is wanted.
 """
 
 from __future__ import annotations
@@ -14,15 +19,19 @@ import msgspec
 FinishReasonWord = Literal["stop", "length", "abort", "tool_calls"]
 
 
-class CachedTokens(msgspec.Struct, forbid_unknown_fields=True):
+class StrictStruct(msgspec.Struct, forbid_unknown_fields=True):
+    """Other fields are errors."""
+
+
+class CachedTokens(StrictStruct):
     cached_tokens: int
 
 
-class ReasoningTokens(msgspec.Struct, forbid_unknown_fields=True):
+class ReasoningTokens(StrictStruct):
     reasoning_tokens: int
 
 
-class UsageAnswer(msgspec.Struct, forbid_unknown_fields=True):
+class UsageAnswer(StrictStruct):
     """The details: when the request has finished."""
 
     prompt_tokens: int
@@ -32,7 +41,7 @@ class UsageAnswer(msgspec.Struct, forbid_unknown_fields=True):
     completion_tokens_details: ReasoningTokens | msgspec.UnsetType = msgspec.UNSET
 
 
-class RankedLogprob(msgspec.Struct, forbid_unknown_fields=True):
+class RankedLogprob(StrictStruct):
     """rank: 1 for the most likely token; null for one that is not among those looked at."""
 
     logprob: float
@@ -44,35 +53,35 @@ PromptLogprobsAnswer = list[dict[str, RankedLogprob] | None]
 """One a prompt token, by token id; null for the first."""
 
 
-class ChatLogprob(msgspec.Struct, forbid_unknown_fields=True):
+class ChatLogprob(StrictStruct):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatTokenLogprobs(ChatLogprob, forbid_unknown_fields=True):
+class ChatTokenLogprobs(ChatLogprob):
     top_logprobs: list[ChatLogprob]
 
 
-class ChatLogprobsAnswer(msgspec.Struct, forbid_unknown_fields=True):
+class ChatLogprobsAnswer(StrictStruct):
     content: list[ChatTokenLogprobs]
     refusal: None
 
 
-class FunctionAnswer(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionAnswer(StrictStruct):
     """arguments: JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCallAnswer(msgspec.Struct, forbid_unknown_fields=True):
+class ToolCallAnswer(StrictStruct):
     id: str
     type: Literal["function"]
     function: FunctionAnswer
 
 
-class AssistantMessage(msgspec.Struct, forbid_unknown_fields=True):
+class AssistantMessage(StrictStruct):
     """content: null when there are only calls. reasoning: under both names that it goes by."""
 
     role: Literal["assistant"]
@@ -83,7 +92,7 @@ class AssistantMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: list[ToolCallAnswer] | msgspec.UnsetType = msgspec.UNSET
 
 
-class FinishReasonName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FinishReasonName(StrictStruct, kw_only=True):
     """stop_reason: the stop string or the named stop token that ended it."""
 
     index: int
@@ -92,19 +101,19 @@ class FinishReasonName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatChoice(FinishReasonName, kw_only=True, forbid_unknown_fields=True):
+class ChatChoice(FinishReasonName, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobsAnswer | None
 
 
-class CachedBy(msgspec.Struct, forbid_unknown_fields=True):
+class CachedBy(StrictStruct):
     """Input tokens whose KV a role's workers had."""
 
     prefill: int
     decode: int
 
 
-class ServedBy(msgspec.Struct, forbid_unknown_fields=True):
+class ServedBy(StrictStruct):
     """address: empty unless the caller shows an operator's key, or the router asks for none and is
     reached by its own machine only."""
 
@@ -113,7 +122,7 @@ class ServedBy(msgspec.Struct, forbid_unknown_fields=True):
     address: str
 
 
-class Timings(msgspec.Struct, forbid_unknown_fields=True):
+class AnswerTimings(StrictStruct):
     """Where a request's time went, in seconds, and who served it; with `x-baton-timings: true`."""
 
     stages: dict[str, float]
@@ -126,24 +135,24 @@ class Timings(msgspec.Struct, forbid_unknown_fields=True):
     workers: list[ServedBy]
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ChatCompletion(StrictStruct, kw_only=True):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
-    baton: Timings | msgspec.UnsetType = msgspec.UNSET
+    baton: AnswerTimings | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobsAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
-class MoreOfFunction(msgspec.Struct, forbid_unknown_fields=True):
+class MoreOfFunction(StrictStruct):
     arguments: str
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class MoreOfToolCall(msgspec.Struct, forbid_unknown_fields=True):
+class MoreOfToolCall(StrictStruct):
     """id, type and name come once, with the first part of an index."""
 
     index: int
@@ -152,7 +161,7 @@ class MoreOfToolCall(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatDelta(msgspec.Struct, forbid_unknown_fields=True):
+class ChatDelta(StrictStruct):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
@@ -160,7 +169,7 @@ class ChatDelta(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: list[MoreOfToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ChatChunkChoice(StrictStruct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobsAnswer | None
@@ -169,7 +178,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ChatCompletionChunk(StrictStruct, kw_only=True):
     """usage: null but in the last chunk, which has no choices; absent unless asked for."""
 
     id: str
@@ -178,11 +187,11 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageAnswer | msgspec.UnsetType | None = msgspec.UNSET
-    baton: Timings | msgspec.UnsetType = msgspec.UNSET
+    baton: AnswerTimings | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class TextLogprobs(msgspec.Struct, forbid_unknown_fields=True):
+class TextLogprobs(StrictStruct):
     """The first entries are null when the prompt is echoed. text_offset: in characters."""
 
     tokens: list[str]
@@ -191,14 +200,14 @@ class TextLogprobs(msgspec.Struct, forbid_unknown_fields=True):
     text_offset: list[int]
 
 
-class TextChoice(FinishReasonName, kw_only=True, forbid_unknown_fields=True):
+class TextChoice(FinishReasonName, kw_only=True):
     text: str
     logprobs: TextLogprobs | None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobsAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
-class TextCompletion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextCompletion(StrictStruct, kw_only=True):
     """Streamed, each chunk is one of these; usage as in chunks of chats."""
 
     id: str
@@ -207,10 +216,10 @@ class TextCompletion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     choices: list[TextChoice]
     usage: UsageAnswer | msgspec.UnsetType | None = msgspec.UNSET
-    baton: list[Timings] | msgspec.UnsetType = msgspec.UNSET
+    baton: list[AnswerTimings] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ModelAnswer(msgspec.Struct, forbid_unknown_fields=True):
+class ModelAnswer(StrictStruct):
     id: str
     object: Literal["model"]
     created: int
@@ -220,27 +229,27 @@ class ModelAnswer(msgspec.Struct, forbid_unknown_fields=True):
     max_model_len: int
 
 
-class ModelList(msgspec.Struct, forbid_unknown_fields=True):
+class ModelList(StrictStruct):
     object: Literal["list"]
     data: list[ModelAnswer]
 
 
-class Tokenized(msgspec.Struct, forbid_unknown_fields=True):
+class Tokenized(StrictStruct):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(msgspec.Struct, forbid_unknown_fields=True):
+class Detokenized(StrictStruct):
     prompt: str
 
 
-class Version(msgspec.Struct, forbid_unknown_fields=True):
+class Version(StrictStruct):
     version: str
 
 
-class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
+class ErrorDetail(StrictStruct):
     """param: the field at fault, if one is. retryable: whether the same request may do better."""
 
     message: str
@@ -250,25 +259,25 @@ class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
     retryable: bool
 
 
-class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
+class ErrorAnswer(StrictStruct):
     error: ErrorDetail
 
 
-class ExplainedChoice(msgspec.Struct, forbid_unknown_fields=True):
+class ExplainedChoice(StrictStruct):
     """finish_reason: null for one that had not ended when the request did."""
 
     output_tokens: int
     finish_reason: FinishReasonWord | None
 
 
-class ExplainedError(msgspec.Struct, forbid_unknown_fields=True):
+class ExplainedError(StrictStruct):
     """code: the kind of failure, as in the label of baton_requests_total."""
 
     code: str
     message: str
 
 
-class ExplainedSplit(msgspec.Struct, forbid_unknown_fields=True):
+class ExplainedSplit(StrictStruct):
     """configured: this router has a prefill pool. used: one of its workers prefilled. why: one
     sentence; null before the request has workers."""
 
@@ -277,7 +286,7 @@ class ExplainedSplit(msgspec.Struct, forbid_unknown_fields=True):
     why: str | None
 
 
-class ExplainedCandidate(msgspec.Struct, forbid_unknown_fields=True):
+class ExplainedCandidate(StrictStruct):
     """A worker that was looked at, and what became of it. cost: null where it could not take the
     attempt at all; its total is what is compared."""
 
@@ -287,7 +296,7 @@ class ExplainedCandidate(msgspec.Struct, forbid_unknown_fields=True):
     cost: dict[str, float] | None
 
 
-class ExplainedLoss(msgspec.Struct, forbid_unknown_fields=True):
+class ExplainedLoss(StrictStruct):
     """phase: prefill or decode. at_s: since the request arrived."""
 
     phase: str
@@ -296,7 +305,7 @@ class ExplainedLoss(msgspec.Struct, forbid_unknown_fields=True):
     at_s: float
 
 
-class ExplainedAttempt(msgspec.Struct, forbid_unknown_fields=True):
+class ExplainedAttempt(StrictStruct):
     """began_s, ended_s: since the request arrived. position: output tokens accepted before it.
     moved: it went on with KV of another decode worker. state: failed where not all of its choices
     ended in it or left it. others: candidates that are not listed. local_s, remote_s: what was
@@ -329,7 +338,7 @@ class ExplainedAttempt(msgspec.Struct, forbid_unknown_fields=True):
     losses: list[ExplainedLoss]
 
 
-class Explained(msgspec.Struct, forbid_unknown_fields=True):
+class Explained(StrictStruct):
     """What one router remembers of one request. stage: of one that runs. cached_tokens, choices:
     once it is over. num_attempts: with those that are not listed."""
 
@@ -363,14 +372,14 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Uint64 = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class ReplayModel(msgspec.Struct, forbid_unknown_fields=True):
+class ReplayModel(StrictStruct):
     """digest: of the weights. Only the same ones make the same tokens."""
 
     name: str
     digest: str
 
 
-class ReplaySampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ReplaySampling(StrictStruct, kw_only=True):
     """seed: the one in use, named by the client or not. logit_bias: pairs of id and bias."""
 
     seed: Uint64
@@ -385,7 +394,7 @@ class ReplaySampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[TokenId]
 
 
-class ReplayStop(msgspec.Struct, forbid_unknown_fields=True):
+class ReplayStop(StrictStruct):
     """Without stop strings: outputs say how far to compare."""
 
     max_tokens: Count
@@ -394,7 +403,7 @@ class ReplayStop(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool
 
 
-class ReplayGrammar(msgspec.Struct, forbid_unknown_fields=True):
+class ReplayGrammar(StrictStruct):
     """text: null unless it was asked for."""
 
     kind: Literal["json_schema", "regex", "lark", "gbnf"]
@@ -402,14 +411,14 @@ class ReplayGrammar(msgspec.Struct, forbid_unknown_fields=True):
     text: str | None
 
 
-class ReplayOutput(msgspec.Struct, forbid_unknown_fields=True):
+class ReplayOutput(StrictStruct):
     """Of one choice. sha256: hex, over its ids as little-endian int32."""
 
     tokens: Count
     sha256: str
 
 
-class ReplayFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ReplayFile(StrictStruct, kw_only=True):
     """exact: all its workers ran in exact mode, so that the same tokens are promised elsewhere."""
 
     object: Literal["baton.replay"]

@@ -150,7 +150,7 @@ class AnswerWriter(ABC):
         return {"finish_reason": reason, "stop_reason": stop}
 
     def _prompt_logprobs(self, prompt: int) -> Json:
-        """vLLM's field of that name, when asked for."""
+        """vLLM's field of that name, where the client wants it."""
         num_top = self._call.prompt_logprobs
         if num_top is None:
             return {}

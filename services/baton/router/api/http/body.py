@@ -126,9 +126,9 @@ class Bodies:
 def _check(headers: dict[bytes, bytes]) -> None:
     """What the headers alone rule out. No declared type passes for JSON, a wrong one does not.
 
-    A page of another site may make a browser send a body of no type without asking this router
-    first. So what comes from a browser has to say that it is JSON: that it sends only with the
-    router's leave (CORS), which is never given.
+    A page of another site can make a browser send a body of no type at once. A body of type JSON
+    the browser sends only after a CORS preflight, which this router never allows. So a body from a
+    browser has to be of type JSON.
     """
     undeclared = b"" if _from_a_page(headers) else b"application/json"
     kind = headers.get(b"content-type", undeclared).split(b";")[0].strip().lower()

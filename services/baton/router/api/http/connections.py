@@ -1,4 +1,4 @@
-"""The HTTP server's connections, as the kernel sees them, and the end of those that overstay.
+"""The HTTP server's connections, as the kernel sees them, and the end of those that exceed limits.
 
 The server (granian) bounds heads, trailers, frames and the number of connections, and shows an
 application its requests. It shows nothing of a connection that never sends a request, stays idle
@@ -77,8 +77,8 @@ LOOK_SHARE = 0.1
 
 QUIET_S = 1.0
 """A connection that has had its last answer ends after so long without a request. Over HTTP/2 no
-answer says that it is the last, and a client that sends one request after the other must not meet
-the end between two."""
+answer can announce that it is the last, and a client that sends one request after the other must
+not meet the end of the connection between two."""
 
 BUSY_TURNS = 4
 """A connection with a request is looked at in one of so many turns."""
@@ -92,7 +92,7 @@ class Exchange:
     """One request on one connection."""
 
     abandon: Callable[[], None]
-    """Ends the answer: nobody is there to read it."""
+    """Ends the answer, as its client is gone."""
     started: bool = False
     """Whether the answer has begun."""
     sending_since: float | None = None
@@ -111,11 +111,11 @@ class Connection:
     idle_since: float
     """When its last request ended; before the first, when it was opened."""
     exchanges: set[Exchange] = field(default_factory=set)
-    asked: bool = False
+    has_requested: bool = False
     """Whether a request ever came."""
     http2: bool = False
     last: bool = False
-    """Whether an answer said that it is the connection's last."""
+    """Whether an answer announced that it is the connection's last."""
     fd: int = -1
     inode: int = 0
     """Of its socket; 0 until it was seen among the process's own."""
@@ -134,7 +134,7 @@ class Connection:
 
 
 class TcpInfo(NamedTuple):
-    """What the kernel knows of one connection."""
+    """The kernel's numbers of one connection."""
 
     state: int
     unacked: int
@@ -179,7 +179,7 @@ class Connections:
         connection = self._by_peer.get(peer)
         if connection is None:
             connection = self._add(peer)
-        connection.asked = True
+        connection.has_requested = True
         connection.http2 = http2
         connection.received = connection.head_since = None
         exchange = Exchange(abandon)
@@ -212,7 +212,7 @@ class Connections:
         return max(0.02, min(1.0, shortest / 4))
 
     def look(self) -> None:
-        """Finds the connections that there are, and ends those that overstay."""
+        """Finds the connections that there are, and ends those that exceed their limits."""
         self._find()
         self._turn += 1
         now = self._now()
@@ -221,7 +221,7 @@ class Connections:
                 self._look_at_busy(connection, now)
             elif self._stalls(connection, self._info(connection), now):
                 self._shut_down(connection, reset=True)
-            elif self._overstays(connection, now):
+            elif self._exceeds_limits(connection, now):
                 self._shut_down(connection)
         self._make_room()
 
@@ -261,11 +261,11 @@ class Connections:
             return now - connection.acked_at >= self._limits.stall_timeout_s
         return False
 
-    def _overstays(self, connection: Connection, now: float) -> bool:
+    def _exceeds_limits(self, connection: Connection, now: float) -> bool:
         """Of one without a request."""
         limits = self._limits
         idle_s = now - connection.idle_since
-        if not connection.asked:
+        if not connection.has_requested:
             return self.ending or idle_s >= limits.head_timeout_s
         if connection.http2:
             last = self.ending or now >= connection.old_at
@@ -273,7 +273,7 @@ class Connections:
         if self.ending or idle_s >= limits.keep_alive_s:
             return True
         if connection.last and idle_s >= QUIET_S:
-            # The server may wait for the rest of a body that nobody wants.
+            # The server may wait for the rest of a body that is of no use.
             return True
         info = self._info(connection)
         # Between two requests: whatever comes begins a head, be it only an empty line.
@@ -302,8 +302,8 @@ class Connections:
                 # One that has just connected is about to ask.
                 and now - connection.idle_since >= quiet_s
             ]
-            # Those that never asked for anything go first, then those that have been idle longest.
-            idle.sort(key=lambda connection: (connection.asked, connection.idle_since))
+            # Those without any request go first, then those that have been idle longest.
+            idle.sort(key=lambda connection: (connection.has_requested, connection.idle_since))
             for connection in idle[:count]:
                 self._shut_down(connection)
 
@@ -375,7 +375,7 @@ class Connections:
         return None
 
     def _info(self, connection: Connection) -> TcpInfo | None:
-        """None where the kernel does not tell."""
+        """None where the kernel has no numbers."""
         with _held(connection.fd, connection.inode) as held, suppress(OSError):
             if held is not None and _TCP_INFO is not None:
                 info = held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO.size)

@@ -259,8 +259,8 @@ class EventWriter:
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def break_off(self, error: Json) -> None:
-        """Ends a stream that has begun and has no end yet, with an error. Bounded, and without
-        effect where nobody takes it."""
+        """Ends a stream that has begun and has no end yet with an error, if the client takes it
+        within FAREWELL_S."""
         if not self._open:
             return
         with suppress(Exception):

@@ -237,7 +237,7 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
-    """What every choice has to match, and the client's name of the field that says so."""
+    """What every choice has to match, and the client's name of the field that it comes from."""
     grammar, name = _of_response_format(body)
     if body.structured_outputs is None:
         return grammar, name

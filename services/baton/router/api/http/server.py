@@ -2,9 +2,9 @@
 
 granian (hyper) parses HTTP/1.1 and HTTP/2, speaks TLS and bounds what it reads. `Edge` wraps the
 application: a request has one valid Host and a body that is framed in one way and arrives in time;
-an address has so many connections; an answer says when it is its connection's last; and a request
-that is cut off in its middle is answered with a client's error. `Connections` ends connections that
-overstay. No private name of granian's is used (decision 036).
+an address has so many connections; an answer announces that it is its connection's last; and a
+request that is cut off in its middle is answered with a client's error. `Connections` ends
+connections that exceed their limits. No private name of granian's is used (decision 036).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BACKLOG = 1024
 START_S = 10.0
 """A bound: the server listens a few milliseconds after it is started."""
 FLUSH_S = 1.0
-"""How long what was said last may take to reach the clients."""
+"""How long the last bytes may take to reach the clients."""
 THREADS_S = 1.0
 """A bound: its threads end within a millisecond or so after it."""
 END_S = 5.0
@@ -134,7 +134,7 @@ class Edge:
 
     def _refusal(self, scope: Scope, connection: Connection) -> HttpError | None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
-        # Nobody but HTTP/1.0 may leave it out.
+        # Only HTTP/1.0 may leave it out.
         if len(hosts) > 1 or not ((hosts and hosts[0]) or scope["http_version"] == "1.0"):
             return BAD_HOST
         if hosts and hosts[0] and not _HOST.fullmatch(hosts[0]):
@@ -145,7 +145,7 @@ class Edge:
         return TOO_MANY_OF_YOURS if self._connections.too_many(connection) else None
 
     def _sender(self, send: Send, connection: Connection, exchange: Exchange) -> Send:
-        """Says when an answer is its connection's last, and notes how long a part takes to send."""
+        """Announces the last answer of a connection, and notes since when a part is being sent."""
 
         async def send_part(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -188,7 +188,7 @@ class Edge:
 
 
 class HttpServer:
-    """A listening server. address: host:port as bound, with the real port where 0 was asked for."""
+    """A listening server."""
 
     def __init__(
         self,
@@ -199,6 +199,7 @@ class HttpServer:
         certificates: Certificates | None,
     ) -> None:
         self.address = join(host, port)
+        """As bound, with the real port where 0 was given."""
         self._host, self._port = host, port
         self._limits = limits
         self._certificates = certificates
@@ -224,9 +225,9 @@ class HttpServer:
     def leave(self) -> None:
         """From now on every answer is its connection's last. Connections are still taken.
 
-        An answer that has begun already does not say so: its connection waits for another request,
-        which may be on its way as the answer ends. HTTP/2 has no such header: its connections end
-        when they are idle.
+        An answer that has begun already cannot announce it: its connection waits for another
+        request, which may be on its way as the answer ends. HTTP/2 has no such header: its
+        connections end when they are idle.
         """
         self._connections.leaving = True
 
@@ -277,7 +278,7 @@ class HttpServer:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._serving), return_exceptions=True)
         self._serving.clear()
-        # The server says that it has ended a moment before its threads let go of Python's objects.
+        # The server reports its end a moment before its threads release Python's objects.
         # An interpreter that ends in that moment takes the process with it (SIGABRT).
         until = loop.time() + THREADS_S
         while self._threads & _threads() and loop.time() < until:  # noqa: ASYNC110
@@ -365,8 +366,8 @@ async def serve_http(
             )
         )[0]
         with socket.socket(family, kind, protocol) as claim:
-            # granian shares its port with whoever asks for that (SO_REUSEPORT). So the port is
-            # claimed alone first, and shared with nobody but granian, which binds beside the claim.
+            # granian shares its port with any process that also sets SO_REUSEPORT. So the port is
+            # claimed alone first, and shared only with granian, which binds beside the claim.
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             claim.bind(target)
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -61,7 +61,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
     """One engine of one model. KV is that of all decode workers; running and waiting are the
     requests of this router.
 
-    A request ends with its call, whoever ends it, or by Abort; then the finish reason is "abort".
+    A request ends when its call ends, for any reason, or by Abort, whose finish reason is "abort".
     """
 
     Embed = _refusing("Embeddings are not offered here.")

@@ -138,7 +138,7 @@ def _prompt(message: pb.GenerateRequest) -> tuple[Prompt, str]:
 
 
 def _grammar(params: pb.SamplingParams) -> tuple[Grammar | None, str]:
-    """What every choice has to match, and the name of the field that says so."""
+    """What every choice has to match, and the name of the field that it comes from."""
     name = params.WhichOneof("constraint")
     field = f"sampling_params.{name}"
     match name:
