@@ -13,7 +13,7 @@ from baton.core.errors import Internal
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import PENDING, Chunk, SampledToken, SampleRow, StepPlan, StepResult
 from baton.engine import sampler
-from baton.engine.sampler import LastTokens, sample_step
+from baton.engine.sampler import LastTokens, SampledStep
 
 VOCAB = 1200
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,7 +39,7 @@ def step(scores: torch.Tensor, rows: list[SampleRow]) -> StepResult:
     chunks = tuple(
         Chunk(i, (0,), 0, ((i, 1),), (row._replace(sequence_id=i),)) for i, row in enumerate(rows)
     )
-    return sample_step(StepPlan(4, chunks), scores, LastTokens(CPU, 4096)).result()
+    return SampledStep(StepPlan(4, chunks), scores, LastTokens(CPU, 4096)).result()
 
 
 def one(scores: torch.Tensor, wanted: SampleRow) -> SampledToken:
@@ -213,7 +213,7 @@ def test_choices_of_a_prompt_share_its_logits() -> None:
     params = SamplingParams(seed=3)
     rows = tuple(SampleRow(5 + i, i, 0, params) for i in range(6))
     plan = StepPlan(0, (Chunk(5, (0,), 0, (), rows), Chunk(9, (0,), 0, ())))
-    result = sample_step(plan, logits()[None], LastTokens(CPU)).result()
+    result = SampledStep(plan, logits()[None], LastTokens(CPU)).result()
     assert [(token.sequence_id, token.choice) for token in result.tokens] == [
         (5 + i, i) for i in range(6)
     ]
@@ -224,7 +224,7 @@ def test_choices_of_a_prompt_share_its_logits() -> None:
 
 def test_a_step_without_samples_draws_nothing() -> None:
     plan = StepPlan(3, (Chunk(0, (1, 2), 0, ((0, 1),)),))
-    assert sample_step(plan, torch.empty(0, VOCAB), LastTokens(CPU)).result() == StepResult(3, ())
+    assert SampledStep(plan, torch.empty(0, VOCAB), LastTokens(CPU)).result() == StepResult(3, ())
 
 
 def test_tokens_are_filled_in_where_they_are_pending() -> None:

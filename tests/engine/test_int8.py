@@ -18,11 +18,11 @@ from baton.engine.attention.interface import ForwardPass
 from baton.engine.config import EngineConfig
 from baton.engine.exact import Product
 from baton.engine.linear import (
+    INT8,
     Form,
     check_int8,
     fewest_rows,
     quantize_rows,
-    quantized,
     swap,
     worth_quantizing,
 )
@@ -83,7 +83,7 @@ def test_rows_are_rounded_by_at_most_half_a_level(
 
 @torch.inference_mode()
 def test_empty_rows_stay_empty_and_wrong_numbers_stay_visible() -> None:
-    product = quantized().bind(torch.randn(20, 30), None)
+    product = INT8.bind(torch.randn(20, 30), None)
     rows = torch.randn(4, 30)
     rows[1] = 0
     rows[2, 7] = torch.nan
@@ -212,7 +212,7 @@ def test_sums_that_overflow_are_refused() -> None:
     """As on CPUs that add two products in 16 bits."""
 
     def saturating(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        right = quantized().bind(weight, bias)
+        right = INT8.bind(weight, bias)
         return lambda rows: right(rows).clamp(max=3.0)
 
     with pytest.raises(InvalidArgument, match="wrong") as caught:

@@ -121,7 +121,7 @@ def test_a_step_without_swaps_costs_nothing_and_is_told_as_it_is(swap_memory: Ma
     moved = swap_memory(cache(), 1, 0).move(plan(tables=(0,)))
     assert moved == Moved()
     result = StepResult(1, (SampledToken(0, 0, 7),))
-    assert moved.told_in(result) is result
+    assert moved.applied_to(result) is result
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
@@ -183,7 +183,7 @@ def test_transfers_go_on_where_a_call_stopped(
 def test_a_lost_sequence_fails_and_its_choices_too() -> None:
     tokens = (SampledToken(4, 0, 7), SampledToken(5, 1, 8), SampledToken(6, 0, 9))
     made = StepResult(3, tokens, ((8, "bad logits"), (5, "bad logits")))
-    told = Moved(0.5, frozenset({4, 5})).told_in(made)
+    told = Moved(0.5, frozenset({4, 5})).applied_to(made)
     assert told.tokens == tokens[2:]
     assert told.failed == ((8, "bad logits"), (4, LOST), (5, LOST))
     assert told.swap_s == 0.5

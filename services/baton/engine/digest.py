@@ -1,4 +1,4 @@
-"""The digest that says whether two workers serve the same weights.
+"""The digest by which two workers find whether they serve the same weights.
 
 Weights are read in pieces by many threads at once, because one reader leaves most of a disk or a
 network idle. What was read is in the page cache then, and loading reads it from there. Pieces are
@@ -45,7 +45,7 @@ def model_digest(
 
     quantize: what is done to the weights. Other than "none", it is appended in words: KV of such a
     worker fits no other, and two that differ should be able to say in what.
-    read: told on this thread how many bytes were read since, for a progress bar.
+    read: called on this thread with how many bytes were read since, for a progress bar.
     """
     digest = blake2b(_FORM, digest_size=16)
     with ExitStack() as ends:
@@ -77,7 +77,7 @@ def fetched_digest(folder: Path) -> str:
 def _in_order(
     pool: ThreadPoolExecutor, pieces: Sequence[Callable[[], tuple[bytes, int]]], ahead: int
 ) -> Iterator[tuple[bytes, int]]:
-    """No more than `ahead` are begun and not taken: a failure is told before all else is read."""
+    """No more than `ahead` are begun and not taken: a failure is raised before all else is read."""
     waiting = iter(pieces)
     running = [pool.submit(piece) for piece in islice(waiting, ahead)]
     try:

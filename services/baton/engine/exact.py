@@ -49,7 +49,7 @@ _OUTPUTS_IN_HALF = 1 << 16
 
 
 class NotExact(Exception):
-    """A product's rows depend on their neighbours whatever we do. Its text says which one."""
+    """A product's rows depend on their neighbours whatever we do. Its text names the product."""
 
 
 def random_rows(

@@ -37,14 +37,13 @@ _addmm = torch.ops.aten.addmm.default
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """bind: (weight [outputs, inputs], bias or None) -> Product, which may copy the weight.
-
-    fits: whether tensors of this dtype on this device can be bound.
-    """
+    """A way in which a matrix can lie in memory to be multiplied with."""
 
     name: str
     bind: Callable[[torch.Tensor, torch.Tensor | None], Product]
+    """(weight [outputs, inputs], bias or None) -> the product, which may copy the weight."""
     fits: Callable[[torch.dtype, torch.device], bool]
+    """Whether tensors of this dtype on this device can be bound."""
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -142,11 +141,6 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows / scales).round_().to(torch.int8), scales
 
 
-def quantized() -> Form:
-    """The form: oneDNN's packed int8 weights with a scale per output."""
-    return Form("int8", _bind, lambda dtype, device: device.type == "cpu")
-
-
 def _bind(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     # Packing takes the integers as they lie, whatever their strides say.
     integers, scales = quantize_rows(weight.detach().float().contiguous())
@@ -169,6 +163,10 @@ def _bind(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
         return output.to(rows.dtype).view(*rows.shape[:-1], outputs)
 
     return product
+
+
+INT8 = Form("int8", _bind, lambda dtype, device: device.type == "cpu")
+"""oneDNN's packed int8 weights with a scale per output."""
 
 
 def fewest_rows(form: Form, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
@@ -224,11 +222,13 @@ _CACHE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """sizes: the row counts to compute in, or None when any is right. fewest: pad to so many."""
+    """How products with weights of one shape are computed."""
 
     form: Form
     sizes: frozenset[int] | None = None
+    """The numbers of rows to compute at once; None when any is right."""
     fewest: int = 1
+    """Fewer rows are padded to so many."""
 
 
 @dataclass(slots=True)
@@ -263,17 +263,16 @@ class Bound:
 
 @dataclass(slots=True)
 class Chooser:
-    """Binds weights, timing and proving a shape when it is seen first.
-
-    exact: rows must not depend on how many there are. quantize: as in EngineConfig. max_batch: how
-    many rows a step has when every sequence decodes; forms are compared up to there. clock: in
-    seconds.
-    """
+    """Binds weights, timing and proving a shape when it is seen first."""
 
     exact: bool
+    """Whether rows must not depend on how many there are."""
     quantize: str = "none"
+    """As in EngineConfig."""
     max_batch: int = 64
+    """How many rows a step has when every sequence decodes; forms are compared up to there."""
     clock: Callable[[], float] = time.perf_counter
+    """In seconds."""
     _known: dict[tuple[object, ...], Choice] = field(default_factory=dict)
     _bound: Counter[str] = field(default_factory=Counter)
 
@@ -304,8 +303,7 @@ class Chooser:
 
     def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> Choice:
         if self.quantize == "int8" and worth_quantizing(weight):
-            form = quantized()
-            return Choice(form, fewest=fewest_rows(form, weight, bias))
+            return Choice(INT8, fewest=fewest_rows(INT8, weight, bias))
         forms = [form for form in _FORMS if form.fits(weight.dtype, weight.device)]
         small = weight.numel() <= _SMALL
         if self.exact:
@@ -434,7 +432,8 @@ class PackedExperts(nn.Module):
 
 
 def are_known_experts(module: nn.Module) -> bool:
-    """Whether this is a module of experts that says how its weights lie, and has no others."""
+    """Whether this is a module of experts whose attributes describe how its weights lie, and that
+    has no other weights."""
     if not all(isinstance(getattr(module, kind, None), bool) for kind in _KINDS):
         return False
     names = _names(module)

@@ -18,7 +18,7 @@ from baton.core.kvcache.block_pool import blocks_for
 from baton.engine.config import MIB, EngineConfig
 
 _LEAST_POSITIONS = 128
-"""A pool that holds fewer serves nobody, unless the model's longest sequence is even shorter."""
+"""A pool that holds fewer is of no use, unless the model's longest sequence is even shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ _V2: _GroupFiles = ("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def host_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be allocated now. Raises Unavailable where the kernel does not tell."""
+    """Bytes that can be allocated now. Raises Unavailable where the kernel has no figures."""
     try:
         found = [_available(proc / "meminfo")]
         groups = (proc / "self" / "cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""TorchRunner, the ModelRunner port over a transformers model; knows plans, memory and sampling."""
+"""TorchRunner, the ModelRunner port over a transformers model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from baton.engine.loader import (
     wire,
 )
 from baton.engine.memory import give_back_freed
-from baton.engine.sampler import LastTokens, SampledStep, sample_step
+from baton.engine.sampler import LastTokens, SampledStep
 
 log = logging.getLogger(__name__)
 
@@ -151,14 +151,14 @@ class TorchRunner:
         )
         moved = self._swap.move(plan)
         with torch.inference_mode():
-            step = sample_step(plan, self.forward(plan), self._last)
+            step = SampledStep(plan, self.forward(plan), self._last)
         self._running.append((step, moved))
 
     def collect(self) -> StepResult:
         if not self._running:
             raise Internal("no step was submitted")
         step, moved = self._running.popleft()
-        return moved.told_in(step.result())
+        return moved.applied_to(step.result())
 
     @torch.inference_mode()
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
@@ -280,5 +280,5 @@ def _peak(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> i
     trial = TorchRunner(loaded.network, loaded.description, backend, SwapMemory(backend.memory))
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
-    sample_step(step, trial.forward(step), trial._last)
+    SampledStep(step, trial.forward(step), trial._last)
     return torch.cuda.max_memory_allocated(loaded.device) - before

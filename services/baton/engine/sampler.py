@@ -247,13 +247,13 @@ class StepScores:
     def result(self) -> tuple[ScoredTokens, ...]:
         """Waits for the device. One of each chunk that is scored."""
         tensors = self._download.wait()
-        told = []
+        scored = []
         for i, chunk in enumerate(self._chunks):
             own, top_ids, top = (part.flatten().tolist() for part in tensors[3 * i : 3 * i + 3])
             num_top = 0 if chunk.scored is None else chunk.scored.num_top
             logprobs = packed(num_top, own, top_ids, top)
-            told.append(ScoredTokens(chunk.sequence_id, chunk.first_position, logprobs))
-        return tuple(told)
+            scored.append(ScoredTokens(chunk.sequence_id, chunk.first_position, logprobs))
+        return tuple(scored)
 
 
 def drawn_rows(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
@@ -298,63 +298,45 @@ _ROWS_TOGETHER = {"cpu": 1, "cuda": 64}
 
 
 class SampledStep:
-    """A step whose tokens are drawn, or will be. rows: in the order of the plan's samples."""
+    """Draws a step's tokens, without waiting for the device until `result`."""
 
-    def __init__(
-        self,
-        step: int,
-        rows: Sequence[SampleRow],
-        tokens: torch.Tensor,
-        wanting: Sequence[int],
-        logprobs: Sequence[torch.Tensor],
-        scores: StepScores | None = None,
-    ):
-        """tokens: int64 [rows], or a failure. wanting: the rows that want logprobs. logprobs: their
-        own values [N], best values [N, K] and these ones' ids [N, K]; nothing when N is 0."""
-        self.step = step
-        self._rows = rows
-        self._wanting = wanting
-        self._scores = scores
-        self._download = Download([tokens, *logprobs])
+    def __init__(self, plan: StepPlan, logits: torch.Tensor, last: LastTokens):
+        """logits: [wanted rows, vocab] of any float type, not changed. Tokens go to `last`."""
+        self._step = plan.step
+        self._scores = None
+        if plan.scores:
+            self._scores, logits = StepScores(plan, logits), drawn_rows(plan, logits)
+        self._rows: list[SampleRow] = []
+        sources: list[int] = []
+        for source, chunk in enumerate(chunk for chunk in plan.chunks if chunk.samples):
+            self._rows += chunk.samples
+            sources += [source] * len(chunk.samples)
+        rows = self._rows
+        if len(rows) != len(logits):
+            # A prompt's choices share their logits.
+            logits = logits.index_select(0, upload(sources, torch.int64, logits.device))
+        tokens = _tokens(logits, rows)
+        if rows:
+            last.store([row.sequence_id for row in rows], tokens)
+        self._wanting = [i for i, row in enumerate(rows) if row.params.top_logprobs is not None]
+        self._download = Download([tokens, *_logprobs(logits, rows, tokens, self._wanting)])
 
     def result(self) -> StepResult:
-        """Waits for the device. The tokens are told in the order of the plan."""
-        tokens, *logprobs = (tensor.tolist() for tensor in self._download.wait())
-        said: dict[int, Logprobs] = {}
-        for i, own, values, ids in zip(self._wanting, *logprobs, strict=True):
+        """Waits for the device. The tokens are in the order of the plan."""
+        tokens, *columns = (tensor.tolist() for tensor in self._download.wait())
+        logprobs: dict[int, Logprobs] = {}
+        for i, own, values, ids in zip(self._wanting, *columns, strict=True):
             top = self._rows[i].params.top_logprobs
-            said[i] = Logprobs(own, tuple(zip(ids[:top], values[:top], strict=True)))
+            logprobs[i] = Logprobs(own, tuple(zip(ids[:top], values[:top], strict=True)))
         drawn: list[SampledToken] = []
         failed: list[tuple[int, str]] = []
         for i, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             if token < 0:
                 failed.append((row.sequence_id, _FAILURES[token]))
             else:
-                drawn.append(SampledToken(row.sequence_id, row.choice, token, said.get(i)))
+                drawn.append(SampledToken(row.sequence_id, row.choice, token, logprobs.get(i)))
         scored = () if self._scores is None else self._scores.result()
-        return StepResult(self.step, tuple(drawn), tuple(failed), scored=scored)
-
-
-def sample_step(plan: StepPlan, logits: torch.Tensor, last: LastTokens) -> SampledStep:
-    """logits: [wanted rows, vocab] of any float type, not changed. Tokens go to `last`."""
-    scores = None
-    if plan.scores:
-        scores, logits = StepScores(plan, logits), drawn_rows(plan, logits)
-    rows: list[SampleRow] = []
-    sources: list[int] = []
-    sampled = (chunk for chunk in plan.chunks if chunk.samples)
-    for source, chunk in enumerate(sampled):
-        rows += chunk.samples
-        sources += [source] * len(chunk.samples)
-    if len(rows) != len(logits):
-        # A prompt's choices share their logits.
-        logits = logits.index_select(0, upload(sources, torch.int64, logits.device))
-    tokens = _tokens(logits, rows)
-    if rows:
-        last.store([row.sequence_id for row in rows], tokens)
-    wanting = [i for i, row in enumerate(rows) if row.params.top_logprobs is not None]
-    logprobs = _logprobs(logits, rows, tokens, wanting)
-    return SampledStep(plan.step, rows, tokens, wanting, logprobs, scores)
+        return StepResult(self._step, tuple(drawn), tuple(failed), scored=scored)
 
 
 def _tokens(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -487,7 +469,8 @@ def _logprobs(
     tokens: torch.Tensor,
     wanting: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Natural logs of the untouched logits' softmax, float32; see SampledStep."""
+    """Natural logs of the untouched logits' softmax, float32, of the rows that want them: their own
+    values [N], the best values [N, K] and these ones' ids [N, K]; nothing when N is 0."""
     if not wanting:
         return []
     which = upload(wanting, torch.int64, logits.device)

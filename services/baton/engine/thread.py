@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.core.errors import Overloaded, Unavailable
@@ -58,14 +59,12 @@ class CopyThread:
         self._thread.shutdown()
 
 
-# StepWatch, how long the running step has been running.
-#
-# Steps in flight run one after the other, so the oldest began when it was submitted or when the one
-# before it ended, whichever came later. The engine thread tells; any thread may read.
-
-
 class StepWatch:
-    """Times are readings of one clock, in seconds."""
+    """How long the running step has been running. Times are readings of one clock, in seconds.
+
+    Steps in flight run one after the other, so the oldest began when it was submitted or when the
+    one before it ended, whichever came later. The engine thread writes; any thread may read.
+    """
 
     def __init__(self) -> None:
         self._times = StepTimes()
@@ -112,16 +111,15 @@ MAX_QUEUED_CALLS = 65536
 STOP_TIMEOUT_S = 10.0
 
 
+@dataclass(slots=True)
 class _Call:
-    """A function for the engine thread. answer: None for one that nobody waits for."""
+    """A function for the engine thread, and what came of it."""
 
-    __slots__ = ("answer", "error", "function", "value")
-
-    def __init__(self, function: Callable[[EngineLoop], Any], answer: asyncio.Future[Any] | None):
-        self.function = function
-        self.answer = answer
-        self.value: Any = None
-        self.error: BaseException | None = None
+    function: Callable[[EngineLoop], Any]
+    answer: asyncio.Future[Any] | None
+    """None where nothing waits for it."""
+    value: Any = None
+    error: BaseException | None = None
 
 
 class EngineThread:
@@ -212,7 +210,7 @@ class EngineThread:
             await self.call_to_end(lambda loop: function(loop.runner))
 
     def post(self, function: Callable[[EngineLoop], object]) -> None:
-        """Runs a function on the engine thread; nobody waits for it. It must not raise.
+        """Runs a function on the engine thread, without an answer. It must not raise.
 
         Functions of `call` and `post` run in the order in which they were given.
         """
@@ -248,16 +246,16 @@ class EngineThread:
             loop = self._make_loop()
         except BaseException as error:
             self._end()
-            self._tell(_fail, self._made, error)
+            self._call_back(_fail, self._made, error)
             return
         self.load = loop.scheduler.load
         self._runner = loop.runner
-        self._tell(_resolve, self._made, None)
+        self._call_back(_resolve, self._made, None)
         try:
             self._run(loop)
         except BaseException as error:
             logger.exception("the engine thread died")
-            self._tell(_resolve, self.failed, error)
+            self._call_back(_resolve, self.failed, error)
         finally:
             self._watch.stop()
             self._end()
@@ -275,7 +273,8 @@ class EngineThread:
             self._flush(loop.scheduler.take_events())
             if plan is not None:
                 unchecked = True
-                self._submit(loop, plan, now)
+                self._watch.submitted(plan.num_tokens, now)
+                loop.submit(plan)
             if loop.in_flight and (plan is None or not loop.has_room):
                 self._collect(loop)
             idle = plan is None and not loop.in_flight
@@ -286,10 +285,6 @@ class EngineThread:
                     loop.idle_check()
         while loop.in_flight:
             self._collect(loop)
-
-    def _submit(self, loop: EngineLoop, plan: StepPlan, now: float) -> None:
-        self._watch.submitted(plan.num_tokens, now)
-        loop.submit(plan)
 
     def _collect(self, loop: EngineLoop) -> None:
         plan, result = loop.collect()
@@ -327,7 +322,7 @@ class EngineThread:
         """Hands answers and events over in one go."""
         answers, self._answers = self._answers, []
         if answers or events:
-            self._tell(self._hand_over, answers, events)
+            self._call_back(self._hand_over, answers, events)
 
     def _hand_over(self, answers: list[_Call], events: list[Event]) -> None:
         """On the event loop. Answers go first: events may be about what they began."""
@@ -350,11 +345,11 @@ class EngineThread:
         self._answers += [call for call in calls if call.answer is not None]
         self._flush([])
 
-    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+    def _call_back(self, function: Callable[..., object], *arguments: object) -> None:
         try:
             self._asyncio.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The event loop is closed: the process ends and nobody is left to be told.
+            # The event loop is closed: the process ends.
             logger.debug("the event loop closed before the engine thread ended")
 
 

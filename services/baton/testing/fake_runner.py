@@ -270,7 +270,7 @@ class FakeRunner:
         if left > 0.0:
             time.sleep(left)
         result = StepResult(plan.step, tuple(tokens), tuple(failed), scored=tuple(scored))
-        result = moved.told_in(result)
+        result = moved.applied_to(result)
         self._sampled.append({token.sequence_id: token.token_id for token in result.tokens})
         self._done.append(result)
 

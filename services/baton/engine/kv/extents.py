@@ -140,12 +140,14 @@ LOST = "its KV could not be read back from swap memory"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How many seconds it took, and the sequences that lack KV since."""
+    """What moving blocks to and from swap memory means for a step."""
 
     seconds: float = 0.0
+    """How long it took."""
     lost: frozenset[int] = frozenset()
+    """The sequences whose KV did not come back."""
 
-    def told_in(self, result: StepResult) -> StepResult:
+    def applied_to(self, result: StepResult) -> StepResult:
         """The step's result with this in it: a sequence without its KV failed, whatever it drew."""
         if not self.seconds and not self.lost:
             return result

@@ -49,7 +49,7 @@ class Rank:
         self._memory = lru_cache(maxsize=2)(MemoryFile.map)
 
     def answer(self, request: bytes) -> bytes:
-        """Does what is asked. What goes wrong is an answer too; then the ranks are out of step."""
+        """Serves a request. An error is an answer too; then the ranks are out of step."""
         return encode(self._try(to_request(request)))
 
     def _try(self, request: Request) -> Answer:

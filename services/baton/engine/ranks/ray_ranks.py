@@ -1,7 +1,7 @@
 """Ranks as Ray actors on this machine, and a Ray of the worker's own around them.
 
-Ray is started with the worker, serves nobody else, listens on loopback only, asks for a token that
-nobody else knows, and ends with the worker however that one ends. It is imported only when a worker
+Ray is started with the worker, serves nothing else, listens on loopback only, requires a token of
+its own, and ends with the worker however that one ends. It is imported only when a worker
 has more than one rank, and torch only in an actor whose threads are configured.
 
 Ray's servers end with the worker by themselves, by the kernel's death signal. Their helpers do not:
@@ -129,7 +129,7 @@ class RankActor:
 
 
 def _leave(rank: int, folder: str) -> None:
-    """The worker is dead and nobody is left to be told. The first rank there is sweeps, and ends
+    """The worker is dead. The first rank that is left sweeps, and ends
     the others before their turn."""
     sleep(rank * _TURN_S)
     sweep(folder)
@@ -147,9 +147,9 @@ ANSWER_S = 1800.0
 
 
 class RayRanks:
-    """See the port `Ranks`. threads: torch's, of each rank. spin: whether the operator has said
-    that these cores are ours, see `threads`. Raises InvalidArgument, naming tensor_parallel,
-    without Ray, and Unavailable when it does not start."""
+    """See `Ranks`. threads: torch's, of each rank. spin: whether these cores are known to be ours
+    alone, see `configure_threads`. Raises InvalidArgument, naming tensor_parallel, without Ray, and
+    Unavailable when it does not start."""
 
     def __init__(self, size: int, threads: int, *, spin: bool = False):
         if find_spec("ray") is None:
@@ -216,7 +216,7 @@ def _start(size: int, folder: str) -> Any:
     # It reads them when it is imported.
     import ray
 
-    # It tells of signals that it leaves to us.
+    # It logs signals that it leaves to us.
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address="local",

@@ -80,7 +80,7 @@ to_answer = msgspec.msgpack.Decoder[Answer](Answer).decode
 
 
 class Ranks(Protocol):
-    """Ranks 0 to size - 1, each a `rank.Rank` that answers what it is told, in order.
+    """Ranks 0 to size - 1, each a `rank.Rank` that answers requests in order.
 
     Called by the engine thread only. Real: `ray_ranks.RayRanks`; double: `LocalRanks` of the tests.
     """
@@ -115,7 +115,7 @@ class RankedRunner:
         self._ranks = ranks
         self.model = opened.model
         self.layout = replace(opened.layout, num_kv_heads=opened.layout.num_kv_heads * ranks.size)
-        """Over all heads: what travels says nothing of ranks."""
+        """Over all heads: payloads do not depend on the number of ranks."""
         self.num_blocks = opened.num_blocks
         self.block_size = block_size
         self.num_swap_blocks = 0, 0
