@@ -144,7 +144,7 @@ class Peer:
 
     sender: WorkerIdentity
     layout: KvLayout
-    meeting: pb.MeetResponse
+    handshake: pb.MeetResponse
     """Its answer to the handshake."""
     reader: TransferReader
     """Of the transport that both use."""
@@ -183,7 +183,7 @@ class Peers:
         self._identity, self._layout = identity, layout
         self._staging, self._connect = staging, connect
         self._probe, self._stats = probe, stats
-        self._meetings: OrderedDict[str, asyncio.Task[Peer]] = OrderedDict()
+        self._handshakes: OrderedDict[str, asyncio.Task[Peer]] = OrderedDict()
         self.probing = False
         """An unused peer is being probed."""
 
@@ -198,10 +198,10 @@ class Peers:
         if known is not None and known.suspect:
             # Others still use the broken connection. It must be gone before there is a new one.
             await self._wait_until_unused(known)
-        task = self._meetings.get(sender.instance_id)
+        task = self._handshakes.get(sender.instance_id)
         if task is None:
             task = asyncio.create_task(self._meet(sender))
-            self._meetings[sender.instance_id] = task
+            self._handshakes[sender.instance_id] = task
             task.add_done_callback(lambda _: self._forget_failure(sender.instance_id))
         peer = await asyncio.shield(task)
         await self._drop_replaced(peer)
@@ -209,7 +209,7 @@ class Peers:
 
     @asynccontextmanager
     async def use(self, sender: WorkerIdentity, timeout_s: float) -> AsyncIterator[Peer]:
-        """A met peer that stays until the block is left. timeout_s: for meeting it."""
+        """A met peer that stays until the block is left. timeout_s: of the handshake."""
         try:
             async with asyncio.timeout(timeout_s):
                 peer = await self.meet(sender)
@@ -224,7 +224,7 @@ class Peers:
         while True:
             await asyncio.sleep(every_s)
             before = clock() - every_s / 2
-            known = [self._known(instance_id) for instance_id in self._meetings]
+            known = [self._known(instance_id) for instance_id in self._handshakes]
             for peer in [p for p in known if p and p.last_used <= before]:
                 if busy():
                     break
@@ -247,11 +247,11 @@ class Peers:
                 await self._remove(peer)
 
     async def close(self) -> None:
-        tasks = list(self._meetings.values())
+        tasks = list(self._handshakes.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._meetings.clear()
+        self._handshakes.clear()
 
     @asynccontextmanager
     async def _hold(self, peer: Peer) -> AsyncIterator[None]:
@@ -266,14 +266,14 @@ class Peers:
                 await self._remove(peer)
 
     def _known(self, instance_id: str) -> Peer | None:
-        task = self._meetings.get(instance_id)
+        task = self._handshakes.get(instance_id)
         if task is None or not task.done() or task.cancelled() or task.exception():
             return None
         return task.result()
 
     def _forget_failure(self, instance_id: str) -> None:
         if self._known(instance_id) is None:
-            self._meetings.pop(instance_id, None)
+            self._handshakes.pop(instance_id, None)
 
     async def _probe_unused(self, peer: Peer) -> None:
         async with self._hold(peer):
@@ -305,9 +305,9 @@ class Peers:
         """
         try:
             async with asyncio.timeout(MEET_S):
-                request = self._request([peer.meeting.transport], peer.instance_id)
-                meeting = await peer.connection.meet(request)
-            self._check(peer.sender, meeting)
+                request = self._request([peer.handshake.transport], peer.instance_id)
+                handshake = await peer.connection.meet(request)
+            self._check(peer.sender, handshake)
             peer.doubted = False
         except (BatonError, TimeoutError):
             await self.forget(peer.instance_id)
@@ -327,13 +327,13 @@ class Peers:
         try:
             async with asyncio.timeout(MEET_S):
                 while names:
-                    meeting = await connection.meet(self._request(names, sender.instance_id))
-                    layout = self._check(sender, meeting)
-                    theirs = meeting.kv_network
+                    handshake = await connection.meet(self._request(names, sender.instance_id))
+                    layout = self._check(sender, handshake)
+                    theirs = handshake.kv_network
                     try:
-                        return await self._reach(sender, layout, meeting, connection)
+                        return await self._reach(sender, layout, handshake, connection)
                     except TransportError as error:
-                        refused[meeting.transport] = str(error)
+                        refused[handshake.transport] = str(error)
                         names = [name for name in names if name not in refused]
         except TimeoutError:
             raise Unavailable("the sender did not answer in time") from None
@@ -347,20 +347,20 @@ class Peers:
         log.warning("%s cannot be reached: tried %s", short_name(sender), tried)
         raise Incompatible(f"the memory of {short_name(sender)} cannot be reached: tried {tried}")
 
-    def _check(self, sender: WorkerIdentity, meeting: pb.MeetResponse) -> KvLayout:
+    def _check(self, sender: WorkerIdentity, handshake: pb.MeetResponse) -> KvLayout:
         """The sender's layout. Raises Unavailable, and Incompatible with what differs."""
-        layout = layout_from_proto(meeting.layout)
-        if meeting.sender.instance_id != sender.instance_id:
+        layout = layout_from_proto(handshake.layout)
+        if handshake.sender.instance_id != sender.instance_id:
             raise Unavailable("this address now belongs to another process")
-        misfit = difference(layout, (meeting.transport,), self._layout, self._staging.names)
-        if not misfit and meeting.digest not in DIGESTS:
-            misfit = f"digest: {meeting.digest or 'none'} against {', '.join(DIGESTS)}"
+        misfit = difference(layout, (handshake.transport,), self._layout, self._staging.names)
+        if not misfit and handshake.digest not in DIGESTS:
+            misfit = f"digest: {handshake.digest or 'none'} against {', '.join(DIGESTS)}"
         if misfit:
             raise refusal(sender, self._identity, misfit)
         network = self._staging.ucx.network
-        if meeting.digest not in network.accepts:
+        if handshake.digest not in network.accepts:
             raise Incompatible(
-                f"the sender seals KV chunks with {meeting.digest}, for accidents only, and "
+                f"the sender seals KV chunks with {handshake.digest}, for accidents only, and "
                 f"kv_network is {network.value} here: declare the same on both"
             )
         return layout
@@ -369,16 +369,16 @@ class Peers:
         self,
         sender: WorkerIdentity,
         layout: KvLayout,
-        meeting: pb.MeetResponse,
+        handshake: pb.MeetResponse,
         connection: SenderConnection,
     ) -> Peer:
         """Adds the peer and collects a probe, so that the first KV chunk finds a way that works.
 
         Raises TransportError when this transport does not carry it, and Unavailable.
         """
-        reader, clock = self._staging.readers[meeting.transport], asyncio.get_running_loop().time
-        await reader.add_peer(sender.instance_id, meeting.transport_metadata, meeting.ring)
-        peer = Peer(sender, layout, meeting, reader, connection, last_used=clock())
+        reader, clock = self._staging.readers[handshake.transport], asyncio.get_running_loop().time
+        await reader.add_peer(sender.instance_id, handshake.transport_metadata, handshake.ring)
+        peer = Peer(sender, layout, handshake, reader, connection, last_used=clock())
         try:
             outcome, why = await self._probe(peer)
             if outcome is ProbeOutcome.LOST:
@@ -393,18 +393,18 @@ class Peers:
 
     async def _drop_replaced(self, peer: Peer) -> None:
         """A process at an address replaces the one before; and the number of peers is bounded."""
-        if peer.instance_id in self._meetings:
-            self._meetings.move_to_end(peer.instance_id)
-        for instance_id in list(self._meetings):
+        if peer.instance_id in self._handshakes:
+            self._handshakes.move_to_end(peer.instance_id)
+        for instance_id in list(self._handshakes):
             old = self._known(instance_id)
             if old is None or old is peer:
                 continue
             replaced = old.sender.address == peer.sender.address
-            if replaced or (len(self._meetings) > MAX_PEERS and old.users == 0):
+            if replaced or (len(self._handshakes) > MAX_PEERS and old.users == 0):
                 await self.forget(instance_id)
 
     async def _remove(self, peer: Peer) -> None:
-        self._meetings.pop(peer.instance_id, None)
+        self._handshakes.pop(peer.instance_id, None)
         try:
             await peer.reader.remove_peer(peer.instance_id)
         finally:

@@ -146,7 +146,7 @@ class IncomingTransfer:
             request.handover_id,
             request.sender.instance_id,
             receiver.layout,
-            peer.meeting.digest,
+            peer.handshake.digest,
             wire_version=self._wire_version,
         )
         self._timeout = StateTimeout(receiver.limits, lambda: self.side.state)
@@ -418,7 +418,7 @@ class KvReceiver:
 
     def buffer_bytes(self, peer: Peer) -> int:
         """Bytes of a buffer that both sides have."""
-        return min(self.staging.ring.buffer_bytes, peer.meeting.ring.buffer_bytes)
+        return min(self.staging.ring.buffer_bytes, peer.handshake.ring.buffer_bytes)
 
     def start_probing(self, every_s: float) -> None:
         """Probes senders that nothing came from for so long, until closed. Called once at most."""

@@ -17,7 +17,7 @@ def difference(
 ) -> str:
     """What keeps KV from moving, as "name: ours against theirs; ..."; "" when nothing does.
 
-    No transports named: not known here, and left to the meeting.
+    No transports named: not known here, and left to the handshake.
     """
     found = []
     if layout is None or other_layout is None:
