@@ -32,22 +32,22 @@ from baton.core.admission.tenant_budgets import NO_USE, Limit, OthersUsage, Refu
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import InvalidArgument
 
-# FairBound, a bound on what all callers hold together that no caller can exhaust.
-#
-# A caller may hold up to `factor` times what is then still free, by its weight (dynamic thresholds:
-# Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998).
-# One caller alone gets factor / (1 + factor) of the bound; when several are greedy, each gets its
-# weight's share as soon as what they held before has been given back; and some of it is always
-# free. A caller that holds nothing is let in whenever its first amount is free.
-#
-# The invariant, for callers of equal weight whose amounts are at most M: whatever k others take and
-# give back, in any order, F = most / (1 + factor)^k - M / factor of the bound stays free of them.
-# So a caller that never holds more than factor / (1 + factor) x F is never kept out because of
-# others.
-
 
 class FairBound:
-    """factor: see the module."""
+    """A bound on what all callers hold together that no caller can exhaust.
+
+    A caller may hold up to `factor` times what is then still free, by its weight (dynamic
+    thresholds: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", 1998). One caller alone gets factor / (1 + factor) of the bound; when several are
+    greedy, each gets its weight's share as soon as what they held before has been given back; and
+    some of it is always free. A caller that holds nothing is let in whenever its first amount is
+    free.
+
+    The invariant, for callers of equal weight whose amounts are at most M: whatever k others take
+    and give back, in any order, F = most / (1 + factor)^k - M / factor of the bound stays free of
+    them. So a caller that never holds more than factor / (1 + factor) x F is never kept out because
+    of others.
+    """
 
     def __init__(self, factor: float) -> None:
         self.total = 0
@@ -100,14 +100,13 @@ class FairBound:
                 del self._num_of_weight[weight]
 
 
-# PendingEncodes, what is on its way to the queue: let in, and not encoded yet.
-#
-# What is not counted here is let in again and again by the same short queue: many ask in the time
-# that one prompt takes to be encoded, and then meet where there was room for one.
-
-
 class PendingEncodes:
-    """Tokens as the queue counts them, by tenant and priority (smaller is more urgent)."""
+    """Prompts that are let in and not encoded yet: tokens as the queue counts them, by tenant and
+    priority (smaller is more urgent).
+
+    Without this count a short queue would let in far too many: a lot of requests come in the time
+    that one prompt takes to be encoded, and would all see the same room.
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[str, Counter[int]] = {}
@@ -159,43 +158,46 @@ FIRST_GUESS = 256.0
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """max_requests: at a time. max_tokens: of all of them, prompts and longest outputs; 0: no
-    limit. max_queue_s: longest foretold wait that a request is let in for. max_input_bytes: see
-    MAX_INPUT_BYTES.
-    """
+    """What all requests of a router may come to."""
 
     max_requests: int
+    """At a time."""
     max_tokens: int
+    """Of all of them, prompts and longest outputs; 0: no limit."""
     max_queue_s: float
+    """The longest predicted wait that a request is let in for."""
     max_input_bytes: int = MAX_INPUT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The fleet at one moment. kv_tokens: positions that decode workers have free blocks for, None
-    when not known. first_token_s: from a place to the first token, usually. others: what the
-    tenant uses through other routers, of which there are replicas - 1.
-    """
+    """The fleet at one moment, as one tenant meets it."""
 
     kv_tokens: int | None = None
+    """Positions that decode workers have free blocks for; None: not known."""
     first_token_s: float = 0.0
+    """From a place to the first token, usually."""
     replicas: int = 1
+    """Live routers, this one among them."""
     others: OthersUsage = NO_USE
+    """What the tenant uses through the other routers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is known of a request before its prompt is encoded. choices: 0 for one that only has a
-    text encoded or decoded, and gets no worker. least_tokens and most_tokens: bounds of its prompt.
-    longest_output: of all its choices, at least so much is asked for.
-    """
+    """What is known of a request before its prompt is encoded."""
 
     tenant: Tenant
     priority: int
+    """Smaller is more urgent."""
     choices: int
+    """0 for a request that only has a text encoded or decoded, and gets no worker."""
     least_tokens: int
+    """Of its prompt, at least."""
     most_tokens: int
+    """Of its prompt, at most."""
     longest_output: int
+    """Tokens of all its choices that it requests at least."""
 
     @property
     def least_charge(self) -> int:

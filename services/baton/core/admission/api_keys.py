@@ -47,14 +47,17 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """id: names it to people. hash: all that is kept of it. created: when, in words. operator: as
-    in `Tenant`, of this key alone."""
+    """An API key, as far as it is kept."""
 
     id: str
+    """Names it to people."""
     hash: bytes
+    """All that is kept of the key itself."""
     tenant: str
     created: str = ""
+    """When, in words."""
     operator: bool = False
+    """As in `Tenant`, of this key alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +128,20 @@ class KeyIndex:
         return tenant if hmac.compare_digest(shown, known) else None
 
 
-# A KeyBook as one JSON document, and back.
-#
-#     {"salt": "64 hex digits",
-#      "tenants": {"acme": {"tokens_per_minute": 100000, "weight": 2.0}},
-#      "keys": [{"id": "k-3f2a19c0", "hash": "64 hex digits", "tenant": "acme", "created": "..."},
-#               {"id": "k-77c0d1e2", ..., "tenant": "staff", "operator": true}]}
-#
-# Every fault is an InvalidArgument whose field is the place in the document.
-
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LIMITS = tuple(f.name for f in fields(TenantLimits))
 
 
 def parse(text: str) -> KeyBook:
-    """Raises InvalidArgument."""
+    """A KeyBook from one JSON document:
+
+        {"salt": "64 hex digits",
+         "tenants": {"acme": {"tokens_per_minute": 100000, "weight": 2.0}},
+         "keys": [{"id": "k-3f2a19c0", "hash": "64 hex digits", "tenant": "acme", "created": ".."},
+                  {"id": "k-77c0d1e2", ..., "tenant": "staff", "operator": true}]}
+
+    Every fault is an InvalidArgument whose field is the place in the document.
+    """
     try:
         document = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError):

@@ -26,19 +26,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One that waits. tokens: what it may come to cost, prompt and longest output. arrived and
-    deadline: readings of one clock, in seconds. resumed: see the module.
-    """
+    """One that waits."""
 
     item: T
     tenant: str
     weight: float
+    """The tenant's share, relative to others'."""
     priority: int
+    """Smaller is more urgent."""
     tokens: int
+    """What it may come to cost: prompt and longest output."""
     arrived: float
+    """On the queue's clock, in seconds."""
     deadline: float = math.inf
+    """On the same clock."""
     resumed: bool = False
+    """It goes on with something that a client has seen already."""
     number: int = field(default=0, init=False)
+    """In the order of arrival."""
 
     @property
     def rank(self) -> tuple[float, float, int]:
@@ -196,12 +201,6 @@ class FairQueue(Generic[T]):
             self.tokens += one * entry.tokens
 
 
-# DrainRate, how fast a queue is emptied, as it was seen.
-#
-# Only time in which somebody waited counts, and only who had to wait: an idle fleet takes a burst
-# at once, which says nothing of how fast it works. Older sightings are forgotten exponentially.
-
-
 FORGET_S = 5.0
 """After so much time with a queue a sighting weighs 1/e."""
 
@@ -214,7 +213,12 @@ them, and what one of them comes to is a guess."""
 
 
 class DrainRate:
-    """Times are readings of one clock, in seconds."""
+    """How fast a queue is emptied, as it was observed. Times are readings of one clock, in seconds.
+
+    Only time in which somebody waited counts, and only entries that had to wait: an idle fleet
+    takes a burst at once, which is no sign of how fast it works. Older observations are forgotten
+    exponentially.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -1,4 +1,4 @@
-"""TenantBudgets, what each tenant may still use here.
+"""What each tenant may still use here, and what is used of it elsewhere.
 
 Rates are token buckets that hold ten seconds' worth of this router's equal part of the rate, and
 are full at first: what they fill with may be lent by the other routers, what they hold may not,
@@ -18,10 +18,6 @@ from baton.core.errors import Overloaded
 from baton.core.request.attempt import Attempt
 from baton.core.routing.load import TenantUse
 
-# Refusal, why a request is not let in.
-#
-# It is an `Overloaded` with the name of the limit that was reached, for the metrics.
-
 
 class Limit(Enum):
     """What was reached. The values are labels of `baton_refusals_total`."""
@@ -40,7 +36,8 @@ class Limit(Enum):
 
 
 class Refusal(Overloaded):
-    """limit: which one. retry_after_s is set."""
+    """Why a request is not let in: an `Overloaded` with the limit that was reached, for the
+    metrics. retry_after_s is set."""
 
     def __init__(
         self,
@@ -52,14 +49,6 @@ class Refusal(Overloaded):
     ) -> None:
         super().__init__(message, field=field, retry_after_s=retry_after_s)
         self.limit = limit
-
-
-# What of a tenant's limits is this router's, when several routers serve it.
-#
-# A router's share of a limit is an equal part of it, and whatever the others leave unused: a tenant
-# whose one connection sticks to one router gets all of its quota there, and one that asks at every
-# router gets no more than its quota in total. Two greedy routers meet at equal parts: each has at
-# least that, and sees the other use the rest.
 
 
 SMOOTH_S = 5.0
@@ -80,7 +69,13 @@ NO_USE = OthersUsage()
 
 
 def share(total: float, replicas: int, others: float) -> float:
-    """This router's part of a limit that the others use so much of."""
+    """This router's part of a limit of which the others use so much.
+
+    It is an equal part, and whatever the others leave unused: a tenant whose one connection sticks
+    to one router gets all of its quota there, and one that calls every router gets no more than its
+    quota in total. Two greedy routers meet at equal parts: each has at least that, and the other's
+    use takes the rest.
+    """
     return max(total / replicas, total - others)
 
 
@@ -149,12 +144,6 @@ class OthersUse:
         return self._sums[tenant]
 
 
-# UseMeter, what tenants use of one worker, by the router that asks for it.
-#
-# Routers learn from it what a tenant uses elsewhere. It remembers a bounded number of tenants,
-# those that were active last; routers that are gone are forgotten with theirs.
-
-
 MAX_KNOWN = 4096
 MAX_TOLD = 64
 
@@ -166,7 +155,11 @@ class _Counts:
 
 
 class UseMeter:
-    """One per worker."""
+    """What tenants use of one worker, by router: routers learn from it of use elsewhere.
+
+    It remembers a bounded number of tenants, those that were active last; routers that are gone are
+    forgotten with theirs.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], _Counts] = {}
@@ -222,15 +215,14 @@ def _sum(into: dict[str, _Counts], tenant: str, requests: int, tokens: int) -> N
     total.tokens += tokens
 
 
-# TokenBucket, what may be used per second and saved up to a burst.
-#
-# The token bucket of RFC 2215 (section 2.3), with two additions: what was taken and not used can be
-# given back, and an amount larger than the whole bucket passes when the bucket is full and leaves a
-# debt, so that nothing is refused for ever. Times are readings of one clock, in seconds.
-
-
 class TokenBucket:
-    """rate: units a second. burst: units it holds at most. It starts full."""
+    """What may be used per second and saved up to a burst. It starts full.
+
+    The token bucket of RFC 2215 (section 2.3), with two additions: what was taken and not used can
+    be given back, and an amount larger than the whole bucket passes when the bucket is full and
+    leaves a debt, so that nothing is refused for ever. rate: units a second. burst: units it holds
+    at most. now: readings of one clock, in seconds.
+    """
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate = rate

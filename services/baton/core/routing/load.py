@@ -1,4 +1,4 @@
-"""What a worker tells about itself: what it is, and how busy."""
+"""A worker as routers see it: how fast it is, what it is, how busy, and what a router gave it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-
-# WorkerSpeed, how fast a worker is by its own measurements.
-#
-# The same numbers predict a prompt's time to first token, what it does to sequences that run, and
-# whether a hand-over is worth it.
 
 
 NEAR = 512
@@ -26,24 +21,30 @@ def reads(first: int, end: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """Seconds, each for one of a thing; what was not measured yet is 0.
+    """How fast a worker is by its own measurements; what was not measured yet is 0.
 
-    step_s, row_s, context_s: a decode step, each sequence in it, each position that those read.
-    prefill_step_s, prefill_position_s, prefill_read_s: a step's prefill, each position of it, each
-    read as `PrefillCost` counts them. prefill_step_tokens: positions that a step prefills at most,
-    0: any. link_bytes_per_s: of KV chunks that come in. handover_s: a hand-over's end after the
-    prompt is computed, besides reading what is left.
+    The same numbers predict a prompt's time to first token, what it does to sequences that run, and
+    whether a hand-over is worth it.
     """
 
     step_s: float = 0.0
+    """A decode step."""
     row_s: float = 0.0
+    """Each sequence in a decode step."""
     context_s: float = 0.0
+    """Each position that those sequences read."""
     prefill_step_s: float = 0.0
+    """The prefill part of a step."""
     prefill_position_s: float = 0.0
+    """Each position of it."""
     prefill_read_s: float = 0.0
+    """Each read of it, as `PrefillCost` counts reads."""
     prefill_step_tokens: int = 0
+    """Positions that a step prefills at most; 0: any."""
     link_bytes_per_s: float = 0.0
+    """Of KV chunks that come in."""
     handover_s: float = 0.0
+    """A hand-over's end after the prompt is computed, besides reading what is left."""
 
     @property
     def prefills(self) -> bool:
@@ -110,7 +111,7 @@ that would have to come by its bytes."""
 
 
 class WorkerState(Enum):
-    """Where a worker stands in its life."""
+    """What a worker can do now."""
 
     STARTING = 1
     """Not ready (yet, or again): it loads, or its own way for KV does not work."""
@@ -122,73 +123,65 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker is; the same for its whole instance id.
-
-    model, layout, transports and the numbers are left out where a role has none. transports: best
-    first. num_blocks: blocks of the pool. block_size: positions of a block. max_sequences: how many
-    may own blocks at once, of a tokenizer: how many inputs it works on at once; 0: not known.
-    standby: it is given work only while another is missing.
-    """
+    """What a worker is; the same for its whole instance id. A role leaves out what it has not."""
 
     identity: WorkerIdentity
     model: ModelDescription | None = None
     layout: KvLayout | None = None
     transports: tuple[str, ...] = ()
+    """Best first."""
     num_blocks: int = 0
+    """Of the pool."""
     block_size: int = 0
+    """Positions of a block."""
     kv_bytes_per_position: int = 0
     exact: bool = False
+    """It runs in exact mode."""
     max_sequences: int = 0
+    """Sequences that may own blocks at once; of a tokenizer: inputs that it works on at once; 0:
+    not known."""
     standby: bool = False
+    """It gets work only while another is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """What one tenant uses of a worker, through one or several routers.
-
-    requests, tokens: that began here, and that were prefilled or sampled here for them, counted
-    for as long as the worker remembers the tenant. held_requests, held_tokens: here now, and what
-    they may come to.
-    """
+    """What one tenant uses of a worker, through one or several routers."""
 
     tenant: str
     requests: int = 0
+    """That began here, for as long as the worker remembers the tenant."""
     tokens: int = 0
+    """That were prefilled or sampled here, likewise."""
     held_requests: int = 0
+    """That are here now."""
     held_tokens: int = 0
+    """What these may come to."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is.
-
-    waiting_tokens: prompt tokens that wait to be computed. free_blocks: blocks that nobody uses,
-    cached ones included. step_age_us and step_predicted_us: of the running step, 0 when idle.
-    tenants: what they use through other routers than the one that is told.
-    speed: by the worker's own measurements so far.
-    """
+    """How busy a worker is."""
 
     state: WorkerState
     waiting_sequences: int = 0
     waiting_tokens: int = 0
+    """Prompt tokens that wait to be computed."""
     running_sequences: int = 0
     free_blocks: int = 0
+    """Blocks without an owner, cached ones included."""
     step_age_us: int = 0
+    """Of the running step; 0 when idle."""
     step_predicted_us: int = 0
+    """How long that step was predicted to take."""
     tenants: tuple[TenantUse, ...] = ()
+    """What they use through other routers than the one that gets this report."""
     speed: WorkerSpeed = UNMEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A worker at one moment. number: in the prefix index, below 0 without a place there. since:
-    when it was met, on the clock of `decide`'s now. max_sequences and standby are as in
-    WorkerDescription.
-
-    placed_*: what this router has given it and that is not done yet: a report is always a little
-    old. fresh_*: that part of it that was given after the newest report came; positions are what
-    needs blocks, tokens what is to be prefilled.
-    """
+    """A worker at one moment, with what a router has given it: a report is always a little old."""
 
     identity: WorkerIdentity
     model: ModelDescription
@@ -199,14 +192,23 @@ class WorkerSnapshot:
     num_blocks: int = 0
     kv_bytes_per_position: int = 0
     max_sequences: int = 0
+    """As in WorkerDescription."""
     standby: bool = False
+    """As in WorkerDescription."""
     number: int = -1
+    """In the prefix index; below 0: it has no place there."""
     since: float = 0.0
+    """When it was met, on the clock of `decide`'s now."""
     placed_sequences: int = 0
+    """Given by this router and not done yet."""
     placed_tokens: int = 0
+    """To prefill, likewise."""
     fresh_sequences: int = 0
+    """Given after the newest report came; a part of the placed ones."""
     fresh_tokens: int = 0
+    """To prefill, likewise."""
     fresh_positions: int = 0
+    """That need blocks, likewise."""
 
     @property
     def num_sequences(self) -> int:
@@ -227,14 +229,6 @@ class WorkerSnapshot:
         return max(0, self.num_blocks - self.load.free_blocks) * self.block_size
 
 
-# WorkerLedger, what a router has given to one worker, and when that worker is full.
-#
-# A worker's report is a little old and tells of all routers' work. What this router has given to
-# a worker it knows exactly; what others have there is taken from the newest report, less what was
-# this router's when it came. So room that comes free here is used at once, not when the worker
-# says so.
-
-
 BATCHES = 2
 """What may wait at a worker, in steps' worth of prompt tokens: one more would only wait there
 instead of here, where it is still in order."""
@@ -242,16 +236,24 @@ instead of here, where it is still in order."""
 
 @dataclass(slots=True)
 class WorkerLedger:
-    """computing: prompt tokens this router gave it to compute, without an answer. kv: positions
-    this router promised it, without a word that their KV is there. others_*: what other routers
-    have there. load: the report that this is from.
+    """What a router has given to one worker, and when that worker is full.
+
+    A worker's report is a little old and covers the work of all routers. What this router has given
+    to a worker it knows exactly; what others have there is taken from the newest report, less what
+    was this router's when it came. So room that comes free here is used at once, and not only when
+    the worker reports it.
     """
 
     computing: int = 0
+    """Prompt tokens that this router gave it to compute and that are not answered."""
     kv: int = 0
+    """Positions that this router reserved there and whose KV is not known to have come."""
     others_waiting: int = 0
+    """Prompt tokens of other routers that wait there."""
     others_sequences: int = 0
+    """Sequences of other routers there."""
     load: WorkerLoad | None = None
+    """The report that these are from."""
 
     @property
     def is_empty(self) -> bool:

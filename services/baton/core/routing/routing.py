@@ -21,12 +21,6 @@ from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.routing.load import NOMINAL, WorkerSnapshot, WorkerSpeed, WorkerState
 from baton.core.routing.prefix_index import NO_OVERLAP, Overlap
 
-# What an attempt would cost on a worker, in predicted seconds; picks nothing, knows no clock.
-#
-# Everybody's seconds count the same: those that the attempt itself waits and those by which it
-# holds up sequences that run already. Tokens that a worker has cached cost nothing.
-
-
 SEQUENCE_S = 0.0016
 """What a sequence on a worker counts besides what it was measured to cost: sequences spread also
 over workers for which one more costs next to nothing."""
@@ -50,59 +44,67 @@ older there is nobody who could have more."""
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an attempt needs. Empty strings match anything.
-
-    input_tokens: prompt and accepted output. prefix_hashes: of the prompt's units. output_tokens:
-    at most so many will be made. failed: instance ids that lost an attempt of this request a moment
-    ago; busy: those that refused one as overloaded; ejected: those whose circuit breaker is open;
-    quarantined: those that a suspect, which this attempt is, must not join.
-    """
+    """What an attempt needs. Empty strings match anything."""
 
     request_id: str
     input_tokens: int
+    """Of the prompt and the accepted output."""
     choices: int
     needs_decode: bool
+    """False: every choice ends at token 0."""
     model: str = ""
     model_digest: str = ""
     tokenizer_digest: str = ""
     failed: frozenset[str] = frozenset()
+    """Instance ids that lost an attempt of this request a moment ago."""
     busy: frozenset[str] = frozenset()
+    """Instance ids that refused one as overloaded a moment ago."""
     ejected: frozenset[str] = frozenset()
+    """Instance ids whose circuit breaker is open."""
     quarantined: frozenset[str] = frozenset()
+    """Instance ids with a suspect, where the attempt's request is a suspect, too."""
     prefix_hashes: bytes = b""
+    """Of the prompt's units."""
     output_tokens: int = EXPECTED_OUTPUT
+    """At most so many will be made."""
 
 
 class Cost(NamedTuple):
-    """Why a worker costs what it does; all but the tokens in seconds. total: what is compared.
+    """What an attempt would cost on a worker, in predicted seconds, and why.
 
-    queue_s, compute_s: until the first token, by what is before the attempt and by its own uncached
-    tokens. crowd_s: the steps its output takes with the others there. harm_s: added to others, to
-    sequences that run or to hand-overs that want the same link.
-    shortage_s: for blocks that are not free. share: below 1 for a worker that is new.
+    All seconds count the same: those that the attempt itself waits and those by which it holds up
+    sequences that run already. Tokens that a worker has cached cost nothing.
     """
 
     total: float
+    """What is compared."""
     queue_s: float
+    """Until the first token, by what is before the attempt."""
     compute_s: float
+    """Until the first token, by the attempt's own uncached tokens."""
     crowd_s: float
+    """The steps that its output takes with the others there."""
     harm_s: float
+    """Added to others: to sequences that run, or to hand-overs over the same link."""
     shortage_s: float
+    """For blocks that are not free."""
     share: float
+    """Below 1 for a worker that is new."""
     uncached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What holds for all workers while one decision is made. slow_start_s: for how long a worker
-    counts as new. default_speed: a middling speed, and that of a worker that has not measured its
-    own. first_met: when the oldest worker was met."""
+    """What holds for all workers while one decision is made."""
 
     overlap: Overlap
     now: float
     slow_start_s: float
+    """For how long a worker counts as new."""
     default_speed: WorkerSpeed
+    """A middling speed; it stands in for a worker that has not measured its own."""
     first_met: float = 0.0
+    """When the oldest worker was met."""
 
 
 def uncached_tokens(demand: Demand, worker: WorkerSnapshot, overlap: Overlap) -> int:
@@ -192,22 +194,6 @@ def _grown(since: float, moment: Moment) -> float:
     return min(1.0, max(NEW_SHARE, (moment.now - since) / moment.slow_start_s))
 
 
-# Which workers of a pool can run an attempt, and which of them best; knows one pool at a time.
-#
-# Of a large pool only some are looked at: those that hold most of the prompt, and some drawn by
-# the request's id. Drawing also keeps routers whose reports are equally old from all picking the
-# one worker that looked best; what a router placed itself counts at once
-# (`WorkerSnapshot.fresh_tokens`).
-#
-# A worker that stands by is a candidate in two cases only:
-#
-#     another of its pool is missing      it is one like all others, until that one is back
-#     no other could run the attempt,     it takes what would fail or wait for nobody
-#     not even once it is less busy
-#
-# A pool that is merely busy is not helped out: what stands by is there when somebody dies.
-
-
 MAX_DRAWN = 12
 """The best of so many is among a pool's best tenth almost three times out of four."""
 
@@ -215,13 +201,13 @@ MAX_HOLDERS = 6
 
 
 class PoolSnapshot(NamedTuple):
-    """Workers of one role, and what they hold of the prompt. missing: one that does not stand by is
-    expected there and takes no work: it is silent, gone, draining, or starting.
-    """
+    """Workers of one role, and what they hold of the prompt."""
 
     workers: Sequence[WorkerSnapshot]
     overlap: Overlap = NO_OVERLAP
     missing: bool = False
+    """A worker that is no standby is expected there and takes no work: it is silent, gone,
+    draining, or starting."""
 
 
 class FilterReason(Enum):
@@ -270,8 +256,22 @@ class ScoredWorker(NamedTuple):
 def filtered(
     demand: Demand, pool: PoolSnapshot, receiver: WorkerSnapshot | None = None
 ) -> Filtered:
-    """Looks at some of a pool; at all of it when none of those fits. receiver: who takes the KV,
-    if anybody."""
+    """The workers of a pool that can run an attempt.
+
+    Of a large pool only some are looked at, and all of them when none of those fits: those that
+    hold most of the prompt, and some drawn by the request's id. Drawing also keeps routers whose
+    reports are equally old from all picking the one worker that looked best; what a router placed
+    itself counts at once (`WorkerSnapshot.fresh_tokens`).
+
+    A standby is a candidate in two cases only:
+
+        another of its pool is missing      it is a worker like all others, until that one is back
+        no other could run the attempt,     it takes what would fail or wait in vain
+        not even once it is less busy
+
+    A pool that is merely busy gets no help: a standby is there for deaths. receiver: the worker
+    that takes the KV, if any.
+    """
     some = _some(demand, pool)
     found = _sift(demand, some, receiver, pool.missing)
     if len(some) < len(pool.workers) and all(worker.standby for worker in found.fitting):
@@ -615,14 +615,6 @@ def _has_places(demand: Demand, worker: WorkerSnapshot) -> bool:
     return not most or worker.num_sequences + demand.choices <= most
 
 
-# Which model a new request runs on.
-#
-# While another version of a model rolls out under the same name, there are two of it for a time.
-# A request is bound to one from its start: a stream never goes on with another model's tokens. So
-# a new one is not given to a model whose last workers leave, or whose tokenizer is not there (any
-# more).
-
-
 def model_for(
     request_id: str,
     name: str,
@@ -630,9 +622,13 @@ def model_for(
     tokenizers: Collection[str],
     detokenizers: Collection[str],
 ) -> ModelDescription | None:
-    """One that decode workers serve under this name; of several, each as often as it has workers.
+    """The model that a new request runs on: one that decode workers serve under this name.
 
-    tokenizers, detokenizers: the tokenizer digests of those that serve.
+    While another version of a model rolls out under the same name, there are two of it for a time;
+    each is picked as often as it has workers. A request keeps its model from its start: a stream
+    never goes on with another model's tokens. So a new request is not given to a model whose last
+    workers leave, or that has no tokenizer. tokenizers, detokenizers: the tokenizer digests of
+    those that serve.
     """
     named = [worker for worker in decodes if worker.model.name == name]
     if len({worker.model.digest for worker in named}) > 1:

@@ -16,22 +16,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import join
 
-# What Kubernetes' EndpointSlices say of a service's endpoints; speaks to nobody.
-#
-# Objects are the API's own JSON, discovery.k8s.io/v1. How the conditions are read, null being the
-# first choice of each:
-#
-#     terminating   null, false   the pod is meant to run
-# true          it was told to end: not listed. Whoever it is known to drains by its own word and is
-# followed until it is gone ready         null, true    it may be sent to. Counted where nobody
-# tells more, as for routers false         it starts, or its probe fails: listed all the same. A
-# worker says itself what it can do, and sooner than a probe serving       -             `ready` of
-# a pod that may be terminating: says nothing more here
+log = logging.getLogger(__name__)
 
 MAX_ENDPOINTS = 4096
 
@@ -43,11 +33,14 @@ _FAMILIES = ("IPv4", "IPv6")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One pod. address: host:port."""
+    """One pod behind a service, as the conditions of an EndpointSlice describe it."""
 
     address: str
+    """host:port."""
     ready: bool
+    """It may be sent to; null counts as true. False: it starts, or its probe fails."""
     terminating: bool
+    """It was asked to end; null counts as false."""
 
 
 def endpoints(slices: Iterable[Json], port: str) -> tuple[Endpoint, ...]:
@@ -95,19 +88,6 @@ def _port(entry: Json, wanted: str) -> int | None:
     return None
 
 
-# Follows the EndpointSlices of one Kubernetes service: list, then watch from there, for ever.
-#
-# Blocks, so it runs on a thread of its own (`KubernetesSource`). The rules of the API:
-#
-#     list            all slices, in pages, with the version they are true at
-# watch           what changed since a version, until the server's time for it is over; a bookmark
-# moves the version on and changes nothing 410             the version is too old, as the HTTP
-# status or as an event: list again anything else   the connection or the server failed: a pause
-# that grows, then list again
-#
-# A watch that ends well is continued from the newest version at once. Each watch is short, so that
-# a server which vanished without a word is noticed within `WATCH_S` and a little.
-
 WATCH_S = 60
 CONNECT_S = 5.0
 READ_S = WATCH_S + 5.0
@@ -122,16 +102,6 @@ LONGEST_PAUSE_S = 30.0
 _GONE = 410
 
 
-class SliceApi(Protocol):
-    """The one call of the API that is made."""
-
-    def get(self, namespace: str, query: dict[str, Any], timeout_s: tuple[float, float]) -> Any:
-        """GET of the namespace's endpointslices: urllib3's response, its body not read yet.
-        query: in the client's words. timeout_s: to connect, and between two reads. Raises ApiFailed
-        for whatever is not a 200.
-        """
-
-
 class ApiFailed(Exception):
     """status: HTTP's, or 0 when there was no answer."""
 
@@ -141,10 +111,24 @@ class ApiFailed(Exception):
 
 
 class SliceWatch:
-    """tell: given all slices whenever they may have changed, on the thread that runs this."""
+    """Follows the EndpointSlices of one service: lists them, then watches from there, for ever.
+
+    It blocks, so it runs on a thread of its own (`KubernetesSource`). The rules of the API:
+
+        list            all slices, in pages, with the version that they are true at
+        watch           what changed since a version, until the server's time for it is over; a
+                        bookmark moves the version on and changes nothing
+        410             the version is too old, as the HTTP status or as an event: list again
+        anything else   the connection or the server failed: a pause that grows, then list again
+
+    A watch that ends well is continued from the newest version at once. Each watch is short, so
+    that a server which vanished without a word is noticed within `WATCH_S` and a little.
+
+    tell: called with all slices whenever they may have changed, on the thread that runs this.
+    """
 
     def __init__(
-        self, api: SliceApi, namespace: str, service: str, tell: Callable[[list[Json]], None]
+        self, api: KubernetesApi, namespace: str, service: str, tell: Callable[[list[Json]], None]
     ) -> None:
         self._api = api
         self._namespace = namespace
@@ -288,8 +272,6 @@ def _version(entry: Json, version: str) -> str:
     return str((entry.get("metadata") or {}).get("resourceVersion") or version)
 
 
-log = logging.getLogger(__name__)
-
 STOP_S = 2.0
 """What the thread gets to end before it is left behind; it ends with the process then."""
 
@@ -342,7 +324,9 @@ class KubernetesApi:
         return str(context["context"].get("namespace") or "default")
 
     def get(self, namespace: str, query: dict[str, Any], timeout_s: tuple[float, float]) -> Any:
-        """See SliceApi."""
+        """GET of the namespace's endpointslices: urllib3's response, its body not read yet. query:
+        in the client's words. timeout_s: to connect, and between two reads. Raises ApiFailed for
+        whatever is not a 200."""
         import urllib3
         from kubernetes.client import ApiException
 
@@ -365,7 +349,7 @@ class KubernetesSource:
 
     def __init__(
         self,
-        api: SliceApi,
+        api: KubernetesApi,
         namespace: str,
         service: str,
         port: str,
