@@ -7,7 +7,6 @@ from enum import Enum
 
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 
-
 NEAR = 512
 """Positions that each position attends to at no extra cost: that is part of its own cost."""
 
