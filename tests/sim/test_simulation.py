@@ -18,7 +18,7 @@ import pytest
 from baton.core.request import attempt, request_state
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.routing.failures import Quarantine
-from baton.router.request.texts import ChoiceText
+from baton.router.request.texts import ChoiceOutput
 from baton.router.workers.clients import PrefillClient
 from baton.router.workers.decode_session import DecodeSession
 from baton.router.workers.fleet import Worker
@@ -113,13 +113,13 @@ def forget_to_cancel_prefill() -> AbstractContextManager[Any]:
 
 def resume_from_the_start() -> AbstractContextManager[Any]:
     """A detokenizer is not told what the client has."""
-    open_text = ChoiceText.open_text
+    open_text = ChoiceOutput.open_text
 
-    def forgetful(text: ChoiceText, opening: Any) -> None:
+    def forgetful(text: ChoiceOutput, opening: Any) -> None:
         open_text(text, opening)
         opening.delivered_bytes = 0
 
-    return mock.patch.object(ChoiceText, "open_text", forgetful)
+    return mock.patch.object(ChoiceOutput, "open_text", forgetful)
 
 
 def keep_in_quarantine() -> AbstractContextManager[Any]:

@@ -122,8 +122,8 @@ class EventStream(AsyncIterator[Event]):
 
     def _collect(self) -> bool:
         """Takes what is new of every choice; returns whether there is anything."""
-        for text in self._runner.texts.choices:
-            delta = text.take_delta()
+        for output in self._runner.outputs:
+            delta = output.take_delta()
             if delta is not None:
                 parts = self._parts
                 self._events.append(parts[delta.choice].of(delta) if parts else delta)

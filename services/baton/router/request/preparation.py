@@ -35,15 +35,14 @@ from baton.core.request.request_state import RequestState
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.admission import RequestContext, RouterServices
 from baton.router.request.runner import RequestRunner
-from baton.router.request.texts import PROMPT_TAIL, TextOptions, spell
+from baton.router.request.texts import PROMPT_TAIL, Texts, TokenBytes
 from baton.router.workers.tokenizers import EncodedPrompt, Tokenizers
+from baton.rpc.convert import token_ids_to_bytes
 from baton.rpc.tracing import SCORE, now
+from baton.v1.detokenizer_pb2 import OpenText
 
 WORDED_AT_ONCE = 1024
 """Entries that are put into words before others get their turn."""
-
-UNREAD = TextOptions((), False, False, (), (), 0, frozenset())
-"""Of the token that nobody sees."""
 
 
 def check_size(request: Request, num_prompt: int) -> None:
@@ -211,14 +210,13 @@ class Preparation:
                 )
         if not stop.max_tokens:
             return Prepared(None, accepted)
-        text = TextOptions(
+        opening = OpenText(
             stop_strings=request.stop_strings,
             include_stop_string=request.include_stop_string,
             skip_special_tokens=request.skip_special_tokens,
             kept_special_tokens=answers.markers if answers is not None else (),
-            prompt_tail_ids=prompt[-PROMPT_TAIL:],
+            prompt_tail_ids=token_ids_to_bytes(prompt[-PROMPT_TAIL:]),
             min_tokens=request.min_tokens,
-            shown_stop_token_ids=frozenset(request.stop_token_ids),
             traceparent=stages.trace.context.traceparent,
         )
         runner = RequestRunner(
@@ -226,7 +224,7 @@ class Preparation:
             context,
             self._state(context, prompt, sampling, stop, n=request.n, grammar=request.grammar),
             model,
-            text,
+            opening,
             prefix_hashes=hashes,
             on_placed=context.on_placed,
         )
@@ -353,7 +351,7 @@ class Preparation:
             context,
             self._state(context, prompt, sampling, stop, prompt_logprobs=num_top),
             model,
-            UNREAD,
+            OpenText(),
             prefix_hashes=b"",
             on_placed=lambda: None,
         )
@@ -363,10 +361,10 @@ class Preparation:
             if found is None:
                 # The stream of a decode worker broke in between; its token alone came again.
                 raise Unavailable("The prompt's log-probabilities were lost.", retry_after_s=1.0)
-            names = chain(prompt, found.alternatives())
+            words = TokenBytes(chain(prompt, found.alternatives()))
             digest = model.tokenizer_digest
-            texts = await spell(self._services, names, digest, context.deadline)
-            return await _worded(prompt, found, texts)
+            await Texts(self._services, context, [words], digest, lambda _: None).keep()
+            return await _worded(prompt, found, words.spelled)
         except BaseException as failure:
             stages.over(failure)
             raise

@@ -26,7 +26,7 @@ from baton.router.request.admission import RequestContext, RouterServices
 from baton.router.request.dispatcher import Placement
 from baton.router.request.pacing import TokenCoalescer, TokenGaps
 from baton.router.request.placer import Placer
-from baton.router.request.texts import TextOptions, Texts
+from baton.router.request.texts import ChoiceOutput, Texts
 from baton.router.workers.clients import PrefillClient
 from baton.router.workers.decode_session import Migration
 from baton.router.workers.fleet import Worker
@@ -35,6 +35,7 @@ from baton.rpc.convert import choice_tokens_from_proto, prompt_logprobs_from_pro
 from baton.rpc.logs import named
 from baton.rpc.tracing import NO_SPAN, Span, error_type
 from baton.v1.decode_pb2 import SequenceStarted
+from baton.v1.detokenizer_pb2 import OpenText
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ log = logging.getLogger(__name__)
 class RequestRunner:
     """Runs one request until all its choices have ended, and owns its attempts.
 
-    prefix_hashes: of the prompt's units. on_placed: called whenever an attempt gets workers.
+    opening: how the text of a choice begins at a detokenizer. prefix_hashes: of the prompt's units.
+    on_placed: called whenever an attempt gets workers.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class RequestRunner:
         context: RequestContext,
         state: RequestState,
         model: ModelDescription,
-        text: TextOptions,
+        opening: OpenText,
         *,
         prefix_hashes: bytes,
         on_placed: Callable[[], None],
@@ -61,7 +63,7 @@ class RequestRunner:
         self.stages = context.stages
         self.state = state
         self.model = model
-        self.max_unconfirmed = services.config.max_unconfirmed if text.stop_strings else 0
+        self.max_unconfirmed = services.config.max_unconfirmed if opening.stop_strings else 0
         """Tokens that decode may be ahead of the search for stop strings; 0: any number."""
         self.news = Broadcast()
         """Set when there is something for the client."""
@@ -70,21 +72,17 @@ class RequestRunner:
         self.prompt_logprobs: PromptLogprobs | None = None
         """Of the prompt's tokens, when the state asks for them and an attempt has answered."""
         self.placer = Placer(services, context, self._demand, on_placed)
+        shown = frozenset(context.request.stop_token_ids)
+        self.outputs = [ChoiceOutput(log, opening, shown, self._stopped) for log in state.logs]
         self.texts = Texts(
-            services,
-            context,
-            state.logs,
-            text,
-            model.tokenizer_digest,
-            on_stop=self._stopped,
-            on_progress=self._text_progressed,
+            services, context, self.outputs, model.tokenizer_digest, self._text_progressed
         )
         self.coalescer = TokenCoalescer(
             state.logs,
             self.texts.touch,
             services.load,
             services.deferred_calls,
-            searched=bool(text.stop_strings),
+            searched=bool(opening.stop_strings),
         )
         self.migrations: dict[int, Migration] = {}
         """By choice: those on offer that no attempt has taken over yet."""
@@ -191,7 +189,7 @@ class RequestRunner:
             return
         runner = self._attempts.get(self.state.logs[choice].attempt)
         if runner is not None:
-            runner.confirm(choice, self.texts.choices[choice].searched_tokens)
+            runner.confirm(choice, self.outputs[choice].searched_tokens)
 
     def _demand(self, run: AttemptRun) -> Demand:
         if not self.state.started and len(self._attempts) == 1:

@@ -1,7 +1,7 @@
 """The texts of one request: each choice's tokens go to a detokenizer and come back as deltas.
 
-`Texts` keeps them at one detokenizer and moves them to another when it is lost. `ChoiceText` is a
-cursor over the token log of a choice on each side. `spell` fetches the bytes of single tokens.
+`ChoiceOutput` is a cursor over the token log of a choice on each side. `Texts` keeps them at one
+detokenizer and moves them to another when it is lost.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from baton.core.errors import BatonError, Internal
 from baton.core.request.attempt import Logprobs, PositionGap, TokenLog
 from baton.core.request.request import Delta, TextLogprob, TokenLogprobs
 from baton.core.request.request_state import VERDICTS, FailureAction
 from baton.router.request.admission import RequestContext, RouterServices
-from baton.router.workers.detokenizer_session import DetokenizerSession
+from baton.router.workers.detokenizer_session import DetokenizerSession, TextSource
 from baton.router.workers.fleet import Worker, pick_detokenizer
 from baton.rpc.convert import token_ids_to_bytes
 from baton.rpc.logs import named
 from baton.v1.detokenizer_pb2 import AppendTokens, OpenText, TextDelta
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.05
+"""Before a lost text is opened again: a worker may fail each time at once."""
 
 MAX_DELTA_TOKENS = 128
 MAX_DELTA_CHARACTERS = 1 << 14
@@ -32,86 +37,80 @@ PROMPT_TAIL = 8
 """Prompt tokens that a detokenizer sees: more than any tokenizer's text depends on."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """What all choices of a request have in common."""
+class ChoiceOutput:
+    """The output of one choice on its way to the client: tokens go to a detokenizer, their text
+    comes back, both leave as deltas.
 
-    stop_strings: tuple[str, ...]
-    include_stop_string: bool
-    skip_special_tokens: bool
-    kept_special_tokens: tuple[str, ...]
-    """Those that stay in the text all the same."""
-    prompt_tail_ids: tuple[int, ...]
-    min_tokens: int
-    shown_stop_token_ids: frozenset[int]
-    """Stop tokens the client named; only those are reported to it."""
-    traceparent: str = ""
-
-
-class ChoiceText:
-    """See the module. The three callables are told at once and must not wait."""
+    opening: how its text begins at any detokenizer. shown_stop_token_ids: the stop tokens that the
+    client named; only those are reported to it. on_stop: called with the choice, the position and
+    the string when a stop string is complete; raises PositionGap for a position that there is not.
+    """
 
     def __init__(
         self,
         log: TokenLog,
-        options: TextOptions,
-        *,
+        opening: OpenText,
+        shown_stop_token_ids: Collection[int],
         on_stop: Callable[[int, int, str], None],
-        on_progress: Callable[[int], None],
-        on_lost: Callable[[BatonError], None],
     ) -> None:
+        self.choice = log.choice
+        self.texts: Texts
+        """Set by the Texts that this output belongs to."""
         self.log = log
         self.ended = False
-        """The detokenizer has said all of it."""
+        """All of its text is here."""
         self.num_tokens = 0
         """Tokens whose text came back in full."""
         self.searched_tokens = 0
         """Tokens within which no stop string ends."""
         self.finished = False
         """The last delta was taken."""
-        self._options = options
+        self._opening = opening
+        self._shown_stop_token_ids = shown_stop_token_ids
         self._on_stop = on_stop
-        self._on_progress = on_progress
-        self._tell_lost = on_lost
-        self._asked = 0
-        self._end_asked = False
+        self._sent = 0
+        """Tokens that the detokenizer has."""
+        self._end_sent = False
         self._delivered_bytes = 0
+        """UTF-8 bytes of text that the detokenizer has returned."""
         self._unsent = ""
-        self._told = 0
+        """Text that no delta has taken yet."""
+        self._emitted = 0
+        """Tokens that deltas have taken."""
         self._spelled: dict[int, bytes] = {}
+        """The bytes of tokens by their id."""
         self._spelling: list[int] = []
+        """Tokens of which the detokenizer owes the bytes, in order."""
         self._spell_from = 0
         """Tokens before this position have had their bytes asked for: a reader that is far behind
         must not make every step look at all that it has missed."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to send to a detokenizer."""
+        return len(self.log) > 0 or self.log.ended
 
     def open_text(self, text: OpenText) -> None:
         """With all tokens that may lie behind the delivered text. A stop token is no part of the
         text: it is appended as the last token, never opened with.
         """
-        self._asked = min(self._asked, len(self.log) - (self.log.stop_token_id is not None))
-        self._end_asked = False
+        self._sent = min(self._sent, len(self.log) - (self.log.stop_token_id is not None))
+        self._end_sent = False
         self._spelling.clear()
-        self._spell_from = self._told
-        options = self._options
-        text.token_ids = token_ids_to_bytes(self.log.token_ids(0, self._asked))
+        self._spell_from = self._emitted
+        text.MergeFrom(self._opening)
+        text.token_ids = token_ids_to_bytes(self.log.token_ids(0, self._sent))
         text.delivered_bytes = self._delivered_bytes
-        text.stop_strings.extend(options.stop_strings)
-        text.include_stop_string = options.include_stop_string
-        text.skip_special_tokens = options.skip_special_tokens
-        text.kept_special_tokens.extend(options.kept_special_tokens)
-        text.prompt_tail_ids = token_ids_to_bytes(options.prompt_tail_ids)
-        text.min_tokens = options.min_tokens
-        text.traceparent = options.traceparent
 
     def append_tokens(self, add: Callable[[], AppendTokens]) -> None:
-        log, start = self.log, self._asked
+        log, start = self.log, self._sent
         token_ids = log.token_ids(start)
         spell = self._unspelled() if log.has_logprobs else ()
-        last = log.ended and not self._end_asked
+        last = log.ended and not self._end_sent
         if not token_ids and not spell and not last:
             return
-        self._asked = len(log)
-        self._end_asked = log.ended
+        self._sent = len(log)
+        self._end_sent = log.ended
         self._spelling += spell
         tokens = add()
         tokens.position = start
@@ -138,32 +137,32 @@ class ChoiceText:
             try:
                 self._on_stop(self.log.choice, delta.stop.position, delta.stop.stop_string)
             except PositionGap:
-                self._tell_lost(Internal("The detokenizer stopped where there is no token."))
+                self.texts.lose(Internal("The detokenizer stopped where there is no token."))
                 return
         elif delta.end and not self.log.ended:
-            self._tell_lost(Internal("The detokenizer ended a text that goes on."))
+            self.texts.lose(Internal("The detokenizer ended a text that goes on."))
             return
         if stopped or delta.end:
             self.ended = True
             self.num_tokens = len(self.log)
-        self._on_progress(self.log.choice)
+        self.texts.progressed(self)
 
     def on_lost(self, error: BatonError) -> None:
         if not self.ended:
-            self._tell_lost(error)
+            self.texts.lose(error)
 
     def take_delta(self) -> Delta | None:
         """What the client does not have yet, as one delta, or None when there is nothing. There may
         be more: of one that fell far behind, text and tokens come in pieces.
         """
         # Asked at every turn of a stream, and mostly there is nothing.
-        if self.finished or not (self._unsent or self.ended or self.num_tokens > self._told):
+        if self.finished or not (self._unsent or self.ended or self.num_tokens > self._emitted):
             return None
-        told, upto = self._told, self._tellable(self._told + MAX_DELTA_TOKENS)
+        told, upto = self._emitted, self._tellable(self._emitted + MAX_DELTA_TOKENS)
         logprobs = self._logprobs(told, upto) if self.log.has_logprobs else ()
         text, self._unsent = _cut(self._unsent)
         self.finished = self.ended and upto == len(self.log) and not self._unsent
-        self._told = upto
+        self._emitted = upto
         token_ids = self.log.token_ids(told, upto)
         if not self.finished:
             return Delta(self.log.choice, text, token_ids, logprobs) if text or token_ids else None
@@ -175,9 +174,7 @@ class ChoiceText:
             logprobs=logprobs,
             finish_reason=self.log.finish_reason,
             stop_string=self.log.stop_string,
-            stop_token_id=(
-                stop_token_id if stop_token_id in self._options.shown_stop_token_ids else None
-            ),
+            stop_token_id=(stop_token_id if stop_token_id in self._shown_stop_token_ids else None),
         )
 
     def _tellable(self, limit: int) -> int:
@@ -185,9 +182,9 @@ class ChoiceText:
         limit = min(limit, self.num_tokens)
         if self.ended or not self.log.has_logprobs:
             return limit
-        entries = self.log.logprobs(self._told, limit)
+        entries = self.log.logprobs(self._emitted, limit)
         for offset, entry in enumerate(entries):
-            position = self._told + offset
+            position = self._emitted + offset
             needed = _tokens_of(self.log.token_ids(position, position + 1)[0], entry)
             if any(token_id not in self._spelled for token_id in needed):
                 return position
@@ -195,7 +192,7 @@ class ChoiceText:
 
     def _unspelled(self) -> tuple[int, ...]:
         """Tokens whose own bytes are wanted, not known and not asked for: each only once."""
-        start, self._spell_from = max(self._told, self._spell_from), len(self.log)
+        start, self._spell_from = max(self._emitted, self._spell_from), len(self.log)
         entries = self.log.logprobs(start)
         token_ids = self.log.token_ids(start)
         known = self._spelled.keys() | set(self._spelling)
@@ -226,34 +223,35 @@ def _tokens_of(token_id: int, entry: Logprobs) -> Sequence[int]:
     return (token_id, *(other for other, _ in entry.top))
 
 
-log = logging.getLogger(__name__)
+class KeptText(TextSource, Protocol):
+    """One text that a Texts keeps."""
 
-PAUSE_S = 0.05
-"""Before a lost text is opened again: a worker that fails at once must not be asked in a loop."""
+    choice: int
+    texts: Texts
+    ended: bool
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to send to a detokenizer."""
 
 
 class Texts:
-    """All texts of one request. progressed: set when there is something for the client."""
+    """Keeps the texts of one request at a detokenizer, and moves them to another when it is lost.
+
+    on_progress: called with the choice when more of its text is here.
+    """
 
     def __init__(
         self,
         services: RouterServices,
         context: RequestContext,
-        logs: Sequence[TokenLog],
-        options: TextOptions,
+        kept: Sequence[KeptText],
         tokenizer_digest: str,
-        *,
-        on_stop: Callable[[int, int, str], None],
         on_progress: Callable[[int], None],
     ) -> None:
-        self.choices = tuple(
-            ChoiceText(
-                log, options, on_stop=on_stop, on_progress=self._progress, on_lost=self._lose
-            )
-            for log in logs
-        )
-        self.moves = 0
-        """How often the texts went to another detokenizer."""
+        for text in kept:
+            text.texts = self
+        self._kept = kept
         self._services = services
         self._context = context
         self._tokenizer_digest = tokenizer_digest
@@ -262,177 +260,133 @@ class Texts:
         self._lost: BatonError | None = None
         self._woken = asyncio.Event()
         self._worker: Worker[DetokenizerSession] | None = None
-        """Where the texts are; None when it has to be told nothing."""
+        """Where the texts are, or None while they are nowhere."""
         self._proved = False
-        """Whether it has said anything of them."""
+        """Whether that worker has returned any text."""
         self._ids: dict[int, int] = {}
+        """The session's id of the text of each choice."""
         self._passed_over: set[str] = set()
         """Instance ids that lost or refused these texts; used again when there are no others."""
 
     def touch(self, choice: int) -> None:
-        """The choice's log has more tokens, or ended."""
+        """There is more to send to the detokenizer for a choice, or its log has ended."""
         text_id = self._ids.get(choice)
         if self._worker is not None and text_id is not None:
             self._worker.client.touch(text_id)
 
     async def keep(self) -> None:
         """Returns when all texts have ended. Raises BatonError when they cannot be had."""
-        while not self._ended:
+        config, fleet = self._services.config, self._services.fleet
+        while running := [text for text in self._kept if not text.ended]:
             worker = await pick_detokenizer(
-                self._services.fleet.detokenizers,
-                self._services.fleet.changed,
+                fleet.detokenizers,
+                fleet.changed,
                 self._tokenizer_digest,
                 passed_over=self._passed_over,
                 lost=self._lost,
-                wait_timeout_s=self._services.config.wait_timeout_s,
+                wait_timeout_s=config.wait_timeout_s,
             )
-            open_texts = [text for text in self.choices if not text.ended]
-            with worker.place(len(open_texts)):
-                await self._keep_at(worker, open_texts)
-            if not self._ended:
+            with worker.place(len(running)):
+                lost = await self._keep_at(worker, running)
+            if lost is not None:
                 self._passed_over.add(worker.identity.instance_id)
-                await self._judge(worker)
+                worker.failure(lost)
+                action = VERDICTS[lost.reason]
+                self._fruitless_attempts += action is FailureAction.ELSEWHERE
+                exhausted = self._fruitless_attempts >= config.max_attempts
+                if action is FailureAction.FATAL or exhausted:
+                    raise lost
+                trace_id = self._context.stages.trace.context.trace_id
+                about = named(self._context.request_id, trace_id)
+                where = {"lost_at": "detokenizer", "reason": lost.reason.name}
+                log.info("its texts were lost: %s", lost.message, extra={**about, **where})
+                await asyncio.sleep(PAUSE_S)
 
     async def _keep_at(
-        self, worker: Worker[DetokenizerSession], open_texts: Sequence[ChoiceText]
-    ) -> None:
-        """Returns when these texts have ended or are lost."""
+        self, worker: Worker[DetokenizerSession], running: Sequence[KeptText]
+    ) -> BatonError | None:
+        """Returns None when these texts have ended, or why they are lost."""
         self._woken.clear()
         self._lost = None
         self._proved = False
         self._worker = worker
         session = worker.client
         try:
-            for text in open_texts:
-                text_id = self._ids[text.log.choice] = session.open(text, self._context.deadline)
-                if len(text.log) or text.log.ended:
+            for text in running:
+                text_id = self._ids[text.choice] = session.open(text, self._context.deadline)
+                if text.begun:
                     session.touch(text_id)
-            while not self._ended and self._lost is None:
+            while self._lost is None and not all(text.ended for text in running):
                 self._woken.clear()
                 await self._woken.wait()
+            return None if all(text.ended for text in running) else self._lost
         finally:
             self._worker = None
             for text_id in self._ids.values():
                 session.close(text_id)
             self._ids.clear()
 
-    @property
-    def _ended(self) -> bool:
-        return all(text.ended for text in self.choices)
-
-    async def _judge(self, worker: Worker[DetokenizerSession]) -> None:
-        """Whether to try once more after a loss."""
-        assert self._lost is not None
-        worker.failure(self._lost)
-        self.moves += 1
-        verdict = VERDICTS[self._lost.reason]
-        self._fruitless_attempts += verdict is FailureAction.ELSEWHERE
-        if (
-            verdict is FailureAction.FATAL
-            or self._fruitless_attempts >= self._services.config.max_attempts
-        ):
-            raise self._lost
-        lost = {"lost_at": "detokenizer", "reason": self._lost.reason.name}
-        trace_id = self._context.stages.trace.context.trace_id
-        about = {**named(self._context.request_id, trace_id), **lost}
-        log.info("its texts were lost: %s", self._lost.message, extra=about)
-        await asyncio.sleep(PAUSE_S)
-
-    def _progress(self, choice: int) -> None:
+    def progressed(self, text: KeptText) -> None:
+        """More of a text is here, or its end."""
         self._fruitless_attempts = 0
         if self._worker is not None and not self._proved:
             self._proved = True
             self._worker.success()
             self._context.stages.served_by(self._worker.identity)
-        if self.choices[choice].ended:
+        if text.ended:
             self._woken.set()
-        self._on_progress(choice)
+        self._on_progress(text.choice)
 
-    def _lose(self, error: BatonError) -> None:
+    def lose(self, error: BatonError) -> None:
+        """The detokenizer has forgotten a text, or breaks the protocol."""
         self._lost = error
         self._woken.set()
 
 
-AT_ONCE = 1024
-"""Tokens asked for in one message: other texts of the session do not wait for all of them."""
+SPELLED_AT_ONCE = 1024
+"""Tokens in one message: other texts of the session do not wait for all of them."""
 
 
-async def spell(
-    services: RouterServices, token_ids: Iterable[int], tokenizer_digest: str, deadline: float
-) -> dict[int, bytes]:
-    """The bytes of each token. deadline: on the running loop's clock. Raises BatonError."""
-    wanted = sorted(set(token_ids))
-    passed_over: set[str] = set()
-    lost: BatonError | None = None
-    failures = 0
-    while True:
-        worker = await pick_detokenizer(
-            services.fleet.detokenizers,
-            services.fleet.changed,
-            tokenizer_digest,
-            passed_over=passed_over,
-            lost=lost,
-            wait_timeout_s=services.config.wait_timeout_s,
-        )
-        words = _Words(wanted)
-        with worker.place(1):
-            text_id = worker.client.open(words, deadline)
-            words.on_told = lambda: worker.client.touch(text_id)  # noqa: B023
-            worker.client.touch(text_id)
-            try:
-                await words.done
-            except BatonError as error:
-                lost = error
-                worker.failure(error)
-                passed_over.add(worker.identity.instance_id)
-                failures += 1
-                fatal = VERDICTS[error.reason] is FailureAction.FATAL
-                if fatal or failures >= services.config.max_attempts:
-                    raise
-                await asyncio.sleep(PAUSE_S)
-            else:
-                worker.success()
-                return words.spelled
-            finally:
-                worker.client.close(text_id)
+class TokenBytes:
+    """The bytes of single tokens: a text without tokens of its own."""
 
+    choice = 0
+    begun = True
 
-class _Words:
-    """A text without tokens of its own, as the session sees it. done: when all is spelled. on_told:
-    called when there is more to ask for."""
-
-    def __init__(self, wanted: list[int]) -> None:
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self.texts: Texts
+        self.ended = False
         self.spelled: dict[int, bytes] = {}
-        self.on_told: Callable[[], object] = lambda: None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._left = deque(wanted)
-        self._asked: deque[int] = deque()
+        """By token id."""
+        self._left = deque(sorted(set(token_ids)))
+        self._sent: deque[int] = deque()
 
     def open_text(self, text: OpenText) -> None:
-        pass
+        self._left.extendleft(reversed(self._sent))
+        self._sent.clear()
 
     def append_tokens(self, add: Callable[[], AppendTokens]) -> None:
-        if self._asked:
+        if self._sent:
             return
-        while self._left and len(self._asked) < AT_ONCE:
-            self._asked.append(self._left.popleft())
+        while self._left and len(self._sent) < SPELLED_AT_ONCE:
+            self._sent.append(self._left.popleft())
         tokens = add()
-        tokens.spell_token_ids = token_ids_to_bytes(self._asked)
+        tokens.spell_token_ids = token_ids_to_bytes(self._sent)
         tokens.last = not self._left
 
     def on_delta(self, delta: TextDelta) -> None:
-        if len(delta.spelled_texts) > len(self._asked):
+        if len(delta.spelled_texts) > len(self._sent):
             self.on_lost(Internal("The detokenizer spelled what was not asked for."))
             return
         for spelled in delta.spelled_texts:
-            self.spelled[self._asked.popleft()] = spelled
-        if delta.end and (self._asked or self._left):
+            self.spelled[self._sent.popleft()] = spelled
+        if delta.end and (self._sent or self._left):
             self.on_lost(Internal("The detokenizer did not spell all that was asked for."))
-        elif delta.end and not self.done.done():
-            self.done.set_result(None)
-        elif not self._asked and self._left:
-            self.on_told()
+            return
+        self.ended = delta.end
+        self.texts.progressed(self)
+        if not self._sent and self._left:
+            self.texts.touch(self.choice)
 
     def on_lost(self, error: BatonError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
+        self.texts.lose(error)
