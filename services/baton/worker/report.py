@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,10 +66,11 @@ class WorkerReport:
         metrics.gauge(metrics.SEQUENCES, self._sequences)
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
         metrics.gauge(metrics.LEAKS, self._leaks)
-        metrics.totals(metrics.PREEMPTIONS, self._preemptions)
+        metrics.totals(metrics.PREEMPTIONS, lambda: _by_kind(self.scheduler.preemptions))
         export_handovers(self.side, self.stats)
         metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.service.num_attempts})
-        metrics.totals(metrics.KV_CHUNKS_REFUSED, self._refused)
+        mismatches = self.stats.mismatches
+        metrics.totals(metrics.KV_CHUNKS_REFUSED, lambda: {(k,): mismatches[k] for k in MISMATCHES})
         metrics.totals(metrics.TRANSFER_ERRORS, lambda: {(): self.stats.transfer_errors})
         metrics.totals(metrics.PEERS_MET, lambda: {(): self.stats.peers_met})
         metrics.totals(metrics.PROBES, self._probes)
@@ -78,15 +80,15 @@ class WorkerReport:
         config = (model, str(block_size), str(self.num_blocks))
         metrics.gauge(metrics.VLLM_RUNNING, lambda: {(model,): self.engine.load.running_sequences})
         metrics.gauge(metrics.VLLM_WAITING, lambda: {(model,): self.engine.load.waiting_sequences})
-        metrics.gauge(metrics.VLLM_KV_USAGE, lambda: {(model,): self._used_share()})
+        metrics.gauge(
+            metrics.VLLM_KV_USAGE,
+            lambda: {(model,): 1 - self.engine.load.free_blocks / self.num_blocks},
+        )
         metrics.gauge(metrics.VLLM_CACHE_CONFIG, lambda: {config: 1})
 
     def _blocks(self) -> Gauge:
         free = self.engine.load.free_blocks
         return {("free",): free, ("used",): self.num_blocks - free}
-
-    def _used_share(self) -> float:
-        return 1 - self.engine.load.free_blocks / self.num_blocks
 
     def _swap_blocks(self) -> Gauge:
         load = self.engine.load
@@ -107,12 +109,6 @@ class WorkerReport:
         load = self.engine.load
         return {("waiting",): load.waiting_sequences, ("running",): load.running_sequences}
 
-    def _preemptions(self) -> Gauge:
-        return {(kind,): n for kind, n in self.scheduler.preemptions.items()}
-
-    def _refused(self) -> Gauge:
-        return {(kind,): self.stats.mismatches[kind] for kind in MISMATCHES}
-
     def _probes(self) -> Gauge:
         return {labels: number for labels, number in dict(self.stats.probes).items()}
 
@@ -131,7 +127,11 @@ class WorkerReport:
             **self.service.holdings,
         }
         busy = self.service.num_attempts > 0 or self.service.probing or self.self_test.probing
-        return {(kind,): 0 if busy else number for kind, number in held.items()}
+        return _by_kind(dict.fromkeys(held, 0) if busy else held)
+
+
+def _by_kind(counts: Mapping[str, float]) -> Gauge:
+    return {(kind,): count for kind, count in counts.items()}
 
 
 def count_step(plan: StepPlan, seconds: float) -> None:

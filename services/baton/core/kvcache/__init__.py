@@ -1,5 +1,5 @@
 """Who owns each block of KV memory, and which prefixes it holds.
 
 In: token ids, block numbers.
-Out: block tables, hashes of prefixes, cache events.
+Out: block tables, grants of swap memory, hashes of prefixes, cache events.
 """
