@@ -30,7 +30,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def progress(text: str) -> None:
-    """Shows a line of progress to whoever waits for the answer of a job."""
+    """Shows a line of progress while the answer of a command is waited for."""
     print(json.dumps({"progress": text}), file=_out, flush=True)
 
 

@@ -16,6 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
 from baton.cli.layout import resolve_model
 from baton.core.request.request import Grammar, GrammarKind, SamplingParams
 from baton.core.scheduler.plan import Matcher, ModelRunner
@@ -175,7 +180,7 @@ def _answer(
     return whole
 
 
-# What is asked for, and a tokenizer of many tokens.
+# The grammars, and a tokenizer of many tokens.
 
 _TEXT = {"type": "string", "maxLength": 24}
 _PERSON: dict[str, Any] = {
@@ -233,41 +238,22 @@ def _write_tokenizer(folder: Path, size: int) -> None:
     """A byte-level tokenizer of `size` tokens: bytes, numbers, blanks, words of made-up syllables,
     with and without a space in front. Its text is no language's, but as long as one's."""
     draw = random.Random(0)
-    letters = _byte_letters()
-    tokens = dict.fromkeys(["<pad>", "<s>", "</s>", *letters])
-    tokens.update(dict.fromkeys(map(str, range(1000))))
-    tokens.update(dict.fromkeys(letters[32] * count for count in range(2, 17)))
-    tokens.update(dict.fromkeys(['":', '",', '"}', "[]", "{}", "},", letters[32] + '"']))
+    special, space = ["<pad>", "<s>", "</s>"], "\u0120"
+    tokens = dict.fromkeys([*special, *sorted(ByteLevel.alphabet()), *map(str, range(1000))])
+    tokens.update(dict.fromkeys(space * count for count in range(2, 17)))
+    tokens.update(dict.fromkeys(['":', '",', '"}', "[]", "{}", "},", space + '"']))
     while len(tokens) < size:
         parts = draw.choices("aeiou", k=draw.randint(1, 4))
         word = "".join(draw.choice("bcdfghklmnprstvwz") + part for part in parts)
         word = draw.choice((word, word.capitalize(), word + draw.choice("nrst")))
-        tokens.update(dict.fromkeys((word, letters[32] + word)))
+        tokens.update(dict.fromkeys((word, space + word)))
     vocab = {token: number for number, token in enumerate(list(tokens)[:size])}
-    special = [
-        {"id": number, "content": token, "special": True, "normalized": False}
-        | {"single_word": False, "lstrip": False, "rstrip": False}
-        for number, token in enumerate(["<pad>", "<s>", "</s>"])
-    ]
-    bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    whole = {
-        "version": "1.0",
-        "added_tokens": special,
-        "pre_tokenizer": {**bytes_only, "use_regex": True},
-        "decoder": bytes_only,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _schema(schema: object) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-
-
-def _byte_letters() -> list[str]:
-    """A printable letter for each byte, as byte-level tokenizers write them."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in printable)
-    letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
-    return [letters[byte] for byte in range(256)]

@@ -2,8 +2,8 @@
 
 Three levels for each size: from buffer to buffer, verified; from pool to pool; the whole of it.
 Then what the digest costs, how much of a hand-over hides behind prefill, and what a prefix saves
-that decode already holds. Whoever gives, with its engine, is pinned to one core, and whoever
-collects to another one.
+that decode already holds. The sender, with its engine, is pinned to one core, and the receiver to
+another one.
 """
 
 from __future__ import annotations

@@ -11,20 +11,17 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from baton.core.errors import BatonError
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.model import WorkerIdentity
-from baton.core.scheduler.events import Event
-from baton.core.scheduler.events import NewTokens as TokensEvent
+from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.scheduler.events import Event, NewTokens
 from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.policy import PREFILL
-from baton.core.scheduler.scheduler import Scheduler
+from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
 from baton.decode.service import DecodeService
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
@@ -68,42 +65,19 @@ def run_overlap(job: dict[str, Any]) -> dict[str, Any]:
         return runner.run(_measure(job))
 
 
-@dataclass(slots=True)
-class _Stamps:
-    """One request at decode."""
-
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    landed_at: float = 0.0
-    stepped_at: float = 0.0
-    received_bytes: int = 0
-
-
-class _StampingReceiver(KvReceiver):
-    """Says when a hand-over's last byte was unpacked."""
-
-    stamps: _Stamps
-
-    async def collect(self, ticket: TransferRequest, reserve: Reserve, unpack: Unpack) -> Collected:
-        collected = await super().collect(ticket, reserve, unpack)
-        self.stamps.landed_at = time.monotonic()
-        self.stamps.received_bytes = collected.received_bytes
-        return collected
-
-
 async def _measure(job: dict[str, Any]) -> dict[str, Any]:
     positions = 3 * (job["prompt"] + GROWTH)
     async with AsyncExitStack() as ends:
         prefill = await ends.enter_async_context(peer(serve_prefill, job["sender_core"]))
-        asked = asyncio.create_task(prefill.ask(job=job, positions=positions))
-        decode = await _Decode.open(ends, job, positions)
-        decode.sender = WorkerIdentity(**await asked)
+        starting = asyncio.create_task(prefill.ask(job=job, positions=positions))
+        decode = await _DecodeEnd.open(ends, job, positions)
+        decode.sender = WorkerIdentity(**await starting)
         draw = random.Random(job["seed"])
         found: dict[str, list[Any]] = {"behind": [], "alone": [], "half": []}
         for number in range(job["rounds"] + 1):
             length = job["prompt"] if number else WARM_TOKENS
             prompt = [draw.randrange(FIRST_TOKEN, job["vocab"]) for _ in range(length)]
-            round_ = _Round(prefill, decode, prompt, str(number))
-            figures = await round_.run()
+            figures = await _round(prefill, decode, prompt, str(number))
             if number:
                 for kind, figure in figures.items():
                     found[kind].append(figure)
@@ -111,87 +85,112 @@ async def _measure(job: dict[str, Any]) -> dict[str, Any]:
         return found
 
 
-class _Round:
-    """One prompt, handed over in different ways. Decode knows each under another salt, and so does
-    not find there what an earlier way has brought."""
+async def _round(
+    prefill: Peer, decode: _DecodeEnd, prompt: Sequence[int], name: str
+) -> dict[str, Any]:
+    """One prompt, handed over in different ways, each under a salt of its own, so that decode does
+    not find in its cache what an earlier way has brought."""
 
-    def __init__(self, prefill: Peer, decode: _Decode, prompt: Sequence[int], name: str) -> None:
-        self._prefill, self._decode, self._prompt, self._name = prefill, decode, prompt, name
-
-    async def run(self) -> dict[str, Any]:
-        half = len(self._prompt) // 2
-        behind = await self._hand_over("behind", "", self._prompt)
-        alone = await self._hand_over("alone", "whole", self._prompt)
-        await self._hand_over("first half", "half", self._prompt[:half])
-        rest = await self._hand_over("half", "half", self._prompt)
-        if not behind[0] == alone[0] == rest[0]:
-            raise BatonError("a hand-over changed the tokens that follow it")
-        return {"behind": behind[1], "alone": alone[1], "half": rest[1]}
-
-    async def _hand_over(
-        self, way: str, salt: str, prompt: Sequence[int]
-    ) -> tuple[int, dict[str, float]]:
+    async def hand_over(way: str, salt: str, tokens: Sequence[int]) -> tuple[int, dict[str, float]]:
         """Returns the token after token 0, and the figures."""
-        name, handover_id = f"{self._name} {way}", secrets.token_bytes(16)
-        stamps, second = self._decode.start(name, prompt, salt, handover_id)
-        said = await self._prefill.ask(
-            run=list(prompt),
-            name=name,
+        handover_id = secrets.token_bytes(16)
+        decode.start(f"{name} {way}", tokens, salt, handover_id)
+        computed = await prefill.ask(
+            run=list(tokens),
+            name=f"{name} {way}",
             handover=handover_id.hex(),
-            receiver=self._decode.identity.instance_id,
+            receiver=decode.identity.instance_id,
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await stamps.ended.wait()
+                await decode.ended.wait()
         except TimeoutError:
             raise BatonError("decode did not get the KV or did not go on from it") from None
-        computed_at = said["computed_at"]
-        return second[0], {
-            "landed_s": stamps.landed_at - computed_at,
-            "first_step_s": stamps.stepped_at - computed_at,
-            "bytes": stamps.received_bytes,
+        return decode.tokens[0], {
+            "landed_s": decode.landed_at - computed["at"],
+            "first_step_s": decode.stepped_at - computed["at"],
+            "bytes": decode.received_bytes,
         }
 
+    behind = await hand_over("behind", "", prompt)
+    alone = await hand_over("alone", "whole", prompt)
+    await hand_over("first half", "half", prompt[: len(prompt) // 2])
+    rest = await hand_over("half", "half", prompt)
+    if not behind[0] == alone[0] == rest[0]:
+        raise BatonError("a hand-over changed the tokens that follow it")
+    return {"behind": behind[1], "alone": alone[1], "half": rest[1]}
 
-class _Decode:
-    """A decode worker without gRPC of its own: what a router would ask, it is asked directly."""
+
+async def _start_engine(
+    ends: AsyncExitStack,
+    job: dict[str, Any],
+    positions: int,
+    rules: SchedulerPolicy,
+    deliver: Callable[[list[Event]], None],
+    on_step: Callable[[StepPlan, float], None],
+) -> tuple[EngineThread, KvLayout]:
+    """An engine thread of a worker, and the layout of its KV."""
+    loops: list[EngineLoop] = []
+
+    def make_loop() -> EngineLoop:
+        runner = open_runner(job["model"], job["threads"], positions)
+        loops.append(engine_loop(runner, rules))
+        return loops[0]
+
+    engine = EngineThread(make_loop, deliver, on_step=on_step)
+    await engine.start()
+    ends.push_async_callback(engine.stop)
+    return engine, loops[0].runner.layout
+
+
+class _NotingReceiver(KvReceiver):
+    """Notes at `end` when the last byte of a hand-over was unpacked."""
+
+    end: _DecodeEnd
+
+    async def collect(self, ticket: TransferRequest, reserve: Reserve, unpack: Unpack) -> Collected:
+        collected = await super().collect(ticket, reserve, unpack)
+        self.end.landed_at = time.monotonic()
+        self.end.received_bytes = collected.received_bytes
+        return collected
+
+
+class _DecodeEnd:
+    """A decode worker that serves no gRPC: its service is called directly."""
 
     sender: WorkerIdentity
     service: DecodeService
-    _receiver: _StampingReceiver
     _session: RouterSession
 
-    def __init__(self, identity: WorkerIdentity) -> None:
-        self.identity = identity
-        self._stamps: _Stamps | None = None
-        self._tokens: list[int] = []
+    def __init__(self) -> None:
+        self.identity = identity("decode")
+        self.tokens: list[int] = []
+        """Of the newest request, from token 1 on."""
+        self.ended = asyncio.Event()
+        self.landed_at = self.stepped_at = 0.0
+        """When its last byte was unpacked, and when its first step began after that."""
+        self.received_bytes = 0
 
     @classmethod
-    async def open(cls, ends: AsyncExitStack, job: dict[str, Any], positions: int) -> _Decode:
-        made = cls(identity("decode"))
-        loops: list[EngineLoop] = []
-
-        def make_loop() -> EngineLoop:
-            runner = open_runner(job["model"], job["threads"], positions)
-            loops.append(engine_loop(runner, policy(4, 512)))
-            return loops[0]
-
-        engine: EngineThread = EngineThread(make_loop, made._deliver, on_step=made._note_step)
-        await engine.start()
-        ends.push_async_callback(engine.stop)
+    async def open(cls, ends: AsyncExitStack, job: dict[str, Any], positions: int) -> _DecodeEnd:
+        made = cls()
+        engine, layout = await _start_engine(
+            ends, job, positions, policy(4, 512), made._deliver, made._note_step
+        )
         staging = await open_staging(ends, job, made.identity.instance_id)
         channels = Channels()
         ends.push_async_callback(channels.close)
-        made._receiver = _StampingReceiver(
+        receiver = _NotingReceiver(
             made.identity,
-            loops[0].runner.layout,
+            layout,
             staging,
             lambda peer: SenderConnection(channels.get(peer.address)),
         )
+        receiver.end = made
         made.service = DecodeService(
             engine,
-            KvSender(made.identity, loops[0].runner.layout, staging),
-            made._receiver,
+            KvSender(made.identity, layout, staging),
+            receiver,
             GrammarBook(None),
             handover_timeout_s=HANDOVER_S,
             resume_window_s=2.0,
@@ -200,35 +199,26 @@ class _Decode:
         made._session = made.service.session("bench")
         return made
 
-    def start(
-        self, name: str, prompt: Sequence[int], salt: str, handover_id: bytes
-    ) -> tuple[_Stamps, list[int]]:
-        """Begins to collect a prompt and to decode from there. The list gets tokens 1 and on."""
-        self._stamps = _Stamps()
-        self._receiver.stamps, self._tokens = self._stamps, []
-        asked = replace(attempt(name, prompt, OUTPUT_TOKENS), cache_salt=salt.encode())
-        self.service.start(
-            self._session,
-            asked,
-            TransferRequest(handover_id, self.sender, len(prompt), HANDOVER_S),
-            0,
-        )
-        return self._stamps, self._tokens
+    def start(self, name: str, prompt: Sequence[int], salt: str, handover_id: bytes) -> None:
+        """Begins to receive a prompt's KV and to decode from there."""
+        self.tokens, self.ended = [], asyncio.Event()
+        self.landed_at = self.stepped_at = 0.0
+        request = TransferRequest(handover_id, self.sender, len(prompt), HANDOVER_S)
+        wanted = replace(attempt(name, prompt, OUTPUT_TOKENS), cache_salt=salt.encode())
+        self.service.start(self._session, wanted, request, 0)
 
     def _note_step(self, _plan: StepPlan, seconds: float) -> None:
         """On the engine thread, after a step."""
-        stamps = self._stamps
-        if stamps is not None and stamps.landed_at and not stamps.stepped_at:
-            stamps.stepped_at = time.monotonic() - seconds
+        if self.landed_at and not self.stepped_at:
+            self.stepped_at = time.monotonic() - seconds
 
     def _deliver(self, events: list[Event]) -> None:
         self.service.deliver(events)
-        for event in events:
-            for tokens in event.tokens if isinstance(event, TokensEvent) else ():
-                if tokens.position > 0:
-                    self._tokens.extend(tokens.token_ids)
-                if tokens.finish_reason is not None and self._stamps is not None:
-                    self._stamps.ended.set()
+        for tokens in (one for e in events if isinstance(e, NewTokens) for one in e.tokens):
+            if tokens.position > 0:
+                self.tokens.extend(tokens.token_ids)
+            if tokens.finish_reason is not None:
+                self.ended.set()
 
 
 async def serve_prefill() -> None:
@@ -236,60 +226,39 @@ async def serve_prefill() -> None:
 
     The first command is job and positions, and is answered with the worker's identity. Each further
     one computes a prompt, from its prefix cache as far as it can, and offers its KV: run (token
-    ids), name (of the request), handover (id) and receiver (instance id). It is answered at token 0
-    when the last chunk was computed.
+    ids), name (of the request), handover (id) and receiver (instance id). It is answered at token
+    0: the time at which the last chunk was computed.
     """
     async with AsyncExitStack() as ends:
-        await answer(_Prefill(ends).handle)
+        services: list[PrefillService] = []
+        stepped_at = 0.0
 
+        def note_step(_plan: StepPlan, _seconds: float) -> None:
+            nonlocal stepped_at
+            stepped_at = time.monotonic()
 
-class _Prefill:
-    """Everything behind the commands. `open` is the first one."""
+        async def begin(job: dict[str, Any], positions: int) -> dict[str, Any]:
+            rules = replace(
+                PREFILL, token_budget=job["chunk"], batch_window_s=0.0, limit=EVERYTHING
+            )
+            engine, layout = await _start_engine(
+                ends, job, positions, rules, lambda e: services[0].deliver(e), note_step
+            )
+            me = identity("prefill")
+            sender = KvSender(me, layout, await open_staging(ends, job, me.instance_id))
+            services.append(
+                PrefillService(engine, sender, GrammarBook(None), handover_timeout_s=HANDOVER_S)
+            )
+            ends.push_async_callback(services[0].close)
+            await add_sender(ends, me, sender)
+            return asdict(me)
 
-    def __init__(self, ends: AsyncExitStack) -> None:
-        self._ends = ends
-        self._service: PrefillService | None = None
-        self._last_step_at = 0.0
+        async def handle(command: dict[str, Any]) -> dict[str, Any]:
+            if not services:
+                return await begin(**command)
+            wanted = attempt(command["name"], command["run"], OUTPUT_TOKENS)
+            handover_id = bytes.fromhex(command["handover"])
+            await services[0].run(wanted, handover_id, command["receiver"])
+            return {"at": stepped_at}
 
-    async def handle(self, command: dict[str, Any]) -> dict[str, Any]:
-        if self._service is None:
-            return await self._begin(**command)
-        first = await self._service.run(
-            attempt(command["name"], command["run"], OUTPUT_TOKENS),
-            bytes.fromhex(command["handover"]),
-            command["receiver"],
-        )
-        return {
-            "computed_at": self._last_step_at,
-            "cached": first.cached_tokens,
-            "token": first.tokens[0].token_ids[0],
-        }
-
-    async def _begin(self, job: dict[str, Any], positions: int) -> dict[str, Any]:
-        ends = self._ends
-        policy = replace(PREFILL, token_budget=job["chunk"], batch_window_s=0.0, limit=EVERYTHING)
-
-        def make_loop() -> EngineLoop:
-            runner = open_runner(job["model"], job["threads"], positions)
-            pool = BlockPool(runner.num_blocks, runner.block_size)
-            made.append(EngineLoop(runner, Scheduler(pool, policy, runner.model)))
-            return made[0]
-
-        made: list[EngineLoop] = []
-        engine: EngineThread = EngineThread(
-            make_loop, lambda events: service.deliver(events), on_step=self._note_step
-        )
-        await engine.start()
-        ends.push_async_callback(engine.stop)
-        me = identity("prefill")
-        staging = await open_staging(ends, job, me.instance_id)
-        sender = KvSender(me, made[0].runner.layout, staging)
-        service = self._service = PrefillService(
-            engine, sender, GrammarBook(None), handover_timeout_s=HANDOVER_S
-        )
-        ends.push_async_callback(service.close)
-        await add_sender(ends, me, sender)
-        return asdict(me)
-
-    def _note_step(self, _plan: StepPlan, _seconds: float) -> None:
-        self._last_step_at = time.monotonic()
+        await answer(handle)

@@ -2,13 +2,13 @@
 
 The same streams are followed alone and beside a crowd, in turns. A step takes a fixed time, so that
 nothing but the router's own work can stretch the time between two tokens. The crowd's own answers
-are made before its turn is measured: what is measured is that nobody reads them. The crowd is a
+are made before its turn is measured: only that they are not read is measured. The crowd is a
 process of its own:
 
     read nothing    half over HTTP (SSE), half over gRPC; each asks for far more than buffers hold
     send slowly     two fifths a request's head, as many a request's body, a byte a second each; the
                     others send the preface of HTTP/2 to the gRPC port, half of them only a part of
-                    it, and then nothing. Whoever is cut comes back at once
+                    it, and then nothing. One that is cut comes back at once
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ async def crowd() -> None:
 
 
 class _StalledHttp:
-    """Connections over HTTP whose answers nobody reads, and when the server ended each."""
+    """Connections over HTTP whose answers are not read, and when the server ended each."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, tuple[socket.socket, float]] = {}

@@ -63,7 +63,7 @@ OPENING_STEP_S = 60.0
 SETTLE_S = 2.0
 OPEN_FILES = 16384
 AGE_S = 3600
-"""These clients keep a connection: one that is told to go elsewhere would have nowhere to go."""
+"""The age at which the router closes a connection: more than a run takes."""
 
 SHORT_WORDS = 4
 ENDLESS = 1 << 14

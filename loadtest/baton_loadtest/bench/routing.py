@@ -1,4 +1,4 @@
-"""`baton bench routing`: one routing decision over many workers, and the memory of what it knows.
+"""`baton bench routing`: one routing decision over many workers, and the prefix index's memory.
 
 No process is started: pools, prefix index and policy are the router's own, the workers are made up.
 Each holds beginnings of shared documents, as many as the index keeps of it. A request asks for a
@@ -27,7 +27,7 @@ from baton.router.workers.discovery import Discovery
 from baton.router.workers.fleet import FleetContext, Pool, Worker, WorkerLink
 from baton.rpc.channels import Channels
 from baton_loadtest.bench.options import option
-from baton_loadtest.report import Report, Result, at_most, quantile
+from baton_loadtest.report import Report, Result, at_most, ms
 
 PLOTS = False
 OPTIONS = (
@@ -41,7 +41,7 @@ COMMON_UNITS = 8
 """That all documents begin with: a system prompt."""
 
 REPORTS = 20
-"""Workers whose load is told between two decisions."""
+"""Workers that report their load between two decisions."""
 
 BLOCK = 64
 GOAL_MS = 1.0
@@ -70,9 +70,9 @@ def measure(args: argparse.Namespace) -> Report:
         [
             Result("workers, half of them prefill", args.workers, ""),
             Result("units of a prompt, hashes given", len(documents[0]) // HASH_BYTES, ""),
-            Result("routing decision, p50", 1000 * quantile(whole, 0.5), "ms"),
-            at_most("routing decision, p99", 1000 * quantile(whole, 0.99), "ms", GOAL_MS),
-            Result("of it the index's look-up, p99", 1000 * quantile(looking, 0.99), "ms"),
+            Result("routing decision, p50", ms(whole, 0.5), "ms"),
+            at_most("routing decision, p99", ms(whole, 0.99), "ms", GOAL_MS),
+            Result("of it the index's look-up, p99", ms(looking, 0.99), "ms"),
             Result("entries of both indices", entries, ""),
             at_most("memory of both indices", index_bytes / 1e6, "MB", bound / 1e6),
             at_most("memory of an entry", index_bytes / entries, "bytes", BYTES_PER_ENTRY),
@@ -115,7 +115,7 @@ def _decisions(
 
 
 class _StandingPool(Pool[Any]):
-    """A pool whose workers are there, though nobody follows them."""
+    """A pool of made-up workers, which no task follows."""
 
     def __init__(self, role: str, workers: int, draw: random.Random) -> None:
         self.known = PrefixIndex()
@@ -123,9 +123,9 @@ class _StandingPool(Pool[Any]):
         context = FleetContext(Discovery({}), Channels(), me, time.monotonic)
         super().__init__(role, context, lambda *_: _Client(), self.known)
         self.standing = [self._worker(role, number, draw) for number in range(workers)]
-        nobody: Any = None
+        no_link: Any = None
         for worker in self.standing:
-            link = self.links[worker.identity.address] = WorkerLink(self, nobody)
+            link = self.links[worker.identity.address] = WorkerLink(self, no_link)
             link.worker, link.settled = worker, True
 
     def _worker(self, role: str, number: int, draw: random.Random) -> Worker[Any]:
@@ -153,7 +153,7 @@ class _StandingPool(Pool[Any]):
             while len(added) < max(1024, 2 * MAX_ENTRIES // len(self.standing)):
                 document = draw.choice(documents)
                 units = draw.randint(1, len(document) // HASH_BYTES)
-                # What nobody else has: a conversation that went on from there.
+                # What no other worker has: a conversation that went on from there.
                 own = draw.randbytes(HASH_BYTES * draw.randint(1, 64))
                 for unit in _split(document[: HASH_BYTES * units] + own):
                     added[unit] = None
@@ -164,7 +164,7 @@ class _StandingPool(Pool[Any]):
 
 
 class _Client:
-    """Of a worker that nobody speaks to."""
+    """The client of a worker that is never called."""
 
     ready = True
 

@@ -1,12 +1,13 @@
 """`baton bench scaling`: bursts of traffic on simulated fleets that grow and shrink, by core's rule
-and by how busy workers are; workers' speeds are made up.
+and by how busy workers are, with made-up speeds of workers.
 
-Also on fleets that are as large as they may be all the time, and as small.
+The same bursts run on fleets that always have the most workers, and always one of each role.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -47,13 +48,15 @@ WINDOW_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """paid: (time, workers of both pools) at every look."""
+class ScaledFleet:
+    """What became of the traffic on one fleet."""
 
     name: str
     records: Sequence[Record]
     worker_s: float
+    """Seconds of all workers together."""
     paid: Sequence[tuple[float, float]]
+    """(time, workers of both pools) whenever the fleet was looked at."""
 
     @property
     def share_met(self) -> float:
@@ -132,7 +135,7 @@ def _traffic(args: argparse.Namespace) -> list[Request]:
 
 def _run(
     name: str, traffic: Sequence[Request], first: int, choice: Choice | None, startup_s: float
-) -> Outcome:
+) -> ScaledFleet:
     """first: workers of each pool at the beginning."""
     facts = FleetFacts(PREFILL, DECODE, first, first, KV_BYTES)
     simulation = Simulation(facts)
@@ -145,7 +148,7 @@ def _run(
         told=lambda now, prefills, decodes: paid.append((now, prefills + decodes)),
     )
     records = simulation.run(traffic).records
-    return Outcome(name, records, scaler.worker_s, paid)
+    return ScaledFleet(name, records, scaler.worker_s, paid)
 
 
 class _Fixed:
@@ -161,7 +164,7 @@ class _Fixed:
         return self._workers
 
 
-def _workers(found: Sequence[Outcome]) -> Chart:
+def _workers(found: Sequence[ScaledFleet]) -> Chart:
     lines = [
         Line(one.name, [now for now, _ in one.paid], [count for _, count in one.paid])
         for one in found
@@ -169,15 +172,14 @@ def _workers(found: Sequence[Outcome]) -> Chart:
     return Chart("Workers that serve, start or leave", "seconds", "workers", tuple(lines))
 
 
-def _first_tokens(found: Sequence[Outcome]) -> Chart:
+def _first_tokens(found: Sequence[ScaledFleet]) -> Chart:
     """Of requests by when they came."""
     lines = []
     for one in found:
-        windows: dict[int, list[float]] = {}
+        windows: dict[int, list[float]] = defaultdict(list)
         for record in one.records:
             if record.first_token_s is not None:
-                window = int(record.request.arrival / WINDOW_S)
-                windows.setdefault(window, []).append(record.first_token_s)
+                windows[int(record.request.arrival / WINDOW_S)].append(record.first_token_s)
         times = sorted(windows)
         waits = [quantile(windows[window], 0.9) for window in times]
         lines.append(Line(one.name, [WINDOW_S * window for window in times], waits))
@@ -185,11 +187,8 @@ def _first_tokens(found: Sequence[Outcome]) -> Chart:
 
 
 def _arrivals(traffic: Sequence[Request]) -> Chart:
-    last = int(traffic[-1].arrival / WINDOW_S)
-    counts = [0] * (last + 1)
-    for request in traffic:
-        counts[int(request.arrival / WINDOW_S)] += 1
-    line = Line(
-        "arrivals", [WINDOW_S * n for n in range(last + 1)], [count / WINDOW_S for count in counts]
-    )
+    counts = Counter(int(request.arrival / WINDOW_S) for request in traffic)
+    windows = range(max(counts) + 1)
+    rates = [counts[window] / WINDOW_S for window in windows]
+    line = Line("arrivals", [WINDOW_S * window for window in windows], rates)
     return Chart("Traffic", "seconds", "requests/s", (line,))

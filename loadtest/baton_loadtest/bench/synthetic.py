@@ -47,7 +47,7 @@ class Times:
 
     @asynccontextmanager
     async def serve(self, what: str, *requests: int) -> AsyncIterator[None]:
-        """What is within, and the time it is said to take."""
+        """Runs the block, takes serve_s longer, and notes how long both took."""
         began = perf_counter()
         yield
         if self.serve_s:

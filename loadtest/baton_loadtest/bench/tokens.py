@@ -1,7 +1,7 @@
 """`baton bench tokens`: tokenizer and detokenizer workers against the same library in one process.
 
 Both sides of a figure are measured in this run, in turns, pinned to the same core, and compared by
-processor time; whoever asks runs on another core where the machine has two. Text is the source of
+processor time; the client runs on another core where the machine has two. Text is the source of
 Python's own library: prose and code, and everybody has it.
 """
 
