@@ -1,4 +1,4 @@
-"""Records, what a router remembers of its requests and tells of their use."""
+"""What a router remembers of its requests, and the usage log that bills them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from baton.router.config import RouterConfig
 from baton.router.observe.stage_timer import StageTimer
 from baton.rpc.metrics import REGISTRY, Spec, counter
 
-# RequestHistory, what one router remembers of its requests.
-#
-# Running requests are bounded by whoever lets them in. Those that are over are kept in a ring, with
-# a bound in count and in bytes: the oldest one goes first.
-
 
 class RequestHistory:
-    """max_requests: that are over; 0: none is remembered at all, not while it runs either."""
+    """What one router remembers of its requests.
+
+    Running requests are bounded by admission. Those that are over are kept in a ring with a bound
+    in count and in bytes: the oldest one goes first. max_requests: that are over; 0: none is
+    remembered at all, not while it runs either.
+    """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
@@ -125,17 +125,6 @@ def _asked(request: Request) -> str:
             return "tokens"
 
 
-# UsageLog, a JSON line for each request that is over; never waits for the disk.
-#
-# Lines go through a bounded queue to a thread that appends them. While the file cannot be written
-# the thread tries again every RETRY_S with the lines it has; when the queue is full, lines are
-# dropped and counted. Whoever rotates the file may rename it, remove it, or copy and truncate it:
-# before each write the thread looks whether the path still leads to the open file, so no signal is
-# needed.
-
-
-# Words one request's use as a JSON line, for whoever bills.
-
 _encoder = msgspec.json.Encoder()
 
 
@@ -193,8 +182,15 @@ _MODE = 0o640
 
 
 class UsageLog:
-    """Close it. path: a file to append to, or "-" for standard output. router: named in each line.
+    """A JSON line for each request that is over; it never waits for the disk. Close it.
 
+    Lines go through a bounded queue to a thread that appends them. While the file cannot be written
+    the thread tries again every RETRY_S with the lines it has; when the queue is full, lines are
+    dropped and counted. The file may be renamed, removed, or copied and truncated to rotate it:
+    before each write the thread checks whether the path still leads to the open file, so no signal
+    is needed.
+
+    path: a file to append to, or "-" for standard output. router: named in each line.
     Raises InvalidArgument naming the option `usage_log` when the file cannot be opened.
     """
 

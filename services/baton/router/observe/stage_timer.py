@@ -16,17 +16,16 @@ from baton.rpc.tracing import NO_SPAN, Kind, Span, Tracer, Value, error_type, no
 from baton.v1.decode_pb2 import SequenceStarted
 from baton.v1.prefill_pb2 import RunResponse
 
-# What the trace of one request tells: its stages, its attempts and its end; nothing of its text.
-#
-# Its stages are spans that follow each other without a gap, so that they cover all of its time.
-
-
 _INT64 = 1 << 63
 """Larger numbers cannot travel in a span."""
 
 
 class RequestTrace:
-    """span: of the whole request. Every method returns at once."""
+    """The trace of one request: its stages, its attempts and its end; nothing of its text.
+
+    Its stages are spans that follow each other without a gap, so that they cover all of its time.
+    Every method returns at once. span: of the whole request.
+    """
 
     __slots__ = ("_ended", "_operation", "_span", "_stage")
 

@@ -1,8 +1,8 @@
 """The one stream between this router and a decode worker, shared by all requests that run there.
 
-Takes StepFrames apart and hands each piece to the attempt it belongs to, at once and without
-waiting. After a break the stream is resumed from the attempts' next positions; what the worker no
-longer has is told as lost.
+It takes StepFrames apart and hands each piece to the attempt that it belongs to, at once and
+without waiting. After a break the stream is resumed from the attempts' next positions; sequences
+that the worker no longer has fail.
 """
 
 from __future__ import annotations

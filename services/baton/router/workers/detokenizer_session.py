@@ -1,8 +1,8 @@
 """The one stream between this router and a detokenizer, shared by the texts of all requests.
 
-Pulls from each text what is new when there is room on the stream, so that nothing queues up here. A
-break loses the texts' state at the worker: each text is told and opened again elsewhere by its
-owner.
+It takes from each text what is new when there is room on the stream, so that nothing queues up
+here. A break loses the texts' state at the worker: each text fails here, and its owner opens it
+again elsewhere.
 """
 
 from __future__ import annotations

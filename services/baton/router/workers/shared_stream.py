@@ -1,8 +1,7 @@
 """A long-lived stream to one worker that all requests of this router share.
 
-Opens it, writes what waits in an outbox, gives every message to `incoming`, and opens it again when
-it breaks. Whoever reads here never waits for a request. What the messages mean is the subclass's
-business.
+In: messages of an outbox, a clock of awake time.
+Out: every message that comes, and what is lost when the worker is.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from baton.core.errors import BatonError, WorkerLost
 from baton.rpc.calls import StepLimit, abandon, cancelled_here
 from baton.rpc.loop import Clock
 
-# Wakes everyone who waits for something to change.
-
 
 class Broadcast:
-    """A broadcast. Check the condition, then wait: nothing is missed, for `set` runs on the same
-    loop and there is no await in between. Without anyone who waits, `set` costs nothing: streams
-    are told of every token.
+    """Wakes all tasks that wait for something to change.
+
+    Check the condition, then wait: nothing is missed, for `set` runs on the same loop and there is
+    no await in between. While no task waits, `set` costs next to nothing: it is called for every
+    token.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     def set(self) -> None:
-        """Wakes all current pending attempts."""
+        """Wakes all tasks that wait now."""
         if self._waiting:
             waiting, self._waiting = self._waiting, {}
             for pending_attempt in waiting:
@@ -60,12 +59,6 @@ class Broadcast:
             self._waiting.pop(pending_attempt, None)
 
 
-# When a stream that broke counts as lost, and how long to pause before the next try.
-#
-# A stream is lost when its worker was silent for the window, or when the worker's address refused
-# several tries in a row: then nobody listens there and waiting is no use.
-
-
 SILENCE_S = 2.0
 """No message at all for this long means dead: workers send a sign of life every 500 ms."""
 
@@ -75,7 +68,12 @@ LONGEST_PAUSE_S = 1.0
 
 
 class ReconnectPolicy:
-    """The patience with one worker's stream. clock: see `AwakeClock`."""
+    """When a stream that broke counts as lost, and how long to pause before the next try.
+
+    It is lost when its worker was silent for SILENCE_S of awake time (see `AwakeClock`), or when
+    the worker's address refused several tries in a row: then no process listens there, and waiting
+    is no use.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -94,7 +92,7 @@ class ReconnectPolicy:
         self._failures += 1
 
     def give_up(self) -> None:
-        """No use in waiting any longer: the worker hangs, or another one answers in its place."""
+        """Waiting any longer is no use: the worker hangs, or another one answers in its place."""
         self._given_up = True
 
     @property
@@ -122,7 +120,7 @@ WRITE_TIMEOUT_S = 10.0
 """A worker that sends but does not read for so long is no use."""
 
 BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError)
-"""How grpc.aio tells that a call is over, and silence."""
+"""What grpc.aio raises when a call is over, and what silence raises."""
 
 
 class WorkerStalled(Exception):
@@ -130,23 +128,25 @@ class WorkerStalled(Exception):
 
 
 class SharedStream(ABC, Generic[Up, Down]):
-    """Lives as long as the worker's instance id does; `run` is cancelled when that is gone.
+    """The stream lives as long as the worker's instance id; `run` is cancelled when that is gone.
 
-    ready: the stream stands and new work may be put on it; `changed` is set when that changes.
-    awake: what the worker's silence is measured with.
+    It is opened, takes what waits in the outbox, gives every message to `incoming`, and is opened
+    again when it breaks. Its reader never waits for a request. Subclasses give messages a meaning.
     """
 
     resumable = False
     """Whether the worker keeps what hung on a broken stream until a new one comes."""
 
     def __init__(self, changed: Broadcast, awake: Clock) -> None:
+        """changed: set when `ready` changes. awake: measures the worker's silence."""
         self.ready = False
+        """The stream is open, and new work may be put on it."""
         self._changed = changed
         self._awake = awake
         self._waiting = asyncio.Event()
 
     async def run(self) -> None:
-        """Keeps the stream open. On the way out everyone who uses it is told that it is lost."""
+        """Keeps the stream open. On the way out everything that hangs on it is lost."""
         grace = ReconnectPolicy(self._awake)
         try:
             while True:
@@ -176,7 +176,7 @@ class SharedStream(ABC, Generic[Up, Down]):
             self.lose(WorkerLost("A worker of this request was lost."))
 
     def wake(self) -> None:
-        """There is something in the outbox."""
+        """Call it when something is put into the outbox."""
         self._waiting.set()
 
     @abstractmethod
@@ -185,7 +185,7 @@ class SharedStream(ABC, Generic[Up, Down]):
 
     @abstractmethod
     def greeting(self) -> Sequence[Up]:
-        """What is said first on every new call."""
+        """The first messages of every new call."""
 
     @abstractmethod
     def outgoing(self) -> Sequence[Up]:
@@ -193,11 +193,11 @@ class SharedStream(ABC, Generic[Up, Down]):
 
     @abstractmethod
     def incoming(self, message: Down) -> None:
-        """A message came. WorkerStalled, or any other exception, gives the stream up."""
+        """Takes a message. WorkerStalled, or any other exception, gives the stream up."""
 
     @abstractmethod
     def lose(self, error: BatonError) -> None:
-        """Everything that hung on the stream is lost: tell its users and forget them."""
+        """Fails all users of the stream and forgets them."""
 
     async def _once(self, grace: ReconnectPolicy) -> None:
         call = self.connect()
