@@ -28,6 +28,7 @@ from baton.v1 import handover_pb2 as pb
 LAYOUT = KvLayout("ab" * 32, "float32", 2, 2, 8, 8)
 ID, INSTANCE_ID = bytes(range(16)), "0123456789abcdef" * 2
 RUN = KvChunkRange(3, 40, 5)
+FIELDS = [name for name in pb.KvChunkHeader.DESCRIPTOR.fields_by_name if name != "digest"]
 
 
 def sealed(
@@ -66,9 +67,7 @@ def test_bytes_behind_the_payload_do_not_matter() -> None:
     assert sealer.mismatch(header, memoryview(buffer)) == ""
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in pb.KvChunkHeader.DESCRIPTOR.fields_by_name if name != "digest"]
-)
+@pytest.mark.parametrize("name", FIELDS)
 def test_every_field_of_the_header_is_bound(name: str) -> None:
     sealer, header, buffer = sealed()
     other = {"instance_id": "f" * 32, "handover_id": bytes(16)}.get(name, getattr(header, name))
@@ -76,6 +75,21 @@ def test_every_field_of_the_header_is_bound(name: str) -> None:
         other += 1
     setattr(header, name, other)
     assert sealer.mismatch(header, memoryview(buffer)) == "header"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_announcement_of_another_kv_chunk_is_not_expected(name: str) -> None:
+    sealer, header, _ = sealed()
+    assert sealer.expects(header, RUN), "whatever its digest is"
+    other = {"instance_id": "f" * 32, "handover_id": bytes(16)}.get(name, getattr(header, name))
+    setattr(header, name, other + 1 if isinstance(other, int) else other)
+    assert not sealer.expects(header, RUN)
+
+
+def test_a_newer_sender_may_announce_more_than_this_build_understands() -> None:
+    sealer, header, _ = sealed()
+    newer = pb.KvChunkHeader.FromString(header.SerializeToString() + b"\xf8\x07\x01")
+    assert newer != header and sealer.expects(newer, RUN)
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
