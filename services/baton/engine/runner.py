@@ -141,14 +141,7 @@ class TorchRunner:
         return not self.not_exact_because
 
     def submit(self, plan: StepPlan) -> None:
-        check_plan(
-            plan,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            vocab_size=self.model.vocab_size,
-            max_model_len=self.model.max_model_len,
-            num_swap_blocks=self.num_swap_blocks,
-        )
+        check_plan(plan, self)
         moved = self._swap.move(plan)
         with torch.inference_mode():
             step = SampledStep(plan, self.forward(plan), self._last)

@@ -201,14 +201,7 @@ class FakeRunner:
         return True
 
     def submit(self, plan: StepPlan) -> None:
-        check_plan(
-            plan,
-            num_blocks=self._num_blocks,
-            block_size=self._block_size,
-            vocab_size=self._model.vocab_size,
-            max_model_len=self._model.max_model_len,
-            num_swap_blocks=self._num_swap_blocks,
-        )
+        check_plan(plan, self)
         self._waiting.append(plan)
         while len(self._waiting) > self._delay_steps:
             self._run_oldest()

@@ -13,24 +13,18 @@ from dataclasses import dataclass, replace
 
 from baton.core.errors import Internal
 from baton.core.kvcache.block_pool import Extents
-from baton.core.scheduler.plan import PENDING, BlockSwap, StepPlan, StepResult
+from baton.core.scheduler.plan import PENDING, BlockSwap, ModelRunner, StepPlan, StepResult
 
 
-def check_plan(
-    plan: StepPlan,
-    *,
-    num_blocks: int,
-    block_size: int,
-    vocab_size: int,
-    max_model_len: int,
-    num_swap_blocks: tuple[int, int] = (0, 0),
-) -> None:
-    """Raises Internal for a plan that a runner of this size cannot run.
+def check_plan(plan: StepPlan, runner: ModelRunner) -> None:
+    """Raises Internal for a plan that this runner cannot run.
 
     Beyond ranges it refuses two chunks, and two swaps of one kind, that write into the same block,
     because their order within a step is not defined.
     """
-    stored = sum(num_swap_blocks)
+    num_blocks, block_size = runner.num_blocks, runner.block_size
+    vocab_size, max_model_len = runner.model.vocab_size, runner.model.max_model_len
+    stored = sum(runner.num_swap_blocks)
     _check_swaps(plan.swap_out, num_blocks, stored, "out")
     _check_swaps(plan.swap_in, num_blocks, stored, "in")
     written: set[int] = set()
@@ -112,7 +106,7 @@ def spans(
 ) -> Iterator[tuple[int, int]]:
     """Yields (first place, number of places), in position order, neighbours joined.
 
-    The extents cover the range: see `check.check_extents`.
+    The extents cover the range: see `check_extents`.
     """
     start, length = 0, 0
     position = 0

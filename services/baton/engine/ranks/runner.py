@@ -160,13 +160,7 @@ class RankedRunner:
         return not self.not_exact_because
 
     def submit(self, plan: StepPlan) -> None:
-        check_plan(
-            plan,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            vocab_size=self.model.vocab_size,
-            max_model_len=self.model.max_model_len,
-        )
+        check_plan(plan, self)
         answers = _ask(self._ranks, Step(plan))
         if not isinstance(answers[0], Stepped):
             raise Internal("a rank answered out of place")
