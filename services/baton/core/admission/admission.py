@@ -277,7 +277,7 @@ class Admission:
         return prompt + min(longest_output, round(choices * self._output))
 
     def retry_after_s(self, base_s: float) -> float:
-        """No two clients come back at once, and none before the time it was told."""
+        """Jittered upwards from base_s, so that clients do not all come back at once; bounded."""
         return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, base_s) * (1 + self._jitter()))
 
     def ended(self, output: int, choices: int) -> None:
@@ -325,17 +325,17 @@ class Admission:
         cost: int,
         outlook: FleetState,
         remaining_s: float,
-        foretold_s: Callable[[float], float],
+        predict_s: Callable[[float], float],
         coming: int,
     ) -> None:
         """Whether it would get a place in time. With an empty queue it is about to be seen.
-        foretold_s: how long so many tokens take. coming: tokens that are to be queued before it."""
+        predict_s: how long so many tokens take. coming: tokens that are to be queued before it."""
         if not len(self._queue):
             return
         if not self._queue.has_room(ask.tenant.name, cost):
             raise self.refused(Limit.QUEUE, "The queue is full.")
         ahead = self._queue.ahead(ask.tenant.name, ask.tenant.weight, ask.priority)
-        wait_s = foretold_s(ahead + coming)
+        wait_s = predict_s(ahead + coming)
         most_s = self._limits.max_queue_s
         if wait_s + outlook.first_token_s > remaining_s:
             raise self.refused(Limit.DEADLINE, "It could not begin before its deadline.")

@@ -208,8 +208,8 @@ ENOUGH_S = 0.25
 """With less than this seen, nothing is said."""
 
 DOUBT = 2.0
-"""A foretold wait may turn out so many times shorter: entries leave in the batches of whoever takes
-them, and what one of them comes to is a guess."""
+"""A predicted wait may turn out so many times shorter: entries leave in batches, and what one of
+them comes to is a guess."""
 
 
 class DrainRate:

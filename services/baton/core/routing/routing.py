@@ -280,7 +280,7 @@ def filtered(
 
 
 def ranked(demand: Demand, scored: Iterable[ScoredWorker]) -> list[ScoredWorker]:
-    """Best first. Equal ones are told apart by a hash of request and worker, so that requests
+    """Best first. Equal ones are in the order of a hash of request and worker, so that requests
     spread without a counter."""
     ranked = sorted(scored, key=_total)
     best = [entry for entry in ranked if entry.cost.total == ranked[0].cost.total]

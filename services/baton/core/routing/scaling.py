@@ -1,8 +1,10 @@
-"""ScalingRule, how many workers of each pool what is foreseen takes; starts none, and has no clock.
+"""How many workers each pool needs for the load that is predicted.
 
-It goes by what leads, not by what follows: prompt tokens that wait are work that nobody does yet,
-and KV that grows says what decode will hold when a worker that is asked for now is there. How busy
-workers are says neither: decode is busy with one sequence as with a hundred.
+In: signals of the fleet, and the time. Out: a number of workers per pool.
+
+The rule goes by signals that lead: prompt tokens that wait are work that is still to be done, and
+KV that grows shows what decode will hold once a worker that is requested now has started. How busy
+workers are shows neither: decode is as busy with one sequence as with a hundred.
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPolicy:
-    """first_token_s, between_tokens_s: targets. busy: share of a worker's time and of its KV that
-    is planned with. lead_s: from asking for a worker until it takes work. trend_s: over which
-    growth is told. hold_s: a pool keeps what it needed at any moment of this long, so that it does
-    not shrink between two bursts.
-
-    Raises InvalidArgument.
-    """
+    """What a fleet is scaled for. Raises InvalidArgument."""
 
     first_token_s: float
+    """Target."""
     between_tokens_s: float
+    """Target."""
     busy: float = 0.7
+    """Share of a worker's time and of its KV that is planned with."""
     lead_s: float = 30.0
+    """From the request for a worker until it takes work."""
     trend_s: float = 20.0
+    """Over which growth is measured."""
     hold_s: float = 300.0
+    """A pool keeps what it needed at any moment of so long, so that it does not shrink between two
+    bursts."""
 
     def __post_init__(self) -> None:
         for name in ("first_token_s", "between_tokens_s", "trend_s"):
@@ -63,23 +66,28 @@ class ScalingPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSignals:
-    """In seconds of one worker's time. arrived_s: all prefill work that ever came. queued_s: what
-    waits, in routers and on workers."""
+    """In seconds of one worker's time."""
 
     arrived_s: float
+    """All prefill work that ever came."""
     queued_s: float
+    """What waits, in routers and on workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSignals:
-    """rows: sequences that run or wait to, on all workers. positions: of KV that they hold. speed,
-    room, places: of one worker: its curve, positions that it holds, and rows at most; 0: any."""
+    """Of the decode pool."""
 
     rows: float
+    """Sequences that run or wait to, on all workers."""
     positions: float
+    """Of KV that they hold."""
     speed: WorkerSpeed
+    """Of one worker."""
     room: int
+    """Positions that one worker holds."""
     places: int = 0
+    """Sequences that one worker runs at most; 0: any."""
 
 
 class ScalingRule:

@@ -57,8 +57,8 @@ class SequenceSink(Protocol):
         """Decode has all KV of the attempt."""
 
     def on_migrated_out(self, choice: int, handover_id: bytes, position: int | None) -> None:
-        """Answer to `hand_over`: the choice's KV is on offer, all its tokens below the position
-        were told; or it stays, None."""
+        """Answer to `hand_over`: the choice's KV is on offer and all its tokens below the position
+        have come; None: the choice stays."""
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         """These choices failed, or all when none is named."""
@@ -322,7 +322,7 @@ class Migration:
         return self.outcome
 
     def _take_back(self, outcome: MigrationOutcome) -> None:
-        """Nobody collects it (any more); the sender is told."""
+        """Its KV will not be collected (any more): the sender frees it."""
         if self.outcome is None:
             whole = AttemptKey(self.key.request_id, self.key.attempt)
             self._sender.cancel(whole, self.key.choice)

@@ -94,7 +94,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
             self.wake()
 
     def send_away(self) -> None:
-        """Every text here goes on elsewhere: its owner is told that it is lost here."""
+        """Every text here fails, so that its owner opens it again elsewhere."""
         for text_id, source in list(self._sources.items()):
             self.close(text_id)
             source.on_lost(Unavailable("A worker of this request is leaving."))

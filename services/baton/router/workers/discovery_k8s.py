@@ -345,7 +345,7 @@ class KubernetesApi:
 
 
 class KubernetesSource:
-    """One service. wanted: which of its endpoints are told."""
+    """The endpoints of one service. wanted: which of them count."""
 
     def __init__(
         self,
@@ -399,10 +399,10 @@ class KubernetesSource:
 
 
 def runs(endpoint: Endpoint) -> bool:
-    """Of a worker: whether to look for it there. What it can do it says itself."""
+    """Whether to look for a worker there. Its own reports say what it can do."""
     return not endpoint.terminating
 
 
 def answers(endpoint: Endpoint) -> bool:
-    """Of a router, which is not asked."""
+    """Whether a router counts as live: routers send each other no reports."""
     return endpoint.ready and not endpoint.terminating

@@ -615,8 +615,8 @@ def _log_unpaired(prefill: WorkerIdentity, decode: WorkerIdentity, detail: str) 
 
 
 LEAVES_S = 1.0
-"""How long one that said that it leaves is not asked again: it may be the only one until the router
-has heard the same from its report."""
+"""How long a detokenizer that said that it leaves is not used again: it may look like the only one
+until its report says so, too."""
 
 
 async def pick_detokenizer(

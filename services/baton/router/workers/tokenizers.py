@@ -40,18 +40,17 @@ LONG_BYTES = 1 << 16
 """From here on an input is long, as it is for the tokenizer."""
 
 SHORT_BYTES_PER_THREAD = 1 << 15
-"""Of short inputs that a tokenizer is sent at a time, for each of its threads: one batch that it
-works on, and one that comes next."""
+"""Of short inputs that a tokenizer gets at a time, for each of its threads: one batch that it works
+on, and one that comes next."""
 
 SHORT_INPUTS_PER_THREAD = 128
 """Likewise, of the smallest ones."""
 
 MAX_GRAMMARS = 2
-"""That one tokenizer is sent at a time: as many as it tries at a time, unless it is told another
-number."""
+"""Grammars that one tokenizer gets at a time: as many as it tries at a time by default."""
 
 THREADS = 2
-"""Of a tokenizer that does not tell: the fewest it has."""
+"""Of a tokenizer that does not report them: the fewest that one has."""
 
 INPUT_BYTES = 256
 """What each input costs beside its own bytes."""
