@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.observe.timings import BOUNDS_S, Timings
+from baton.core.observe.timings import BOUNDS_S, Durations
 
 
 @given(st.lists(st.floats(0, 1000), max_size=30))
 def test_every_time_is_in_one_bucket(seconds: list[float]) -> None:
-    timings = Timings()
+    timings = Durations()
     for each in seconds:
         timings.add(each)
     assert timings.count == len(seconds) and timings.total_s == sum(seconds)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import InvalidArgument
-from baton.core.observe.timings import Timings
+from baton.core.observe.timings import Durations
 from baton.rpc import metrics
 from baton.rpc.address import PortInUse, split
 from baton.rpc.metrics import MAX_CONNECTIONS, MetricsServer
@@ -80,7 +80,7 @@ def test_gauges_are_read_at_the_scrape_and_added_up(
 def test_timings_are_shown_as_a_histogram(
     server: MetricsServer, registry: CollectorRegistry
 ) -> None:
-    times = Timings()
+    times = Durations()
     stop = metrics.timings(metrics.HANDOVER_STAGE, lambda: {("sender", "pack"): times}, registry)
     for seconds in (0.0001, 0.0002, 0.3, 100.0):
         times.add(seconds)

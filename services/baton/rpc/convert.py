@@ -11,6 +11,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
 from baton.core.errors import BatonError, InvalidArgument, Reason, from_reason
 from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
@@ -32,15 +33,13 @@ from baton.v1 import tokenizer_pb2, types_pb2
 from baton.v1 import types_pb2 as pb
 
 _UINT32_MAX = 2**32 - 1
-_FLOAT_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+_SAMPLING_FIELDS = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name not in ("logit_bias", "allowed_token_ids")
 )
-_SAMPLING_FIELDS = (*_FLOAT_FIELDS, "top_k", "seed", "top_logprobs")
+"""They have one name and one number in core and on the wire."""
+_FLOAT_FIELDS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, float))
 _LAYOUT_FIELDS = (
     "model_digest",
     "dtype",

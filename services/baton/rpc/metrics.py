@@ -37,7 +37,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from baton.core.observe.timings import BOUNDS_S, Timings
+from baton.core.observe.timings import BOUNDS_S, Durations
 from baton.rpc.address import AllowedHosts, is_loopback, join, refusal, split
 
 log = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ ProcessCollector(registry=REGISTRY)
 GaugeReader = Callable[[], Mapping[tuple[str, ...], float]]
 """Label values (in the order of the spec's labels) to value. Called on the scrape's thread."""
 
-TimingsReader = Callable[[], Mapping[tuple[str, ...], Timings]]
-"""Like GaugeReader, for times that are kept as `Timings`."""
+TimingsReader = Callable[[], Mapping[tuple[str, ...], Durations]]
+"""Like GaugeReader, for times that are kept as `Durations`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +357,7 @@ class _Gauges(Collector):
             yield histogram
 
 
-def _buckets(times: Timings) -> list[tuple[str, float]]:
+def _buckets(times: Durations) -> list[tuple[str, float]]:
     bounds = (*map(str, BOUNDS_S), "+Inf")
     return list(zip(bounds, accumulate(times.counts), strict=True))
 

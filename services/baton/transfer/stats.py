@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from baton.core.observe.timings import Timings
+from baton.core.observe.timings import Durations
 
 _KEEP = 0.95
 """Weight that evidence keeps with each newer one."""
@@ -64,7 +64,7 @@ class HandoverStats:
     what must come), header (the buffer holds another KV chunk) or digest (the bytes differ)."""
     probes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Probes by path (self or peer) and outcome; probes count nowhere else."""
-    stages: defaultdict[str, Timings] = field(default_factory=lambda: defaultdict(Timings))
+    stages: defaultdict[str, Durations] = field(default_factory=lambda: defaultdict(Durations))
     """How long each stage took, of those that came to their end. A sender's are open_wait,
     grant_wait, buffer_wait, pack, seal and confirm_wait; a receiver's meet, announce_wait, reserve,
     buffer_wait, read, verify, unpack and last_chunk (from the news that all is computed to the

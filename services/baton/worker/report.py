@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.core.observe.timings import Timings
+from baton.core.observe.timings import Durations
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.load import WorkerDescription, WorkerLoad
 from baton.core.scheduler.plan import ModelRunner, StepPlan
@@ -147,7 +147,7 @@ def export_handovers(side: str, stats: HandoverStats) -> None:
     def outcomes() -> Gauge:
         return {(side, outcome): n for outcome, n in dict(stats.outcomes).items()}
 
-    def stages() -> dict[tuple[str, ...], Timings]:
+    def stages() -> dict[tuple[str, ...], Durations]:
         return {(side, stage): times for stage, times in dict(stats.stages).items()}
 
     metrics.totals(metrics.HANDOVERS, outcomes)

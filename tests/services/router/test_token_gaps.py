@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.observe.timings import BOUNDS_S, Timings
+from baton.core.observe.timings import BOUNDS_S, Durations
 from baton.router.request.pacing import TokenGaps
 
 
 def test_tokens_of_one_message_share_its_gap() -> None:
     logs: list[list[int]] = [[], []]
-    times = Timings()
+    times = Durations()
     gaps = TokenGaps(logs, times)
 
     def came(choice: int, now: float, tokens: int) -> None:
@@ -28,7 +28,7 @@ def test_tokens_of_one_message_share_its_gap() -> None:
 
 
 def test_a_log_that_was_cut_short_is_no_gap() -> None:
-    logs, times = [[1, 2, 3]], Timings()
+    logs, times = [[1, 2, 3]], Durations()
     gaps = TokenGaps(logs, times)
     gaps.came(0, 1.0)
     del logs[0][1:]

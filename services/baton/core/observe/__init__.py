@@ -1,5 +1,5 @@
-"""What is remembered and told of a request: its stages, attempts, reasons and replay.
+"""What is recorded of a request: its stages, its attempts, why they ran where, its replay.
 
-In: what happened, with times that others read.
+In: what happened, with times that the caller reads.
 Out: plain records.
 """

@@ -93,50 +93,54 @@ MAX_TEXT = 300
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Something went wrong on one of its phases. at_s: seconds since the request arrived."""
+    """A failure on one phase of an attempt."""
 
     phase: Phase
     reason: Reason
     message: str
     at_s: float
+    """Seconds since the request arrived."""
 
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """Seconds, where a name ends in _s; began_s and ended_s since the request arrived.
-
-    position: output tokens that were accepted before. input_tokens: prompt and these. why: one
-    sentence. candidates: the best few of each role, best first; others: how many more were looked
-    at. predicted_first_token_s, local_s, remote_s: as in Decision.
-
-    prefill_*: what the prefill worker told, once it answered. kv_s: from the attempt's start until
-    decode had all its KV, kv_wait_s: what decode says that took since its blocks were reserved;
-    kv_bytes: what was handed over. cached tokens: None while not told.
-    """
+    """Where one attempt ran, why there, and what came of it. Seconds, where a name ends in _s."""
 
     number: int
     position: int
+    """Output tokens that were accepted before."""
     input_tokens: int
+    """Tokens of the prompt and these."""
     choices: int
     moved: bool
     prefill: WorkerIdentity | None
     decode: WorkerIdentity | None
     why: str
+    """One sentence."""
     began_s: float
+    """Since the request arrived."""
     candidates: tuple[Candidate, ...] = ()
+    """The best few of each role, best first."""
     others: int = 0
+    """How many more candidates there were."""
     uncached_tokens: int = 0
     predicted_first_token_s: float | None = None
     local_s: float | None = None
     remote_s: float | None = None
+    """These four as in Decision."""
     prefill_queue_s: float | None = None
     prefill_s: float | None = None
     prefill_cached_tokens: int | None = None
+    """These three as the prefill worker reports them; None until then."""
     decode_cached_tokens: int | None = None
     kv_bytes: int = 0
+    """That were handed over."""
     kv_wait_s: float | None = None
+    """From the reservation of decode's blocks until it had all KV, as decode reports it."""
     kv_s: float | None = None
+    """From the attempt's start until decode had all KV."""
     ended_s: float | None = None
+    """Since the request arrived."""
     failed: bool = False
     """Whether it ended before all of its choices had, or left it."""
     losses: list[Loss] = field(default_factory=list)
@@ -194,29 +198,34 @@ class Failure:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """arrived_at: seconds since 1970. asked: chat, text or tokens. policy: by which its workers
-    are chosen. split: a prefill pool is configured. output_tokens and choices: once it is over.
-
-    times: once it is over; before, `so_far`.
-    """
+    """What is remembered of one request."""
 
     request_id: str
     tenant: str
     arrived_at: float
+    """Seconds since 1970."""
     asked: str
+    """One of "chat", "text" and "tokens"."""
     priority: int
     policy: RoutingPolicy
+    """By which its workers are chosen."""
     split: bool
+    """Whether a prefill pool is configured."""
     clock: StageClock | None
+    """None once it is over."""
     model: str = ""
     prompt_tokens: int = 0
     max_tokens: int = 0
     cached_tokens: int = 0
     attempts: list[AttemptRecord] = field(default_factory=list)
+    """Those that are remembered."""
     num_attempts: int = 0
+    """All of them."""
     choices: tuple[ChoiceEnd, ...] = ()
+    """Once it is over."""
     failure: Failure | None = None
     times: StageTimes | None = None
+    """Once it is over; before, see `so_far`."""
     replay: Replay | None = None
 
     @property

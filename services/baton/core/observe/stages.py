@@ -32,32 +32,33 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds, where a name ends in _s.
-
-    prefill_queue_s and prefill_s are what prefill workers said of themselves; where decode
-    prefilled, its queue counts as prefill. network_s: the rest of the time until they had answered.
-    first_token_s: from arrival to the first text for the client. decode_cached_tokens: input tokens
-    whose KV decode had, so that they were not handed over. kv_bytes: what was. attempts: how often
-    choices were started on workers; moves: how many of these went on with KV of another worker.
-    workers: in the order of their first use, each once.
-    """
+    """Where the time of one request went. Seconds, where a name ends in _s."""
 
     tokenize_s: float = 0.0
     turn_s: float = 0.0
     prefill_queue_s: float = 0.0
+    """As prefill workers report it. Where decode prefilled, its queue counts as prefill."""
     prefill_s: float = 0.0
+    """As the workers report it."""
     network_s: float = 0.0
+    """The rest of the time until prefill had answered."""
     hand_over_s: float = 0.0
     decode_s: float = 0.0
     detokenize_s: float = 0.0
     first_token_s: float = 0.0
+    """From arrival to the first text for the client."""
     total_s: float = 0.0
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
+    """Input tokens whose KV decode had, so that they were not handed over."""
     kv_bytes: int = 0
+    """That were handed over."""
     attempts: int = 0
+    """How often choices were started on workers."""
     moves: int = 0
+    """How many attempts went on with KV of another decode worker."""
     workers: tuple[WorkerIdentity, ...] = ()
+    """In the order of their first use, each once."""
 
     def spent(self) -> dict[str, float]:
         """Seconds by stage, in the order in which a request passes them; they add up to total_s."""

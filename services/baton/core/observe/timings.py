@@ -1,4 +1,4 @@
-"""How often something took how long, in buckets; reads no clock and knows nothing of metrics."""
+"""How often something took how long, in buckets. It reads no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BOUNDS_S = (
 )  # fmt: skip
 
 
-class Timings:
+class Durations:
     """counts: how many took at most as long as each bound and longer than the one before it; the
     last one has no bound. total_s: of all. Written by one thread; others may read.
     """
@@ -31,9 +31,9 @@ class Timings:
         return sum(self.counts)
 
 
-def together(parts: Iterable[Timings]) -> Timings:
+def together(parts: Iterable[Durations]) -> Durations:
     """All of them, as they are now."""
-    found = Timings()
+    found = Durations()
     for each in parts:
         found.counts = [a + b for a, b in zip(found.counts, each.counts, strict=True)]
         found.total_s += each.total_s

@@ -1,5 +1,5 @@
-"""What a client asked for, what an attempt at it is, and how its answer is read.
+"""What a client asks for, the attempts at it, and how its answer is read.
 
-In: fields of requests and tokens.
-Out: frozen values, checked once, and the log of accepted tokens.
+In: fields of requests, and tokens.
+Out: frozen values that are checked once, and the log of accepted tokens.
 """

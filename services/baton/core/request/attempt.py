@@ -121,31 +121,32 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a worker is given to run.
-
-    token_ids: prompt followed by all accepted output tokens; the first num_prompt_tokens are the
-    prompt. All choices run from this same input, so choices with different accepted tokens run as
-    attempts of their own. prompt_logprobs: how many alternatives to tell with the log-probability
-    of each of the prompt's tokens, or None to tell none. remaining_s: time left when the message
-    was made, or None. tenant and weight: whose turn it is that it takes, and how large that one's
-    turns are.
-    """
+    """What a worker is given to run."""
 
     request_id: str
     attempt: int
+    """Its number within the request."""
     choices: tuple[int, ...]
+    """All of them run from the same input: choices with different accepted tokens run as attempts
+    of their own."""
     token_ids: tuple[int, ...]
+    """The prompt, followed by all accepted output tokens."""
     num_prompt_tokens: int
     sampling: SamplingParams
     stop: StopParams
     priority: int = 0
     remaining_s: float | None = None
+    """Seconds left when the message was made, or None."""
     cache_salt: bytes = b""
     traceparent: str = ""
     tenant: str = ""
+    """Whose turns it takes at a worker."""
     weight: float = 1.0
+    """How large the turns of the tenant are."""
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
+    """How many alternatives to report with the log-probability of each token of the prompt; None
+    reports nothing."""
 
     @property
     def position(self) -> int:
@@ -175,18 +176,17 @@ class Logprobs:
 
 
 class ChoiceTokens(NamedTuple):
-    """New tokens of one sequence. `position` is the output position of the first one, from 0.
-
-    finish_reason: set when the last token ends the choice; stop_token_id: the last token, when it
-    is an end-of-sequence or stop token.
-    """
+    """New tokens of one sequence."""
 
     key: SequenceKey
     position: int
+    """The output position of the first one, from 0."""
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs] = ()
     finish_reason: FinishReason | None = None
+    """Set when the last token ends the choice."""
     stop_token_id: int | None = None
+    """The last token, when it is an end-of-sequence or stop token."""
 
 
 class PositionGap(Exception):

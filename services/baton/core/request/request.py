@@ -22,13 +22,13 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """text: a JSON schema, a regular expression that must match the whole answer, llguidance's
-    dialect of Lark, or llama.cpp's GBNF. Every other way to ask for structure becomes one of these
-    at the edge. The whole answer follows it, unless something else ends the answer before.
-    """
+    """A grammar that the whole answer follows, unless something else ends the answer before."""
 
     kind: GrammarKind
     text: str
+    """A JSON schema, a regular expression that must match the whole answer, llguidance's dialect of
+    Lark, or llama.cpp's GBNF. Every other way to ask for structure becomes one of these at the
+    edge."""
 
     @property
     def digest(self) -> bytes:
@@ -91,36 +91,38 @@ class StopParams:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that an assistant made. arguments: JSON text, as the model wrote it."""
+    """A call that an assistant made."""
 
     id: str
     name: str
     arguments: str
+    """JSON text, as the model wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation.
-
-    tool_calls and reasoning: of an assistant. tool_call_id: the call that a tool's message answers.
-    name: who speaks, where several have one role, or which tool.
-    """
+    """One message of a conversation."""
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    """In messages of an assistant only."""
     tool_call_id: str = ""
+    """The call that the message of a tool answers."""
     name: str = ""
+    """Who speaks, where several have one role, or which tool."""
     reasoning: str = ""
+    """In messages of an assistant only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. parameters: a JSON schema as text; empty: none."""
+    """A function that the model may call."""
 
     name: str
     description: str = ""
     parameters: str = ""
+    """A JSON schema as text; empty: the function has none."""
 
 
 class ToolUse(Enum):
@@ -133,11 +135,13 @@ class ToolUse(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """name: the one tool to call, with REQUIRED only; empty: any."""
+    """Whether and which tools an answer calls."""
 
     use: ToolUse = ToolUse.AUTO
     name: str = ""
+    """The one tool to call, with REQUIRED only; empty: any."""
     parallel: bool = True
+    """Whether an answer may have several calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """template_kwargs: more variables of the chat template, a JSON object as text, or empty.
-    template: a template instead of the model's own, where the operator allows it, or empty."""
+    """A conversation, which the chat template of the model turns into a text."""
 
     messages: tuple[Message, ...]
     add_generation_prompt: bool = True
@@ -162,7 +165,9 @@ class ChatPrompt:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     template_kwargs: str = ""
+    """More variables of the template, a JSON object as text, or empty."""
     template: str = ""
+    """A template instead of the model's own, where the operator allows it, or empty."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -170,23 +175,18 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A validated request, as every public entry hands it to the router's pipeline.
-
-    max_tokens: None means up to the model's context; 0 that only what is asked of the prompt is
-    told. echo: tell the prompt's text. prompt_logprobs: how many alternatives to tell with the
-    log-probability of each of the prompt's tokens; None tells none. truncate_prompt_tokens: keep at
-    most so many of the prompt's tokens, those at its end unless truncation_side is "right"; -1: as
-    many as leave room for the output. seed: None means the router
-    draws one (then `sampling.seed` is not looked at). deadline_s: seconds from arrival, or None.
-    trace: the caller's own.
-    """
+    """A request, as every public entry hands it to the router's pipeline."""
 
     prompt: Prompt
     model: str = ""
     n: int = 1
+    """Choices."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Its seed has no meaning here: see `seed`."""
     seed: int | None = None
+    """None: the router draws one."""
     max_tokens: int | None = None
+    """Output tokens of a choice. None: up to the model's context; 0: nothing is generated."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -196,18 +196,25 @@ class Request:
     skip_special_tokens: bool = True
     priority: int = 0
     deadline_s: float | None = None
+    """Seconds from arrival; None: as long as the router allows."""
     tenant: Tenant = ANYONE
     cache_salt: bytes = b""
     grammar: Grammar | None = None
     echo: bool = False
+    """Whether Accepted has the text of the prompt."""
     prompt_logprobs: int | None = None
+    """How many alternatives to report with the log-probability of each token of the prompt; None
+    reports nothing."""
     truncate_prompt_tokens: int | None = None
+    """Keeps at most so many of the prompt's tokens; -1: as many as leave room for the output."""
     truncation_side: str = "left"
+    """Where tokens are dropped: "left" keeps those at the end, "right" those at the beginning."""
     trace: TraceContext = UNTRACED
+    """The caller's own."""
 
     def of(self, tenant: Tenant, trace: TraceContext = UNTRACED) -> Request:
-        """The same request, of whoever was found to have sent it, as a part of the caller's trace.
-        Asked once, at the edge."""
+        """The same request, of the tenant whose key it has, as a part of the caller's trace. Called
+        once, at the edge."""
         return replace(self, tenant=tenant, cache_salt=tenant.salted(self.cache_salt), trace=trace)
 
 

@@ -1,6 +1,6 @@
-"""One request's life: its choices, the attempts that run them, and what a failure means.
+"""The state of one request: its choices, the attempts that run them, and what a failure means.
 
-Pure: told what happened, it says what to run next.
+It is pure: its caller reports what happens, and starts the attempts that it returns.
 
 An attempt runs choices that share all accepted tokens; its input is prompt + those tokens, so an
 accepted position is never sampled again. `baton.core.request.attempt` is where it may stand.
@@ -93,19 +93,19 @@ def leaves(error: BatonError | None) -> bool:
 
 @dataclass(slots=True)
 class AttemptRun:
-    """The progress of one attempt. `running`: its choices that have neither ended nor left it.
-
-    moved: it goes on with KV that another decode worker gives. suspect: it is to be alone with
-    others of its kind (`baton.core.routing.failures`). retry: nothing of the request was
-    accepted, and a worker lost it. phases: once placed.
-    """
+    """The progress of one attempt."""
 
     attempt: Attempt
     running: set[int]
+    """Its choices that have neither ended nor left it."""
     moved: bool = False
+    """It goes on with KV that another decode worker gives."""
     suspect: bool = False
+    """No worker may run it together with another suspect (`baton.core.routing.failures`)."""
     retry: bool = False
+    """Nothing of the request was accepted, and a worker lost it."""
     phases: frozenset[Phase] = frozenset()
+    """Once placed."""
     state: AttemptState = AttemptState.PLACING
     to_cancel: frozenset[Phase] = frozenset()
     """Once over: the phases that may still hold something for it."""

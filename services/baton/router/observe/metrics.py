@@ -20,7 +20,7 @@ from baton.core.admission.tenant_budgets import Limit
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError
 from baton.core.observe.stages import StageTimes
-from baton.core.observe.timings import BOUNDS_S, Timings, together
+from baton.core.observe.timings import BOUNDS_S, Durations, together
 from baton.core.request.attempt import TokenLog
 from baton.core.request.request import ChatPrompt, Request
 from baton.rpc import metrics, tracing
@@ -124,7 +124,7 @@ class RouterMetrics:
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
-        self.between_tokens: defaultdict[str, Timings] = defaultdict(Timings)
+        self.between_tokens: defaultdict[str, Durations] = defaultdict(Durations)
         """By name of the model."""
         self.num_prompt_tokens = 0
         """Of accepted requests, so far."""
@@ -220,7 +220,7 @@ class _VllmMetrics:
     """Requests under vLLM's names: on routers alone, so that adding up pods counts each once."""
 
     def __init__(
-        self, between_tokens: defaultdict[str, Timings], registry: CollectorRegistry
+        self, between_tokens: defaultdict[str, Durations], registry: CollectorRegistry
     ) -> None:
         """between_tokens: times between tokens by model, which are kept anyway."""
         self.prompt_tokens = counter(metrics.VLLM_PROMPT_TOKENS, registry)

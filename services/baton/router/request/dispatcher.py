@@ -200,17 +200,18 @@ class WorkerClass(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PendingAttempt:
-    """An attempt that wants a place. find: workers for it outside of those that are full, without
-    waiting. over: whether it ended meanwhile. kind: those who want the same workers. give_up: when
-    it does not wait any longer, whatever the reason; a reading of the loop's clock.
-    """
+    """An attempt that waits for workers."""
 
     find: Callable[[frozenset[str]], Placement | Blocked]
+    """Workers for it outside of those that are full. Returns at once."""
     over: Callable[[], bool]
+    """Whether it has ended meanwhile."""
     kind: WorkerClass
+    """The same for all attempts that want the same workers."""
     input_tokens: int
     choices: int
     give_up: float
+    """When it does not wait any longer, whatever the reason; on the loop's clock."""
     future: asyncio.Future[Placement | Blocked | None]
     blocked: Blocked | None = field(default=None)
     waited: bool = False
@@ -218,9 +219,9 @@ class PendingAttempt:
 
     @property
     def gone(self) -> bool:
-        """Whether it wants nothing any more. Whoever is cancelled is gone at once, though its task
-        only takes it out of the queue when it runs again, which may be after the next places were
-        given."""
+        """Whether it needs no workers any more. An attempt that is cancelled is gone at once,
+        though its task takes it out of the queue only when it runs again, which may be after the
+        next places were given."""
         return self.future.cancelled() or self.over()
 
 

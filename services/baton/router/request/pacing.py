@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from math import ceil
 
-from baton.core.observe.timings import Timings
+from baton.core.observe.timings import Durations
 from baton.core.request.attempt import TokenLog
 
 LOOK_S = 0.5
@@ -99,7 +99,7 @@ async def keep(monitor: LoadMonitor) -> None:
 class TokenGaps:
     """Of one request. logs: the output of each choice. times: of all requests."""
 
-    def __init__(self, logs: Sequence[Sized], times: Timings) -> None:
+    def __init__(self, logs: Sequence[Sized], times: Durations) -> None:
         self._logs = logs
         self._times = times
         self._last: dict[int, tuple[int, float]] = {}
