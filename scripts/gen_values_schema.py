@@ -44,7 +44,7 @@ OWNED = frozenset(
         "tls_terminated",
         *("public_tls_cert", "public_tls_key", "public_tls_ca", "kv_network"),
         *("tokenizers", "prefills", "decodes", "detokenizers", "routers", "replicas"),
-        *("dns_interval_s", "kubernetes_config", "model", "model_name", "vllm_tokenizer"),
+        *("kubernetes_config", "model", "model_name", "vllm_tokenizer"),
     )
 )
 """Options that the chart sets from other values, or that have no use in a pod."""

@@ -16,6 +16,12 @@ from baton.v1 import prefill_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.process import WorkerParts, run_worker
 
+BATCH_WINDOW_S = 0.002
+"""Longest wait for a fuller batch, in seconds."""
+
+TURN_TOKENS = 512
+"""Prompt tokens of a tenant before it is another one's turn, times the tenant's weight."""
+
 
 def main() -> int:
     return serve(load(PrefillConfig, prog="baton-prefill"))
@@ -28,10 +34,10 @@ def serve(
     policy = replace(
         PREFILL,
         token_budget=config.step_tokens,
-        batch_window_s=config.batch_window_ms / 1000,
+        batch_window_s=BATCH_WINDOW_S,
         limit=config.queue_limit,
         order=first_come if config.order == "fcfs" else PREFILL.order,
-        quantum=config.turn_tokens,
+        quantum=TURN_TOKENS,
     )
 
     def service(parts: WorkerParts) -> tuple[PrefillService, Service]:

@@ -57,7 +57,6 @@ async def serve(config: RouterConfig) -> int:
     probes.startup.enter("discovery")
     discovery = await discovery_of(
         config.places,
-        dns_interval_s=config.dns_interval_s,
         kubernetes_config=config.kubernetes_config,
     )
     replicas = Replicas(discovery if config.routers else None, config.replicas)
@@ -72,7 +71,7 @@ async def serve(config: RouterConfig) -> int:
     grpc_access = authenticator if config.keys else _authenticator(config, config.grpc_listen)
     certificates = config.public_certificates()
     channels = Channels(config.certificates(), token=config.peer_token)
-    fleet = Fleet(discovery, channels, identity, index_entries=config.index_entries)
+    fleet = Fleet(discovery, channels, identity)
     metrics = RouterMetrics(gen_ai=config.gen_ai_metrics, vllm=config.vllm_aliases)
     tracer = config.tracer("router", identity.instance_id)
     usage = UsageLog(config.usage_log, identity.instance_id) if config.usage_log else None
@@ -90,7 +89,6 @@ async def serve(config: RouterConfig) -> int:
         interceptors=[KeyInterceptor(grpc_access, web_pages=bool(config.keys))],
         limits=PublicLimits(
             max_connections=config.max_connections,
-            idle_s=config.connection_idle_s,
             max_age_s=config.connection_max_age_s,
             handshake_s=config.head_timeout_s,
             # A gateway has one connection for all its users, and calls that wait for others to end
@@ -106,9 +104,7 @@ async def serve(config: RouterConfig) -> int:
             max_per_address=config.max_connections_per_address,
             head_timeout_s=config.head_timeout_s,
             body_timeout_s=config.body_timeout_s,
-            body_bytes_per_s=config.body_bytes_per_s,
             stall_timeout_s=config.stall_timeout_s,
-            keep_alive_s=config.connection_idle_s,
             max_age_s=config.connection_max_age_s,
         )
         pages = playground_routes() if config.playground else []

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
-from baton.core.routing.prefix_index import MAX_ENTRIES
 from baton.core.routing.routing import RoutingPolicy
 from baton.router.api.access import check_exposure
 from baton.router.workers.discovery import parse_target
@@ -16,6 +15,10 @@ from baton.rpc.options import ProcessOptions, needs_all
 from baton.rpc.tls import Certificates
 
 _PLACES = "host:port,… or dns:///name:port or k8s:///service[.namespace]:port"
+
+
+SLOW_START_S = 10.0
+"""Seconds in which a new worker's share of requests grows to a full one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,6 @@ class RouterConfig(ProcessOptions):
     detokenizers: tuple[str, ...] = option((), "detokenizer workers, likewise")
     routers: tuple[str, ...] = option((), "all routers that share the budgets, likewise")
     replicas: int = option(1, "how many routers there are, when `routers` does not say", minimum=1)
-    dns_interval_s: float = option(
-        5.0, "how often names are looked up again", unit="s", minimum=0.1
-    )
     kubernetes_config: str = option(
         "", "kubeconfig for k8s:///; empty: the pod's service account, else the usual file"
     )
@@ -82,12 +82,6 @@ class RouterConfig(ProcessOptions):
         "measured speeds say that it takes less time",
         unit="tokens",
         minimum=-1,
-    )
-    slow_start_s: float = option(
-        10.0, "time in which a new worker's share grows to a full one", unit="s", minimum=0.0
-    )
-    index_entries: int = option(
-        MAX_ENTRIES, "cached units remembered of prefill, and of decode workers", minimum=1024
     )
     target_first_token_ms: float = option(
         0.0,
@@ -132,18 +126,12 @@ class RouterConfig(ProcessOptions):
         minimum=0.01,
     )
     max_queued: int = option(1024, "requests that may wait for their turn", minimum=1)
-    max_queued_tokens: int = option(
-        1 << 20, "what these may be expected to come to", unit="tokens", minimum=1
-    )
     stall_timeout_s: float = option(
         30.0, "a client that takes nothing for so long is cut", unit="s", minimum=0.1
     )
     max_connections: int = option(4096, "connections at a time, of HTTP and of gRPC", minimum=1)
     max_connections_per_address: int = option(
         1024, "HTTP connections from one address at a time; 0: no limit of its own", minimum=0
-    )
-    connection_idle_s: float = option(
-        75.0, "a connection without a request is closed after", unit="s", minimum=0.1
     )
     connection_max_age_s: float = option(
         8.0, "an older connection takes no more requests", unit="s", minimum=0.1
@@ -152,17 +140,8 @@ class RouterConfig(ProcessOptions):
         10.0, "longest time for a request's headers, or gRPC's greeting", unit="s", minimum=0.1
     )
     body_timeout_s: float = option(30.0, "longest time for a request's body", unit="s", minimum=0.1)
-    body_bytes_per_s: float = option(
-        1024.0, "least speed of a request's body after 5 s", unit="bytes/s", minimum=1.0
-    )
     max_unconfirmed: int = option(
         8, "positions decode runs ahead of text that may hold a stop string", minimum=1
-    )
-    coalesce_above_cores: float = option(
-        0.6,
-        "CPU this router may use before it sends tokens of a stream together, at most a second's",
-        unit="cores",
-        minimum=0.01,
     )
     reflection: bool = option(True, "serve gRPC reflection")
     playground: bool = option(True, "serve a page to chat on at /, to whoever reaches HTTP")
@@ -170,9 +149,6 @@ class RouterConfig(ProcessOptions):
         1024,
         "requests that are over and can still be explained, unless timings are not told; 0: none",
         minimum=0,
-    )
-    request_history_bytes: int = option(
-        32 << 20, "what they may take together", unit="bytes", minimum=1 << 20
     )
     keep_replays: bool = option(
         False, "remember each one's prompt as token ids too, so that it can be replayed"
@@ -239,7 +215,7 @@ class RouterConfig(ProcessOptions):
 
     @property
     def routing(self) -> RoutingPolicy:
-        return RoutingPolicy(self.local_prefill_tokens, self.slow_start_s)
+        return RoutingPolicy(self.local_prefill_tokens, SLOW_START_S)
 
     @property
     def num_remembered(self) -> int:

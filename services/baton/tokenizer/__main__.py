@@ -24,6 +24,15 @@ from baton.tokenizer.renderers import Renderers
 from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 
+GRAMMAR_CPU_S = 1.0
+"""Seconds of CPU time that compiling a grammar may take."""
+
+GRAMMAR_PROCESSES = 2
+"""Grammars that are tried at once; the processes start with the first grammar."""
+
+MAX_WAITING_BYTES = 64 << 20
+"""Inputs that are accepted and not encoded yet; more are refused."""
+
 ROLE = "tokenizer"
 
 log = logging.getLogger(__name__)
@@ -71,8 +80,8 @@ async def _serve(
     checker = Checker(
         folder,
         loaded.special_tokens.values(),
-        cpu_s=options.max_grammar_ms / 1000,
-        num_processes=options.grammar_processes,
+        cpu_s=GRAMMAR_CPU_S,
+        num_processes=GRAMMAR_PROCESSES,
     )
     model = _model(options, folder, encoder, digest)
     address = ""
@@ -99,7 +108,7 @@ async def _serve(
             identity,
             BatchExecutor(executor, threads, cores),
             checker,
-            max_waiting_bytes=options.max_waiting_mib << 20,
+            max_waiting_bytes=MAX_WAITING_BYTES,
             tracer=tracer,
         )
         server = ProcessServer(

@@ -29,15 +29,6 @@ class TokenizerConfig(ServingOptions):
     max_render_ms: int = option(
         250, "CPU time the chat template may take", unit="ms", minimum=1, maximum=60_000
     )
-    max_grammar_ms: int = option(
-        1000, "CPU time that compiling a grammar may take", unit="ms", minimum=1, maximum=60_000
-    )
-    grammar_processes: int = option(
-        2, "grammars that are tried at once; started with the first one", minimum=1, maximum=64
-    )
-    max_waiting_mib: int = option(
-        64, "inputs accepted and not encoded yet; more are refused", unit="MiB", minimum=1
-    )
     max_cache_mib: int = option(
         64, "ids of encoded conversations kept for when they grow; 0: none", unit="MiB", minimum=0
     )

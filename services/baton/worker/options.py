@@ -62,12 +62,6 @@ class WorkerOptions(ServingOptions):
     )
     swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
     max_waiting: int = option(1024, "prompts that may wait; more are refused", minimum=1)
-    max_waiting_tokens: int = option(
-        0,
-        "while so many prompt tokens wait, more prompts are refused; 0: two steps' worth",
-        unit="tokens",
-        minimum=0,
-    )
     transport: str = option("auto", "how KV moves", choices=("auto", "nixl", "loopback"))
     kv_network: str = option(
         "auto",
@@ -104,4 +98,5 @@ class WorkerOptions(ServingOptions):
 
     @property
     def queue_limit(self) -> QueueLimit:
-        return QueueLimit(self.max_waiting_tokens or 2 * self.step_tokens, self.max_waiting)
+        """While two steps' worth of prompt tokens wait, more prompts are refused."""
+        return QueueLimit(2 * self.step_tokens, self.max_waiting)

@@ -336,7 +336,6 @@ def test_what_is_no_place_names_the_option(text: str) -> None:
 async def test_every_role_is_where_its_option_says() -> None:
     discovery = await discovery_of(
         RouterConfig(tokenizers=(ONE,), decodes=(TWO,), prefills=("dns:///localhost:7",)).places,
-        dns_interval_s=5.0,
         kubernetes_config="",
     )
     for role, expected in (("tokenizer", {ONE}), ("decode", {TWO}), ("detokenizer", set())):

@@ -24,6 +24,9 @@ from baton.router.config import RouterConfig
 from baton.router.observe.stage_timer import StageTimer
 from baton.rpc.metrics import REGISTRY, Spec, counter
 
+MAX_HISTORY_BYTES = 32 << 20
+"""What all remembered requests may take together."""
+
 
 class RequestHistory:
     """What one router remembers of its requests.
@@ -83,7 +86,7 @@ class Records:
     def __init__(self, config: RouterConfig, usage: UsageSink | None = None) -> None:
         self._config = config
         self._usage = usage
-        self.history = RequestHistory(config.num_remembered, config.request_history_bytes)
+        self.history = RequestHistory(config.num_remembered, MAX_HISTORY_BYTES)
 
     def begin(self, request: Request, request_id: str, stages: StageTimer) -> None:
         """A request was let in; from now on its stages tell its record too."""

@@ -52,6 +52,9 @@ from baton.router.workers.clients import TOKEN_ID_BYTES
 from baton.router.workers.fleet import Fleet
 from baton.router.workers.tokenizers import AskedBy
 
+MAX_QUEUED_TOKENS = 1 << 20
+"""Tokens that all requests which wait for their turn may be expected to come to."""
+
 LOOK_S = 0.5
 """Between two looks at what workers report of other routers: they tell it as often."""
 
@@ -126,7 +129,7 @@ class AdmissionController:
         live_replicas: Callable[[], int],
     ) -> None:
         self.queue: FairQueue[PendingAttempt] = FairQueue(
-            max_tokens=config.max_queued_tokens, max_entries=config.max_queued
+            max_tokens=MAX_QUEUED_TOKENS, max_entries=config.max_queued
         )
         self._drain = DrainRate()
         self._admission = Admission(

@@ -33,6 +33,9 @@ from baton.router.workers.fleet import Fleet
 from baton.router.workers.tokenizers import EncodedPrompt
 from baton.rpc.tracing import OFF, Tracer, now
 
+COALESCE_ABOVE_CORES = 0.6
+"""CPU that a router may use, in cores, before it sends tokens of a stream together."""
+
 
 def left() -> BatonError:
     """What a request ends with, or is refused with, because its router leaves."""
@@ -188,7 +191,7 @@ class Pipeline:
             metrics,
             self.gate.dispatcher,
             RetryBudget(share=config.retry_share, per_s=RETRIES_PER_S, most=config.retry_burst),
-            LoadMonitor(config.coalesce_above_cores),
+            LoadMonitor(COALESCE_ABOVE_CORES),
             DeferredCalls(),
             self._keep,
         )

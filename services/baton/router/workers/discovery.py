@@ -27,6 +27,9 @@ from baton.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, 
 from baton.router.workers.shared_stream import Broadcast
 from baton.rpc.address import join, split
 
+DNS_INTERVAL_S = 5.0
+"""Seconds between two look-ups of the same name."""
+
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.IGNORECASE)
 _SERVICE = re.compile(rf"({_LABEL})(\.({_LABEL}))?")
@@ -246,9 +249,7 @@ class DnsSource:
         return None
 
 
-async def discovery_of(
-    places: Mapping[str, Sequence[str]], *, dns_interval_s: float, kubernetes_config: str
-) -> Discovery:
+async def discovery_of(places: Mapping[str, Sequence[str]], *, kubernetes_config: str) -> Discovery:
     """Makes the sources and starts none of them.
 
     places: role to what its option says; the option is the role's plural. Raises InvalidArgument
@@ -261,7 +262,7 @@ async def discovery_of(
             case ListTarget(addresses):
                 sources[role] = StaticSource(addresses)
             case DnsTarget(name, port):
-                sources[role] = DnsSource(name, port, every_s=dns_interval_s)
+                sources[role] = DnsSource(name, port, every_s=DNS_INTERVAL_S)
             case ServiceTarget(service, namespace, port_name):
                 if api is None:
                     api = await asyncio.to_thread(KubernetesApi.open, kubernetes_config, f"{role}s")

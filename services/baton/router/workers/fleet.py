@@ -23,7 +23,7 @@ from baton.core.request.model import ModelDescription, WorkerIdentity
 from baton.core.request.request_state import is_fault, leaves
 from baton.core.routing.failures import Breaker, Breakers
 from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSnapshot, WorkerState
-from baton.core.routing.prefix_index import MAX_ENTRIES, NO_OVERLAP, PrefixIndex
+from baton.core.routing.prefix_index import NO_OVERLAP, PrefixIndex
 from baton.core.routing.routing import (
     Decision,
     FilterReason,
@@ -532,8 +532,6 @@ class Fleet:
         discovery: Discovery,
         channels: Channels,
         router: WorkerIdentity,
-        *,
-        index_entries: int = MAX_ENTRIES,
     ) -> None:
         self.awake = awake = AwakeClock(asyncio.get_running_loop().time)
         """Measures the silence of workers."""
@@ -547,13 +545,13 @@ class Fleet:
             "prefill",
             context,
             lambda channel, worker: PrefillClient(channel, worker.identity, router),
-            PrefixIndex(index_entries),
+            PrefixIndex(),
         )
         self.decodes = Pool(
             "decode",
             context,
             lambda channel, worker: DecodeSession(channel, worker.identity, router, changed, awake),
-            PrefixIndex(index_entries),
+            PrefixIndex(),
         )
         self.detokenizers = Pool(
             "detokenizer",
