@@ -99,6 +99,11 @@ PACKED = Form("packed", _packed, _packs)
 """In oneDNN's blocks: best from about four rows on."""
 
 
+# int8: weights are scaled per output, activations per row. A row is scaled by its own largest
+# element, never by the batch's, so that it does not change with its neighbours. The sum over inputs
+# is one of integers, which has no order: rows are bit-equal for any number of rows, on any CPU,
+# without a proof per size.
+
 _LEVELS = 127
 # No row or output may have scale 0, or its zeros would become 0 / 0.
 _TINY = 1e-30
@@ -378,7 +383,12 @@ _KINDS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 class PackedExperts(nn.Module):
-    """Takes the place of a module that `are_known_experts`, whose weights it takes away.
+    """Experts of a mixture model, one packed matrix each. Takes the place of a module that
+    `are_known_experts`, whose weights it takes away.
+
+    Tokens are sorted by expert once, and every expert that was chosen multiplies its rows. The
+    batched forms that transformers has for GPUs are up to 60 times slower on CPUs, and make a
+    token's bits depend on how many others chose its expert.
 
     What lies between the two products (gates, clamps, activations) stays the module's own.
     """

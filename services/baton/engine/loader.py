@@ -109,7 +109,8 @@ Progress = Callable[[int, int], None]
 
 
 class Bar:
-    """Turns steps of any size into (done, total) calls that never go backwards."""
+    """Reports how far loading has come: turns steps of any size into (done, total) calls that never
+    go backwards."""
 
     def __init__(self, progress: Progress | None, total: int):
         self._progress = progress

@@ -43,7 +43,11 @@ Words4 = tuple[int, int, int, int]
 
 
 def philox4x32(counter: Words4, key: Words2) -> Words4:
-    """Ten rounds over four 32-bit counter words and two 32-bit key words."""
+    """Ten rounds over four 32-bit counter words and two 32-bit key words.
+
+    Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
+    (SC 2011): a counter-based generator, a pure function of its key and counter, without state.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -184,7 +188,12 @@ CAPACITY = 16384
 
 
 class LastTokens:
-    """Holds the tokens of the `capacity` sequences that sampled most recently."""
+    """The tokens that the `capacity` sequences that sampled most recently sampled last, on the
+    model's device.
+
+    They fill in what a plan leaves open because its step still runs (`plan.PENDING`), so that the
+    host need not see a token before the next step begins.
+    """
 
     def __init__(self, device: torch.device, capacity: int = CAPACITY):
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -230,7 +239,11 @@ class LastTokens:
 
 
 class StepScores:
-    """The scores of a step, or what will be. Nothing is waited for until they are collected."""
+    """Scores tokens of prompts from a step's logits. Nothing is waited for until `result`.
+
+    Of each row of logits only its best values and the one asked for are kept. A row's numbers do
+    not depend on its neighbours.
+    """
 
     def __init__(self, plan: StepPlan, logits: torch.Tensor):
         """logits: [wanted rows, vocab] of any float type, not changed."""

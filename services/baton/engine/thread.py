@@ -1,4 +1,13 @@
-"""EngineThread: the thread that runs an engine loop, and one for copies beside its steps."""
+"""EngineThread, the one thread that owns scheduler, pool and runner, and a thread for KV copies.
+
+asyncio reaches it through two queues. Inwards: functions that run between submitting or collecting
+one step and the next, in order, with the EngineLoop as their argument. Outwards: two deliveries a
+step (answers with the events of planning, then the events of the step), each one call into the
+event loop whatever it carries. The thread sleeps when there is nothing to do, and polls nothing.
+
+It submits steps as long as the runner has room for one and there is one to plan; else it collects
+the oldest in flight.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +49,13 @@ async def to_end(running: asyncio.Future[T]) -> T:
 
 
 class CopyThread:
-    """Runs copies one at a time, in the order of calls. Starts its thread with the first one."""
+    """A thread that copies KV between a pool's memory and KV chunks, one copy at a time, in the
+    order of calls. It is started with the first one.
+
+    On a CPU a copy may run beside a step: a hand-over's positions are not written any more once
+    they are computed, and not read before they are complete. What was pinned or reserved for the
+    copy must not be given back before `run` has returned.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "kv-copy")

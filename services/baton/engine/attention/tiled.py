@@ -103,7 +103,9 @@ class Reading:
 
 
 class KeyReader:
-    """exact: a tile's keys are always one run, gathered when a sequence's extents are several, so
+    """Finds the keys and values that tiles read, once a step and window.
+
+    exact: a tile's keys are always one run, gathered when a sequence's extents are several, so
     that the kernel sees what it would see unfragmented. Otherwise few long runs are read where they
     lie, to be merged: the same to the last bits, and without the copy.
     """

@@ -32,7 +32,12 @@ waiting at once."""
 
 
 class Group:
-    """One rank's end. All ranks must call the same methods in the same order.
+    """What ranks add up and agree on, over gloo: one rank's end. All ranks must call the same
+    methods in the same order.
+
+    Sums are made of gathered parts in the order of the ranks. gloo's own sum cuts a tensor into
+    pieces and adds each in another order: a row's bits would then depend on how many rows there
+    are.
 
     store: a file, not there yet, through which ranks of one machine find each other.
     """
