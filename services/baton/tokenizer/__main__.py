@@ -21,7 +21,7 @@ from baton.tokenizer.config import TokenizerConfig
 from baton.tokenizer.encoder import Encoder, TokenizerFiles, load_tokenizer
 from baton.tokenizer.grammar_checker import Checker
 from baton.tokenizer.renderers import Renderers
-from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer
+from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer, give_way
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 
 GRAMMAR_CPU_S = 1.0
@@ -101,12 +101,13 @@ async def _serve(
     with (
         closing(tracer),
         ThreadPoolExecutor(threads, "encode") as executor,
+        ThreadPoolExecutor(threads, "encode-long", give_way) as long_executor,
     ):
         servicer = TokenizerServicer(
             encoder,
             model,
             identity,
-            BatchExecutor(executor, threads, cores),
+            BatchExecutor(executor, threads, cores, long_executor),
             checker,
             max_waiting_bytes=MAX_WAITING_BYTES,
             tracer=tracer,

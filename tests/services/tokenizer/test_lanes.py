@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.tokenizer.servicer import BATCH_BYTES, BATCH_JOBS, LONG_BYTES, BatchExecutor
+from baton.tokenizer.servicer import (
+    BATCH_BYTES,
+    BATCH_JOBS,
+    LONG_BYTES,
+    LONG_NICE,
+    BatchExecutor,
+    give_way,
+)
 
 PATIENCE_S = 20
 
@@ -127,3 +136,18 @@ async def test_work_that_raises_ends_nobody_elses_wait(gate: Gate) -> None:
         with pytest.raises(ZeroDivisionError):
             await lanes.run(broken, "item", 1)
         assert await lanes.run(gate.work, "fine", 1) == "fine"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+async def test_threads_of_long_inputs_give_way_to_all_others() -> None:
+    def priorities(items: Sequence[str]) -> list[int]:
+        return [os.getpriority(os.PRIO_PROCESS, threading.get_native_id())] * len(items)
+
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    with (
+        ThreadPoolExecutor(1) as executor,
+        ThreadPoolExecutor(1, initializer=give_way) as long_executor,
+    ):
+        lanes = BatchExecutor(executor, 2, cores=2, long_executor=long_executor)
+        assert await lanes.run(priorities, "long", LONG_BYTES) == max(usual, LONG_NICE)
+        assert await lanes.run(priorities, "short", 1) == usual
