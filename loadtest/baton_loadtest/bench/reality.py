@@ -24,13 +24,19 @@ from baton.cli.layout import ENGINE_ROLES, UpOptions
 from baton.core.errors import BatonError
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import SHAPES, option
-from baton_loadtest.drive import ORDINARY, GrpcLoadClient, OpenLoop, TokenIds, Workload
+from baton_loadtest.drive import (
+    ORDINARY,
+    GrpcLoadClient,
+    OpenLoop,
+    TokenIds,
+    Workload,
+    tokens_per_second,
+)
 from baton_loadtest.launch import ENGINE_CORE, OTHER_CORE, RunningBaton, fleet, say
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, Lengths, fixed, named
 from baton_loadtest.load.summary import Objectives, Summary
 from baton_loadtest.planner.measured import MeasuredSpeed, ask, calibration_of
-from baton_loadtest.report import Report, Result, at_most, quantile
-from baton_loadtest.simulator.calibration import Calibration
+from baton_loadtest.report import Report, Result, at_most, compared, ms
 from baton_loadtest.simulator.settings import Delays, FleetFacts
 from baton_loadtest.simulator.simulation import simulate
 from baton_loadtest.simulator.summary import Summary as Predicted
@@ -52,7 +58,7 @@ KV_MIB = 2048
 """Of each engine: enough for all that runs at a time, whatever else the machine holds."""
 
 ALONE = 20
-"""Requests, one at a time, that say what is added to a first token."""
+"""Requests, one at a time, that what is added to a first token is measured by."""
 
 ALONE_S = 0.5
 MOST_TOKENS = 2048
@@ -62,15 +68,17 @@ CLOSE, CLOSE_TAIL = 15.0, 30.0
 
 @dataclass(frozen=True, slots=True)
 class RealityCase:
-    """prefills: workers; 0: decode prefills. scale: of the lengths. bursts: three times the rate
-    for a quarter of the time, a third of it otherwise."""
+    """One workload, and what serves it."""
 
     name: str
     lengths: Lengths
     scale: float = 1.0
+    """A factor of the lengths."""
     prefills: int = 0
+    """Prefill workers; 0: decode prefills."""
     shared_tokens: int = 0
     bursts: bool = False
+    """Three times the rate for a quarter of the time, and a third of it otherwise."""
 
     def drawn(self, rate: float, seconds: float) -> Drawn:
         arrivals = Arrivals(Kind.POISSON, rate, seconds)
@@ -94,24 +102,17 @@ CASES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RealFigures:
-    """Seconds, and output tokens a second."""
+FIGURES = {
+    "first token, p50": ("ms", CLOSE),
+    "first token, p99": ("ms", CLOSE_TAIL),
+    "between tokens, p50": ("ms", CLOSE),
+    "between tokens, p99": ("ms", CLOSE_TAIL),
+    "output tokens": ("/s", CLOSE),
+}
+"""What is compared: the unit, and the percent that a prediction may be off."""
 
-    first_p50: float
-    first_p99: float
-    between_p50: float
-    between_p99: float
-    throughput: float
-
-
-FIGURES = (
-    ("first token, p50", "first_p50", 1000.0, "ms", CLOSE),
-    ("first token, p99", "first_p99", 1000.0, "ms", CLOSE_TAIL),
-    ("between tokens, p50", "between_p50", 1000.0, "ms", CLOSE),
-    ("between tokens, p99", "between_p99", 1000.0, "ms", CLOSE_TAIL),
-    ("output tokens", "throughput", 1.0, "/s", CLOSE),
-)
+RealFigures = tuple[float, float, float, float, float]
+"""The values of FIGURES, in their order."""
 
 
 class RealBaton:
@@ -175,95 +176,83 @@ async def _case(args: argparse.Namespace, folder: str, case: RealityCase) -> lis
 
 async def _compared(args: argparse.Namespace, case: RealityCase, real: RealBaton) -> list[Result]:
     seed = args.seed
-    alone = Drawn(Arrivals(Kind.CONSTANT, 1 / ALONE_S, ALONE * ALONE_S), fixed(64, 8)).workload(0)
-    await _seen(real, case.drawn(1.0, args.warm_s).workload(seed + 1), seed + 1)
-    known = calibration_of(await real.speeds())
-    rate = args.busy / _busy(case, known, seed)
-    await _seen(real, case.drawn(rate, args.warm_s).workload(seed + 2), seed + 2)
-    known = calibration_of(await real.speeds())
-    lone = await _seen(real, alone, seed + 3)
-    added_s = max(0.0, lone.first_p50 - _foretold(_facts(case, known), alone).first_p50)
+    lone = Drawn(Arrivals(Kind.CONSTANT, 1 / ALONE_S, ALONE * ALONE_S), fixed(64, 8)).workload(0)
+    await _measured(real, case.drawn(1.0, args.warm_s).workload(seed + 1), seed + 1)
+    rate = args.busy / _busy(await _facts(case, real), case, seed)
+    await _measured(real, case.drawn(rate, args.warm_s).workload(seed + 2), seed + 2)
+    facts = await _facts(case, real)
+    really_ms, predicted_ms = (await _measured(real, lone, seed + 3))[0], _predicted(facts, lone)[0]
+    delays = Delays(tokenize_s=max(0.0, really_ms - predicted_ms) / 1000)
 
     workload = case.drawn(rate, args.seconds).workload(seed)
-    foretold, runs = [], []
+    predictions, runs = [], []
     for number in range(args.rounds):
         say(f"{case.name}: {workload.requests} requests, {number + 1} of {args.rounds}")
-        known = calibration_of(await real.speeds())
-        facts = replace(_facts(case, known), delays=Delays(tokenize_s=added_s))
-        foretold.append(_foretold(facts, workload))
-        runs.append(await _seen(real, workload, seed + 10 + number))
-    return [
+        facts = replace(await _facts(case, real), delays=delays)
+        predictions.append(_predicted(facts, workload))
+        runs.append(await _measured(real, workload, seed + 10 + number))
+    results = [
         Result(f"{case.name}: requests", workload.requests, ""),
         Result(f"{case.name}: rate", rate, "/s"),
-        Result(f"{case.name}: added to a first token", 1000 * added_s, "ms"),
-        *(
-            result
-            for name, field, factor, unit, close in FIGURES
-            for result in _figure(
-                f"{case.name}: {name}",
-                [factor * getattr(one, field) for one in foretold],
-                [factor * getattr(run, field) for run in runs],
-                unit,
-                close,
-            )
-        ),
+        Result(f"{case.name}: added to a first token", 1000 * delays.tokenize_s, "ms"),
     ]
+    for number, name in enumerate(FIGURES):
+        predicted, really = ([one[number] for one in each] for each in (predictions, runs))
+        results += _figure(f"{case.name}: {name}", *FIGURES[name], predicted, really)
+    return results
 
 
 def _figure(
-    name: str, foretold: Sequence[float], real: Sequence[float], unit: str, close: float
+    name: str, unit: str, close: float, predicted: Sequence[float], real: Sequence[float]
 ) -> list[Result]:
-    """The middle of what was foretold and the middle of the runs. Off by 0 where it lies within
-    what the runs were themselves, in a tail."""
-    said, middle = median(foretold), median(real)
-    off = 100 * abs(said / middle - 1)
-    if close == CLOSE_TAIL and min(real) <= said <= max(real):
+    """The middle prediction against the middle run. A tail is off by 0 where the prediction lies
+    within the runs."""
+    middle = median(predicted)
+    off = 100 * abs(middle / median(real) - 1)
+    if close == CLOSE_TAIL and min(real) <= middle <= max(real):
         off = 0.0
     return [
-        Result(f"{name}, foretold", said, unit, middle, said / middle),
+        compared(f"{name}, foretold", middle, unit, median(real)),
         Result(f"{name}, least and most of the runs", min(real), unit, max(real)),
         at_most(f"{name}, off by", off, "%", close),
     ]
 
 
-async def _seen(real: RealBaton, workload: Workload, seed: int) -> RealFigures:
+async def _measured(real: RealBaton, workload: Workload, seed: int) -> RealFigures:
+    """Raises BatonError when a request is not answered."""
     found = await real.run(workload, seed)
     if found.answered != found.due:
         raise BatonError(f"{found.due - found.answered} of {found.due} requests were not answered")
     first, between = found.latencies.first, found.latencies.between
-    tokens = sum(sample.tokens for sample in found.run.samples)
-    return RealFigures(
-        quantile(first, 0.5),
-        quantile(first, 0.99),
-        quantile(between, 0.5),
-        quantile(between, 0.99),
-        tokens / max(sample.ended_s for sample in found.run.samples),
+    return (
+        *(ms(first, 0.5), ms(first, 0.99), ms(between, 0.5), ms(between, 0.99)),
+        tokens_per_second(found.run.samples),
     )
 
 
-def _facts(case: RealityCase, known: Calibration) -> FleetFacts:
+async def _facts(case: RealityCase, real: RealBaton) -> FleetFacts:
+    """The fleet as its workers have measured themselves by now."""
+    known = calibration_of(await real.speeds())
     return FleetFacts(
         known.prefill, known.decode, case.prefills, 1, known.kv_bytes, known.max_model_len
     )
 
 
-def _run(facts: FleetFacts, workload: Workload) -> Predicted:
+def _simulated(facts: FleetFacts, workload: Workload) -> Predicted:
     return summary(facts, simulate(facts, drawn_requests(workload)))
 
 
-def _foretold(facts: FleetFacts, workload: Workload) -> RealFigures:
-    found = _run(facts, workload)
-    return RealFigures(
-        found.first_token_s[0.5],
-        found.first_token_s[0.99],
-        found.token_s[0.5],
-        found.token_s[0.99],
+def _predicted(facts: FleetFacts, workload: Workload) -> RealFigures:
+    found = _simulated(facts, workload)
+    first, between = found.first_token_s, found.token_s
+    return (
+        *(1000 * first[0.5], 1000 * first[0.99], 1000 * between[0.5], 1000 * between[0.99]),
         found.output_tokens / found.window_s,
     )
 
 
-def _busy(case: RealityCase, known: Calibration, seed: int) -> float:
+def _busy(facts: FleetFacts, case: RealityCase, seed: int) -> float:
     """The share of its time that the busiest worker needs for a request a second, alone."""
     slow = case.drawn(0.02, 5000.0).workload(seed)
-    found = _run(_facts(case, known), slow)
+    found = _simulated(facts, slow)
     return max(found.decode_busy + found.prefill_busy) * found.window_s / slow.requests

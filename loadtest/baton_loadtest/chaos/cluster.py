@@ -6,11 +6,10 @@ Its tokens are hashes of all KV before them, so that any wrong byte of KV gives 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from baton.cli.ports import free_ports
 from baton.cli.supervisor import ChildProcess, LogFile
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton_loadtest.chaos.world import Broken
+from baton_loadtest.launch import environment
 
 START_S = 60.0
 
@@ -69,7 +69,7 @@ async def cluster(
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(LogFile(Path(folder, "log"))) as log,
-        environment(variables),
+        environment(**variables),
     ):
         try:
             for spec in layout.processes:
@@ -82,20 +82,6 @@ async def cluster(
                 child.kill()
             for child in children:
                 await child.wait()
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """For processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _routed(

@@ -25,10 +25,9 @@ from baton.cli.http_client import met, scrape, total
 from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
 from baton.cli.ports import free_row
 from baton.cli.supervisor import FIRST_BACKOFF_S, ChildProcess, Supervisor
-from baton_loadtest.chaos.cluster import environment
 from baton_loadtest.chaos.streams.network import Network
 from baton_loadtest.chaos.world import Broken
-from baton_loadtest.launch import say, supervised
+from baton_loadtest.launch import environment, say, supervised
 
 # The roles of workers, in the order in which a request meets them.
 
@@ -220,7 +219,7 @@ async def fleet(
     with tempfile.TemporaryDirectory() as scratch:
         # Not where a `baton up` of the user's would write, and read by `hits`.
         told_apart = {"XDG_STATE_HOME": str(args.logs or scratch), "BATON_LOG_JSON": "true"}
-        with environment(told_apart):
+        with environment(**told_apart):
             async with (
                 network.between(layout, pids) as laid,
                 supervised(laid, notify, longest_backoff_s=FIRST_BACKOFF_S) as supervisor,
