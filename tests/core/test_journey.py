@@ -50,14 +50,9 @@ def whole(choice: int, max_tokens: int) -> tuple[int, ...]:
 
 
 def make(n: int = 1, max_tokens: int = 12, max_fruitless_attempts: int = 3) -> RequestState:
-    return RequestState(
-        "r",
-        PROMPT,
-        n=n,
-        sampling=SamplingParams(seed=5),
-        stop=StopParams(max_tokens=max_tokens),
-        max_fruitless_attempts=max_fruitless_attempts,
-    )
+    choices, stop = tuple(range(n)), StopParams(max_tokens=max_tokens)
+    first = Attempt("r", 0, choices, PROMPT, len(PROMPT), SamplingParams(seed=5), stop)
+    return RequestState(first, max_fruitless_attempts)
 
 
 def tokens_of(

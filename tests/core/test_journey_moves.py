@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.core.errors import InvalidArgument
-from baton.core.request.attempt import AttemptState, ChoiceTokens, Phase, SequenceKey
+from baton.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.request.request_state import AttemptRun, RequestState
 
@@ -13,14 +13,9 @@ BOTH = (Phase.PREFILL, Phase.DECODE)
 
 def decoding(n: int = 1, tokens: tuple[int, ...] = (10, 11)) -> tuple[RequestState, AttemptRun]:
     """All choices decode and have said the same tokens."""
-    request_state = RequestState(
-        "r",
-        PROMPT,
-        n=n,
-        sampling=SamplingParams(seed=5),
-        stop=StopParams(max_tokens=100),
-        max_fruitless_attempts=3,
-    )
+    choices, stop = tuple(range(n)), StopParams(max_tokens=100)
+    first = Attempt("r", 0, choices, PROMPT, len(PROMPT), SamplingParams(seed=5), stop)
+    request_state = RequestState(first, max_fruitless_attempts=3)
     (run,) = request_state.next_attempts()
     request_state.placed(0, BOTH)
     request_state.kv_complete(0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoverFailed, Quarantined, Unavailable, WorkerLost
-from baton.core.request.attempt import ChoiceTokens, Phase, SequenceKey
+from baton.core.request.attempt import Attempt, ChoiceTokens, Phase, SequenceKey
 from baton.core.request.request import SamplingParams, StopParams
 from baton.core.request.request_state import AttemptRun, RequestState
 from baton.core.routing.failures import Quarantine
@@ -19,14 +19,8 @@ GONE = WorkerLost("gone")
 
 
 def make(name: str = "r") -> RequestState:
-    return RequestState(
-        name,
-        (1, 2, 3),
-        n=1,
-        sampling=SamplingParams(),
-        stop=StopParams(max_tokens=100),
-        max_fruitless_attempts=10,
-    )
+    first = Attempt(name, 0, (0,), (1, 2, 3), 3, SamplingParams(), StopParams(max_tokens=100))
+    return RequestState(first, max_fruitless_attempts=10)
 
 
 def start(request_state: RequestState, *phases: Phase) -> AttemptRun:

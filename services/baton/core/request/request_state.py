@@ -14,10 +14,9 @@ no fault of the request. Events about an attempt that is over are dropped.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from baton.core.admission.tenants import ANYONE, Tenant
 from baton.core.errors import BatonError, Internal, Quarantined, Reason, WorkerLost
 from baton.core.request.attempt import (
     HOLDERS,
@@ -32,7 +31,6 @@ from baton.core.request.attempt import (
     PositionGap,
     TokenLog,
 )
-from baton.core.request.request import Grammar, SamplingParams, StopParams
 from baton.core.routing.failures import Suspicion
 
 # What a failed attempt means for its request, and for the worker that lost it.
@@ -121,45 +119,28 @@ class AttemptRun:
 class RequestState:
     """All choices of one request and the attempts that run them.
 
-    max_fruitless_attempts: how many attempts in a row a choice may lose without having gained a
-    second token in one of them (the first may be prefill's doing; only the second shows that decode
-    lives). suspicion: of being what its workers died of.
+    first: the first attempt, with all choices and the prompt; the later ones differ from it in
+    their choices and their input. max_fruitless_attempts: how many attempts in a row a choice may
+    lose without having gained a second token in one of them (the first may be prefill's doing; only
+    the second shows that decode lives).
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        *,
-        n: int,
-        sampling: SamplingParams,
-        stop: StopParams,
-        max_fruitless_attempts: int,
-        priority: int = 0,
-        cache_salt: bytes = b"",
-        tenant: Tenant = ANYONE,
-        prompt_logprobs: int | None = None,
-        grammar: Grammar | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.sampling = sampling
-        self.stop = stop
-        self.logs = tuple(TokenLog(choice) for choice in range(n))
+    def __init__(self, first: Attempt, max_fruitless_attempts: int) -> None:
+        self.request_id = first.request_id
+        self.prompt = first.token_ids
+        self.stop = first.stop
+        self.logs = tuple(TokenLog(choice) for choice in first.choices)
         self.failure: BatonError | None = None
         self.num_attempts = 0
+        self._first = first
         self._max_fruitless_attempts = max_fruitless_attempts
-        self._priority = priority
-        self._cache_salt = cache_salt
-        self._tenant = tenant
-        self._prompt_logprobs = prompt_logprobs
-        self._grammar = grammar
         self._runs: dict[int, AttemptRun] = {}
-        self._fruitless_attempts = [0] * n
+        self._fruitless_attempts = [0] * len(first.choices)
         self._migrated_out: set[int] = set()
         self._lost: set[int] = set()
         """Choices that a worker lost and no attempt runs again yet."""
         self.suspicion = Suspicion()
+        """Of being what its workers died of."""
 
     @property
     def started(self) -> bool:
@@ -193,20 +174,8 @@ class RequestState:
     ) -> AttemptRun:
         number = self.num_attempts
         self.num_attempts += 1
-        attempt = Attempt(
-            request_id=self.request_id,
-            attempt=number,
-            choices=tuple(choices),
-            token_ids=self.prompt + output,
-            num_prompt_tokens=len(self.prompt),
-            sampling=self.sampling,
-            stop=self.stop,
-            priority=self._priority,
-            cache_salt=self._cache_salt,
-            tenant=self._tenant.name,
-            weight=self._tenant.weight,
-            prompt_logprobs=self._prompt_logprobs,
-            grammar=self._grammar,
+        attempt = replace(
+            self._first, attempt=number, choices=tuple(choices), token_ids=self.prompt + output
         )
         run = self._runs[number] = AttemptRun(
             attempt,

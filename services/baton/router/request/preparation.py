@@ -18,11 +18,11 @@ from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from baton.core.observe.request_record import Replay, packed
 from baton.core.observe.stages import Stage
 from baton.core.request.answers import AnswerDeltas, AnswerRules
+from baton.core.request.attempt import Attempt
 from baton.core.request.model import ModelDescription
 from baton.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
 from baton.core.request.request import (
     Accepted,
-    Grammar,
     Request,
     SamplingParams,
     StopParams,
@@ -191,6 +191,20 @@ class Preparation:
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
         sampling = replace(request.sampling, seed=seed)
         services.metrics.accepted(request.tenant, model.name, len(prompt))
+        first = Attempt(
+            context.request_id,
+            attempt=0,
+            choices=tuple(range(request.n)),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            stop=stop,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant.name,
+            weight=request.tenant.weight,
+            grammar=request.grammar,
+        )
         accepted = Accepted(
             context.request_id,
             model.name,
@@ -198,7 +212,7 @@ class Preparation:
             seed,
             prompt if request.return_token_ids else (),
             await self._echoed(context, prompt, model),
-            await self._score(context, prompt, model),
+            await self._score(context, first, model),
             trace_id=stages.trace.context.trace_id,
         )
         stages.trace.accepted(accepted)
@@ -222,7 +236,7 @@ class Preparation:
         runner = RequestRunner(
             services,
             context,
-            self._state(context, prompt, sampling, stop, n=request.n, grammar=request.grammar),
+            RequestState(first, services.config.max_attempts),
             model,
             opening,
             prefix_hashes=hashes,
@@ -230,31 +244,6 @@ class Preparation:
         )
         parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
         return Prepared(runner, accepted, parts)
-
-    def _state(
-        self,
-        context: RequestContext,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        stop: StopParams,
-        *,
-        n: int = 1,
-        grammar: Grammar | None = None,
-        prompt_logprobs: int | None = None,
-    ) -> RequestState:
-        return RequestState(
-            context.request_id,
-            prompt,
-            n=n,
-            sampling=sampling,
-            stop=stop,
-            max_fruitless_attempts=self._services.config.max_attempts,
-            priority=context.request.priority,
-            cache_salt=context.request.cache_salt,
-            tenant=context.request.tenant,
-            prompt_logprobs=prompt_logprobs,
-            grammar=grammar,
-        )
 
     async def tokenize(
         self, context: RequestContext, on_names: Callable[[Sequence[str]], None] | None
@@ -330,7 +319,7 @@ class Preparation:
         )
 
     async def _score(
-        self, context: RequestContext, prompt: tuple[int, ...], model: ModelDescription
+        self, context: RequestContext, first: Attempt, model: ModelDescription
     ) -> tuple[TokenLogprobs, ...]:
         """The log-probabilities of the prompt's tokens, if the request asks for them; the first
         entry has no meaning.
@@ -344,12 +333,20 @@ class Preparation:
             return ()
         stages = StageTimer(now(), context.stages.trace.part(SCORE))
         context = replace(context, request_id=f"{context.request_id}-prompt", stages=stages)
-        sampling = SamplingParams(temperature=0.0)
-        stop = StopParams(max_tokens=1, ignore_eos=True)
+        prompt = first.token_ids
+        scoring = replace(
+            first,
+            request_id=context.request_id,
+            choices=(0,),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_tokens=1, ignore_eos=True),
+            grammar=None,
+            prompt_logprobs=num_top,
+        )
         runner = RequestRunner(
             self._services,
             context,
-            self._state(context, prompt, sampling, stop, prompt_logprobs=num_top),
+            RequestState(scoring, self._services.config.max_attempts),
             model,
             OpenText(),
             prefix_hashes=b"",
