@@ -362,6 +362,13 @@ class AttemptRunner:
             answer = await worker.client.prefill(
                 attempt, handover_id=handover_id, decode_instance_id=decode_instance_id
             )
+            # An answer that cannot be read is a failure of the worker as well.
+            found = [choice_tokens_from_proto(entry) for entry in answer.choices]
+            logprobs = (
+                prompt_logprobs_from_proto(answer.prompt_logprobs)
+                if answer.HasField("prompt_logprobs")
+                else None
+            )
         except BatonError as error:
             self._blame(Phase.PREFILL, error)
             self._state.phase_failed(self._number, Phase.PREFILL, error)
@@ -371,10 +378,10 @@ class AttemptRunner:
                 self._place.answered(answer.queue_us / 1e6, answer.prefill_us / 1e6)
             self._stages.prefill_answered(self._run, answer)
             self._request.kv_complete(self._run, answer.cached_tokens)
-            if answer.HasField("prompt_logprobs"):
-                self._request.scored(prompt_logprobs_from_proto(answer.prompt_logprobs))
+            if logprobs is not None:
+                self._request.scored(logprobs)
             keys = attempt.keys()
-            for tokens in map(choice_tokens_from_proto, answer.choices):
+            for tokens in found:
                 if tokens.key in keys:
                     self._accept(Phase.PREFILL, tokens)
             self._state.prefill_answered(self._number)
