@@ -4,7 +4,9 @@ a request counts. The application is called as a server calls it, without socket
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +18,11 @@ from starlette.routing import Route
 from baton.core.admission.admission import Admission, AdmissionLimits, FleetState
 from baton.core.admission.fair_queue import DrainRate, FairQueue
 from baton.core.admission.tenants import ANYONE, Tenant
+from baton.router.api.access import OpenAuthenticator
 from baton.router.api.http import body as bodies
 from baton.router.api.http.access import HttpAccess
 from baton.router.api.http.app import HttpApp
+from baton.rpc.address import AllowedHosts
 from tests.services.router_http.scripted import Scripted, http_app
 
 KIB = 1 << 10
@@ -207,6 +211,18 @@ async def test_room_is_given_back_however_it_ends(world: World, name: str) -> No
     well = name.startswith(("answered", "tokenized", "detokenized"))
     assert (one.status == 200) is well
     assert world.frontend.faults == ([] if well else ["a"])
+
+
+async def test_nothing_is_kept_of_one_who_leaves_while_its_host_is_refused(world: World) -> None:
+    access = HttpAccess(OpenAuthenticator(), open_metrics=False, hosts=AllowedHosts("127.0.0.1:80"))
+    app = http_app(world.frontend, CollectorRegistry(), access)
+    client = Client("", headers={"host": "evil.example"}, leaves=True)
+    await client.ask(app)
+    assert client.num_read == 1 and not client.status
+    gone = weakref.ref(client)
+    del client
+    gc.collect()
+    assert gone() is None
 
 
 async def test_the_room_of_a_body_is_given_back_when_its_prompt_is_encoded(world: World) -> None:

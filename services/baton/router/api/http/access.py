@@ -22,18 +22,26 @@ METRICS = "/metrics"
 _TENANT = "baton.tenant"
 _METHODS = ("GET", "HEAD")
 
-HOST_NOT_ALLOWED = HttpError(
-    421,
-    "This router asks for no keys, so it answers only under names that it knows, and this "
-    "request's Host is none of them: add it to the router's allowed_hosts (--allowed-hosts), or "
-    "give the router keys.",
-    code="host_not_allowed",
-)
-OPERATOR_KEY_REQUIRED = HttpError(
-    403,
-    "Metrics tell of all tenants: show an operator's key ('baton keys new --operator' makes one).",
-    code="operator_key_required",
-)
+# Made anew for each request: an exception that is raised again keeps the frames of all before it.
+
+
+def host_not_allowed() -> HttpError:
+    return HttpError(
+        421,
+        "This router asks for no keys, so it answers only under names that it knows, and this "
+        "request's Host is none of them: add it to the router's allowed_hosts (--allowed-hosts), "
+        "or give the router keys.",
+        code="host_not_allowed",
+    )
+
+
+def operator_key_required() -> HttpError:
+    return HttpError(
+        403,
+        "Metrics tell of all tenants: show an operator's key ('baton keys new --operator' makes "
+        "one).",
+        code="operator_key_required",
+    )
 
 
 class HttpAccess:
@@ -63,7 +71,7 @@ class HttpAccess:
         if path in READY:
             return
         if self._hosts is not None and not self._hosts.allow(_values(scope, b"host")):
-            raise HOST_NOT_ALLOWED
+            raise host_not_allowed()
         if path in self._open:
             return
         tenant = self._tenant(scope, path)
@@ -88,7 +96,7 @@ class HttpAccess:
             return tenant
         if open_metrics:
             return None
-        raise OPERATOR_KEY_REQUIRED
+        raise operator_key_required()
 
 
 def caller(scope: Scope) -> Tenant:
