@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -250,3 +251,34 @@ def test_a_pool_smaller_than_the_context_shortens_the_context() -> None:
     assert last.finish_reason is FinishReason.LENGTH
     made = Outputs().take(events).of(one)[0]
     assert len(made) == 12 and made == expected(one)[0][:12]
+
+
+@pytest.mark.parametrize("refused", ["by places", "by blocks"])
+def test_behind_a_refused_input_a_step_calls_nothing_for_each_that_waits(refused: str) -> None:
+    policy = SchedulerPolicy(
+        max_sequences=2 if refused == "by places" else 64,
+        token_budget=256,
+        prefill_budget=64,
+        limit=QueueLimit(10**6, 10**6),
+    )
+
+    def calls(num_waiting: int) -> int:
+        loop = decode_loop(8, policy)
+        for number in range(2 + num_waiting):
+            loop.scheduler.add(attempt(f"r{number}", size=12, seed=number, max_tokens=40), 0.0)
+        loop.step(0.0)
+        count = 0
+
+        def called(frame: object, event: str, what: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(called)
+        try:
+            loop.plan(0.0)
+        finally:
+            sys.setprofile(None)
+        assert loop.scheduler.load.waiting_sequences >= num_waiting
+        return count
+
+    assert calls(500) == calls(10)

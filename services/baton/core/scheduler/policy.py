@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 
 from baton.core.errors import Overloaded
 from baton.core.request.attempt import Attempt
 from baton.core.scheduler.deficits import Deficits
 from baton.core.scheduler.sequence import SequenceGroup
-from baton.core.scheduler.sequence_table import Load, rank
+from baton.core.scheduler.sequence_table import Load
 
 RETRY_S = 0.05
 """About a step, and as often as a worker reports its load."""
@@ -44,9 +45,13 @@ Order = Callable[[Iterable[SequenceGroup], float], list[SequenceGroup]]
 """Which group of one tenant is computed first, at a time; priority classes stay in order."""
 
 
+_RANK = attrgetter("priority", "id")
+"""As `rank`, without a call for each group: a long queue is put in order at every step."""
+
+
 def first_come(groups: Iterable[SequenceGroup], now: float) -> list[SequenceGroup]:
     """Priority class, then arrival."""
-    return sorted(groups, key=rank)
+    return sorted(groups, key=_RANK)
 
 
 def shortest_remaining(aging_tokens_per_s: float) -> Order:

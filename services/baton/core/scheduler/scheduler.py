@@ -306,8 +306,10 @@ class Scheduler:
         if not self._is_due(now):
             return None
         # What is preempted by this step does not come back in it.
-        outranks = self._reservation.outranks
-        waiting = [g for g in self.sequences.waiting if not outranks(g.priority, now)]
+        waiting = [*self.sequences.waiting]
+        if self._reservation.until is not None:
+            outranks = self._reservation.outranks
+            waiting = [group for group in waiting if not outranks(group.priority, now)]
         rows = self._rows(now)
         inputs: list[_InputChunk] = []
         input_chunks: list[Chunk] = []
@@ -499,16 +501,19 @@ class Scheduler:
         chunks: list[Chunk] = []
         may_start = may_score = True
         for group in groups:
-            if group.must_wait:
+            # First what is true of most groups of a long queue: each step passes all of them.
+            if group.table is None and not may_start:
                 continue
             if group.stored is None:
                 if not group.remaining or budget < min(group.remaining, size):
                     continue
                 if group.scores is not None and not may_score:
                     continue
+            if group.must_wait:
+                continue
             if group.table is None:
                 # One that had begun was preempted just now.
-                if not may_start or group.unsettled or group in begun:
+                if group.unsettled or group in begun:
                     continue
                 if not self._within_share(group):
                     continue
