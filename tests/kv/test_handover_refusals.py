@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -13,15 +14,17 @@ from baton.core.errors import (
     HandoverFailed,
     Incompatible,
     InvalidArgument,
+    NotFound,
     Overloaded,
     Unavailable,
 )
-from baton.core.handover.table import SenderState
+from baton.core.handover.table import EARLY_STREAM_S, SenderState
 from baton.rpc.convert import identity_to_proto
 from baton.transfer import sender as sender_module
+from baton.transfer.peers import CollectStream
 from baton.transfer.transports import TransferReader
 from baton.v1 import handover_pb2 as pb
-from tests.kv.rig import LAYOUT, Pool, expected, identity, kv_of, rig, until
+from tests.kv.rig import LAYOUT, Pool, Wire, expected, identity, kv_of, rig, until
 
 
 async def test_an_id_works_once() -> None:
@@ -110,6 +113,48 @@ async def test_malformed_ids_are_refused(handover_id: bytes) -> None:
             await world.receiver.collect(
                 world.ticket_for(handover_id, 1), pool.reserve, pool.unpack
             )
+        # Nobody can offer it, so its stream takes none of the places of those that wait.
+        opening = pb.OpenHandover(
+            handover_id=handover_id, sender_instance_id=world.sender.identity.instance_id
+        )
+        async with asyncio.timeout(EARLY_STREAM_S / 2):
+            with pytest.raises(NotFound, match="not on offer"):
+                await world.sender.claim(opening)
+
+
+async def test_malformed_tokens_fail_the_hand_over_whenever_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in the few turns of the event loop in which the last KV chunk lands and all seems in."""
+    pool, turns = Pool(), 0
+
+    class Lying(CollectStream):
+        async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
+            async for message in super().__aiter__():
+                if message.HasField("tokens"):
+                    await until(lambda: pool.unpacking == 1)
+                    message.tokens.choices[0].token_ids = bytes(3)
+                    pool.may_unpack.set()
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                yield message
+
+        async def send(self, message: pb.CollectRequest) -> None:
+            # Confirmed at once, so that the number of turns does not depend on gRPC.
+            if not message.HasField("collected"):
+                await super().send(message)
+
+    async with rig() as world:
+        await world.receiver.meet(world.sender.identity)
+        monkeypatch.setattr(Wire, "collect", lambda self: Lying(self._stub.Collect()))
+        for count in range(12):
+            turns = count
+            pool.may_unpack.clear()
+            offer = world.offer(10)
+            world.compute(offer)
+            with pytest.raises(HandoverFailed, match="malformed"):
+                await world.collect(offer, pool)
+            assert (await offer.wait()).label == "failed"
 
 
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])

@@ -287,8 +287,10 @@ class IncomingTransfer:
             case "kv_chunk":
                 self._arrive(message.kv_chunk)
             case "tokens":
+                # Read first: once token 0 counts as in, the hand-over may complete.
+                tokens = _tokens_of(message.tokens)
                 self.side.tokens()
-                self._tokens = tuple(map(choice_tokens_from_proto, message.tokens.choices))
+                self._tokens = tokens
             case "failed":
                 error = error_from_proto(message.failed)
                 raise TransferAborted(HandoverEvent.PEER_FAILED, error)
@@ -539,6 +541,14 @@ class KvReceiver:
         farewell = asyncio.create_task(work.see_off())
         self._farewells.add(farewell)
         farewell.add_done_callback(self._farewells.discard)
+
+
+def _tokens_of(message: pb.HandoverTokens) -> tuple[ChoiceTokens, ...]:
+    try:
+        return tuple(map(choice_tokens_from_proto, message.choices))
+    except InvalidArgument:
+        # The sender's fault, and not the client's.
+        raise HandoverFailed("the sender sent tokens that are malformed") from None
 
 
 def _for_the_caller(aborted: TransferAborted) -> BatonError:

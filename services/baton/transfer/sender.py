@@ -560,7 +560,12 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         offer.tokens(())
 
     async def _wait_for_offer(self, handover_id: bytes) -> PendingTransfer:
-        if handover_id in self._recent_ids or handover_id in self._early_streams:
+        if (
+            # Never to be offered.
+            len(handover_id) != HANDOVER_ID_BYTES
+            or handover_id in self._recent_ids
+            or handover_id in self._early_streams
+        ):
             raise _gone()
         if len(self._early_streams) >= MAX_EARLY_STREAMS:
             raise Overloaded("too many receivers came before their hand-over")
