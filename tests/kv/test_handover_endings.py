@@ -15,7 +15,9 @@ from baton.core.errors import (
     DeadlineExceeded,
     HandoverFailed,
     Internal,
+    InvalidArgument,
     Overloaded,
+    Unauthenticated,
     Unavailable,
 )
 from baton.core.handover.table import LIMITS, ReceiverState, SenderState, State, StateLimit
@@ -266,6 +268,28 @@ async def test_silence_of_the_sender_is_death() -> None:
         with pytest.raises(HandoverFailed, match=r"silent|left"):
             await collecting
         assert (await offer.wait()).label == "failed"
+
+
+@pytest.mark.parametrize(
+    "status",
+    [Unauthenticated("no token"), InvalidArgument("no"), Cancelled("no"), Overloaded("no")],
+)
+async def test_a_stream_that_ends_with_a_status_is_a_failed_hand_over(
+    status: BatonError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither the client's fault nor a full pool of ours."""
+
+    async def refuse(*_: object) -> None:
+        raise status
+
+    async with rig() as world:
+        await world.receiver.meet(world.sender.identity)
+        monkeypatch.setattr(world.sender, "serve", refuse)
+        offer = world.offer(20)
+        with pytest.raises(HandoverFailed, match=status.message):
+            await world.collect(offer, Pool())
+        assert world.receiver.stats.outcomes == {"failed": 1}
+        offer.fail(Cancelled("cancelled"))
 
 
 async def test_tokens_of_several_choices_arrive_in_order() -> None:

@@ -116,11 +116,11 @@ class CollectStream:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 await self._put(response)
         except grpc.aio.AioRpcError as error:
-            last = from_rpc_error(error)
-            if isinstance(last, Internal):
-                # gRPC's own word for a stream that ended while we wrote. Senders report their
-                # faults in messages.
-                last = Unavailable("the sender left")
+            # Senders report their faults in messages, so with any status the stream is broken; it
+            # says nothing of the request. INTERNAL is gRPC's own for one that ended while we wrote.
+            broken = from_rpc_error(error)
+            gone = isinstance(broken, Internal)
+            last = Unavailable("the sender left" if gone else broken.message)
         await self._put(last)
 
     async def _put(self, message: pb.CollectResponse | BatonError | None) -> None:
