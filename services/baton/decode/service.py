@@ -25,6 +25,7 @@ from baton.core.errors import (
     Cancelled,
     HandoverFailed,
     Internal,
+    InvalidArgument,
     Overloaded,
     Unavailable,
 )
@@ -298,9 +299,13 @@ class DecodeService(AttemptService[DecodeAttempt]):
             else:
                 collected = await self._collect(running, running.source, grammar)
                 running.received_bytes = collected.received_bytes
-                await self._engine.call(
-                    lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
-                )
+                try:
+                    await self._engine.call(
+                        lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
+                    )
+                except InvalidArgument:
+                    # The sender's fault, and not the client's.
+                    raise HandoverFailed("the tokens that came with the KV do not fit") from None
             running.starting = None
             self._confirm(running.confirmed)
         except BatonError as error:

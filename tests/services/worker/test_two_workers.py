@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 
+from baton.core.errors import HandoverFailed
+from baton.core.request.attempt import ChoiceTokens
 from baton.rpc.convert import choice_tokens_from_proto
 from baton.rpc.metrics import KV_SOURCE, counter
 from baton.transfer import nixl
-from tests.services.worker.pair import attempt, keys_of, new_id, pair, reference
+from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, pair, reference
 from tests.services.worker.router_end import router
 
 TRANSPORTS = [
@@ -123,3 +125,23 @@ async def test_many_attempts_of_two_routers_at_once() -> None:
         await asyncio.gather(*(serve(number) for number in range(len(attempts))))
         for number, one in enumerate(attempts):
             assert await (one_end, other_end)[number % 2].ended(one) == reference(one)
+
+
+@pytest.mark.parametrize("token_ids", [(), (-1,), (1, 2), (2**31 - 1,)], ids=str)
+async def test_tokens_that_do_not_fit_are_the_senders_fault(token_ids: tuple[int, ...]) -> None:
+    """Then the KV is computed elsewhere; nothing is wrong with the client's request."""
+    one = attempt()
+
+    async def pack(first_position: int, count: int, out: memoryview) -> None:
+        out[:] = bytes(len(out))
+
+    async with pair() as world, router(world) as end:
+        handover_id = new_id()
+        size, receiver = len(one.token_ids), world.decode.identity.instance_id
+        offer = world.sender.offer(handover_id, receiver, size, pack, deadline_s=PATIENCE_S)
+        offer.announce()
+        offer.advance(size)
+        (key,) = keys_of(one)
+        offer.tokens([ChoiceTokens(key, 0, token_ids)])
+        await end.start(one, handover_id)
+        assert isinstance(await end.failed(one), HandoverFailed)
