@@ -168,8 +168,14 @@ async def test_the_tokenizer_that_is_served_is_migrated_out(world: World, tmp_pa
         )
 
 
-async def test_another_tokenizer_than_the_one_served_is_not_migrated_out(world: World) -> None:
-    await world.start()
+@pytest.mark.parametrize("digest", ["ab" * 16, ""])
+async def test_another_tokenizer_than_the_one_served_is_not_migrated_out(
+    world: World, digest: str
+) -> None:
+    """An empty digest is that of workers that report none."""
+    world.decodes.append(world.new_decode())
+    world.decodes[0].model = replace(language.MODEL, tokenizer_digest=digest)
+    await world.start(decodes=0)
     config = RouterConfig(vllm_engine=True, vllm_tokenizer=str(MODEL))
     async with gateway_of(world, config) as gateway:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

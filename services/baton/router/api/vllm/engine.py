@@ -349,8 +349,8 @@ class TokenizerArchive:
         self.model_config = model_config
         """From config.json."""
         self._folder = folder
-        self._packed = (b"", "", "")
-        """The archive, its sha256 in hex, and the tokenizer's digest."""
+        self._packed: tuple[bytes, str, str] | None = None
+        """The archive, its sha256 in hex, and the tokenizer's digest; None before it is made."""
         self._reading = asyncio.Lock()
 
     @classmethod
@@ -371,7 +371,7 @@ class TokenizerArchive:
         tokenizer, whose ids would have other meanings.
         """
         async with self._reading:
-            if self._packed[-1] != digest:
+            if self._packed is None or self._packed[-1] != digest:
                 self._packed = await asyncio.to_thread(_pack, self._folder)
             data, sha256, packed_digest = self._packed
             if packed_digest != digest:
