@@ -260,7 +260,8 @@ async def test_a_call_that_is_not_read_is_cut(
 
 
 async def test_the_last_event_says_where_the_time_went(face: Face) -> None:
-    *_, last = await face.generate(pb.GenerateRequest(text=PROMPT))
+    # With a seed of the router's choice some answers end with token 0: nothing moves then.
+    *_, last = await face.generate(pb.GenerateRequest(text=PROMPT, options=options()))
     stages = last.finished.stages
     assert [worker.role for worker in stages.workers] == [
         "tokenizer", "prefill", "decode", "detokenizer",
