@@ -13,7 +13,15 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 
-from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, Internal, Reason, Unavailable
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    Reason,
+    Unavailable,
+)
 from baton.core.handover.table import HANDOVER_ID_BYTES
 from baton.core.observe.stages import Stage
 from baton.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
@@ -36,6 +44,7 @@ from baton.rpc.logs import named
 from baton.rpc.tracing import NO_SPAN, Span, error_type
 from baton.v1.decode_pb2 import SequenceStarted
 from baton.v1.detokenizer_pb2 import OpenText
+from baton.v1.prefill_pb2 import RunResponse
 
 log = logging.getLogger(__name__)
 
@@ -362,13 +371,7 @@ class AttemptRunner:
             answer = await worker.client.prefill(
                 attempt, handover_id=handover_id, decode_instance_id=decode_instance_id
             )
-            # An answer that cannot be read is a failure of the worker as well.
-            found = [choice_tokens_from_proto(entry) for entry in answer.choices]
-            logprobs = (
-                prompt_logprobs_from_proto(answer.prompt_logprobs)
-                if answer.HasField("prompt_logprobs")
-                else None
-            )
+            found, logprobs = _read(answer)
         except BatonError as error:
             self._blame(Phase.PREFILL, error)
             self._state.phase_failed(self._number, Phase.PREFILL, error)
@@ -556,3 +559,15 @@ class AttemptRunner:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+
+def _read(answer: RunResponse) -> tuple[list[ChoiceTokens], PromptLogprobs | None]:
+    """What prefill computed. An answer that cannot be read is no fault of the request: raises
+    Internal."""
+    try:
+        tokens = [choice_tokens_from_proto(entry) for entry in answer.choices]
+        if not answer.HasField("prompt_logprobs"):
+            return tokens, None
+        return tokens, prompt_logprobs_from_proto(answer.prompt_logprobs)
+    except InvalidArgument as error:
+        raise Internal("Prefill answered what cannot be read.") from error
