@@ -144,7 +144,8 @@ class TokenizerClient(UnaryClient):
             self._stub.Encode, request, request_id, remaining_s, trace
         )
         names = len(output.token_ids) // TOKEN_ID_BYTES if item.with_token_strings else 0
-        if len(output.prefix_hashes) % HASH_BYTES or len(output.token_strings) != names:
+        cut = len(output.token_ids) % TOKEN_ID_BYTES or len(output.prefix_hashes) % HASH_BYTES
+        if cut or len(output.token_strings) != names:
             raise _astray()
         return output
 

@@ -1,5 +1,5 @@
-"""A prefill worker's answer that cannot be read is a fault of that worker: the request goes on
-elsewhere at once, and nothing is left anywhere."""
+"""An answer of a worker that cannot be read is a fault of that worker, not of the request: another
+one is asked at once, and nothing is left anywhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 
 from baton.core.request.request import Request, TextPrompt
 from baton.testing import language
-from baton.testing.scripted import Context, ScriptedPrefill
+from baton.testing.scripted import Context, ScriptedPrefill, ScriptedTokenizer
 from baton.v1.prefill_pb2 import RunRequest, RunResponse
+from baton.v1.tokenizer_pb2 import EncodeRequest, EncodeResponse
 from tests.services.router.conftest import World, until
 
 
-class Garbled(ScriptedPrefill):
+class GarbledPrefill(ScriptedPrefill):
     """Its answers are damaged by `damage`."""
 
     damage: Callable[[RunResponse], None]
@@ -41,10 +42,10 @@ def scores_that_do_not_fit(answer: RunResponse) -> None:
 
 
 @pytest.mark.parametrize("damage", [half_a_token, a_logprob_too_many, scores_that_do_not_fit])
-async def test_a_request_survives_an_answer_that_cannot_be_read(
+async def test_another_worker_computes_what_prefill_answered_badly(
     world: World, damage: Callable[[RunResponse], None]
 ) -> None:
-    garbled = Garbled(world.network)
+    garbled = GarbledPrefill(world.network)
     garbled.damage = damage
     world.prefills.append(garbled)
     world.add(prefills=0)
@@ -54,4 +55,27 @@ async def test_a_request_survives_an_answer_that_cannot_be_read(
     expected, _ = language.answer(b"abc", 3, 0, 1)
     assert tuple(answer.token_ids[0]) == expected
     assert len(garbled.runs) == 1
+    await until(world.nothing_left)
+
+
+class GarbledTokenizer(ScriptedTokenizer):
+    """Its token ids end in half of one."""
+
+    asked = 0
+
+    async def Encode(self, request: EncodeRequest, context: Context) -> EncodeResponse:
+        self.asked += 1
+        answer = await super().Encode(request, context)
+        answer.outputs[0].token_ids += b"\0\0"
+        return answer
+
+
+async def test_another_tokenizer_is_asked(world: World) -> None:
+    garbled = [GarbledTokenizer(), GarbledTokenizer()]
+    world.tokenizers += garbled
+    await world.start()
+    for _ in range(8):
+        answer = await world.ask(Request(TextPrompt("abc"), seed=3, max_tokens=1))
+        assert answer.accepted.prompt_tokens == 3
+    assert any(one.asked for one in garbled)
     await until(world.nothing_left)
