@@ -54,6 +54,23 @@ def test_what_is_more_important_and_does_not_fit_pushes_the_latest_out(
         assert outputs.of(one) == expected(one)
 
 
+@pytest.mark.parametrize("more_run", [False, True])
+def test_a_step_that_stops_all_that_runs_computes_as_much_as_one_in_which_nothing_runs(
+    more_run: bool,
+) -> None:
+    policy = SchedulerPolicy(max_sequences=8, token_budget=40, prefill_budget=4, headroom=4)
+    loop = decode_loop(16, policy)
+    loop.scheduler.add(attempt("lesser", size=30, max_tokens=30, priority=1), 0.0)
+    if more_run:
+        loop.scheduler.add(attempt("equal", size=4, seed=1, max_tokens=30), 0.0)
+    steps(loop, 3)
+    urgent = attempt("urgent", size=36, seed=7, max_tokens=9)
+    loop.scheduler.add(urgent, 0.0)
+    plan = loop.plan(0.0)
+    assert plan is not None and loop.scheduler.preemptions == {"recompute": 1}
+    assert plan.work.prefill == (4 if more_run else 36)
+
+
 def test_equal_priority_pushes_nobody_out() -> None:
     loop = decode_loop(16, SchedulerPolicy(headroom=4))
     for name in ("a", "b"):

@@ -517,14 +517,19 @@ class Scheduler:
                     continue
                 if not self._within_share(group):
                     continue
+                num_running = len(self.sequences.running)
                 if not self._budget.admit(group, now):
                     may_start = now - group.arrived < self._policy.starving_after_s
                     continue
-                if group.stored is not None:
+                was_stored = group.stored is not None
+                if was_stored:
                     self._budget.swapping.fetch(group)
                     restored.append(self.sequences.restore(group))
+                if len(self.sequences.running) != num_running:
+                    rows = [sequence for sequence in rows if sequence.table is not None]
                     computing = sum(len(chunk.token_ids) for chunk in chunks)
                     budget = self._prefill_budget([*rows, *restored]) - computing
+                if was_stored:
                     continue
                 self._start(group, now)
             chunk = group.next_chunk(budget, size)
