@@ -1,5 +1,5 @@
-"""What a client asks for, the attempts at it, and how its answer is read.
+"""A client's request, the attempts that run it, and the readers of its answer.
 
-In: fields of requests, and tokens.
-Out: frozen values that are checked once, and the log of accepted tokens.
+In: fields of requests, and tokens. Out: frozen values that are checked once, and the log of
+accepted tokens.
 """

@@ -1,14 +1,14 @@
-"""Splits the text of a chat answer into content, reasoning and calls of tools, as it comes.
+"""Splits the streamed text of a chat answer into content, reasoning and tool calls.
 
-A reader of a format (`baton.core.request.tool_formats`) is a generator that takes an AnswerText
-from left to right, yields when it needs text that is not here yet, and reports what it finds to
-AnswerParts. What it takes depends on the characters alone, never on how they were cut into pieces,
-so what it makes of an answer does not either. Only the text that a reader keeps, to give it back as
-content, and the beginning of what may be a marker stay in memory.
+The reader of a format (`baton.core.request.tool_formats`) is a generator that consumes an
+AnswerText from left to right, yields when it needs text that has not arrived, and reports what it
+finds to AnswerParts. Its result depends on the characters alone, not on how they were split into
+pieces. Memory holds only the text that a reader may still have to return as content, and the
+beginning of a possible marker.
 
-Of a call that turns out to be none everything comes out as content. Once the name of a call and the
-opening of its arguments are read, they go out as they come, and only what follows a fault is
-content.
+Text that looks like a call and turns out to be none is returned as content. Once the name of a call
+and the opening of its arguments are read, arguments are streamed; after a fault in them, only the
+rest is content.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ Reading = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 MAX_KEPT = 4096
-"""Characters of a call before it is known to be one: its name, and arguments that precede it."""
+"""Most characters that are buffered before a text is known to be a call: its name, and arguments
+that precede the name."""
 
 MAX_SPACE = 64
-"""White space next to a marker belongs to it, so much of it."""
+"""Most white-space characters next to a marker that count as part of it."""
 
 SPACE = " \t\r\n"
 
 
 class Malformed(Exception):
-    """The text is not what the reader was there for. taken: what it took and passed on nowhere."""
+    """The text does not match the format."""
 
     def __init__(self, taken: str = "") -> None:
+        """taken: text that the reader consumed and did not pass on."""
         super().__init__()
         self.taken = taken
 
 
 class AnswerText:
-    """Pieces in, characters out. The methods that wait return generators."""
+    """A buffer of text that arrives in pieces and is read by characters. Methods that wait for text
+    are generators."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -58,11 +61,11 @@ class AnswerText:
             self._kept_from = 0
 
     def end(self) -> None:
-        """No piece follows."""
+        """Marks the end of the answer: no piece follows."""
         self._ended = True
 
     def keep(self) -> None:
-        """From here on, until `forget`, `rewind` is possible."""
+        """Buffers text from here on, so that `rewind` can return to here. `forget` stops it."""
         self._kept_from = self._at
 
     @property
@@ -73,12 +76,13 @@ class AnswerText:
         self._kept_from = None
 
     def rewind(self) -> None:
-        """Back to where `keep` was called; nothing is kept any more."""
+        """Returns to where `keep` was called and stops buffering."""
         assert self._kept_from is not None
         self._at, self._kept_from = self._kept_from, None
 
     def peek(self) -> Reading[str]:
-        """The next character, or "" at the end. Raises Malformed when too much is kept."""
+        """Returns the next character without consuming it, or "" at the end. Raises Malformed when
+        more than MAX_KEPT characters are buffered."""
         if self._kept_from is not None and self._at - self._kept_from >= MAX_KEPT:
             raise Malformed
         while self._at == len(self._text):
@@ -88,13 +92,14 @@ class AnswerText:
         return self._text[self._at]
 
     def step(self) -> str:
-        """Takes the character that was peeked at."""
+        """Consumes and returns the character that `peek` returned."""
         self._at += 1
         return self._text[self._at - 1]
 
     def run(self, pattern: re.Pattern[str], most: int | None = None) -> str:
-        """Takes what is here of a run; empty when the next character does not belong to it. The
-        pattern is one class of characters, repeated."""
+        """Consumes the part of a run that has arrived; returns "" when the next character does not
+        match. The pattern is one repeated class of characters. most: the largest number of
+        characters."""
         end = len(self._text) if most is None else self._at + most
         if self._kept_from is not None:
             end = min(end, self._kept_from + MAX_KEPT)
@@ -105,7 +110,7 @@ class AnswerText:
         return found.group()
 
     def word(self, pattern: re.Pattern[str], most: int) -> Reading[str]:
-        """A whole run, or so much of it."""
+        """Consumes a whole run of at most `most` characters, and waits for its end."""
         word = ""
         while len(word) < most and (yield from self.peek()):
             piece = self.run(pattern, most - len(word))
@@ -115,7 +120,7 @@ class AnswerText:
         return word
 
     def follows(self, literal: str) -> Reading[bool]:
-        """Takes the literal if it is what comes next."""
+        """Consumes the literal if it comes next; returns whether it did."""
         while not self._text.startswith(literal, self._at):
             if self._ended or not literal.startswith(self._text[self._at :]):
                 return False
@@ -124,12 +129,12 @@ class AnswerText:
         return True
 
     def expect(self, literal: str) -> Reading[None]:
-        """Raises Malformed when something else comes."""
+        """Consumes the literal. Raises Malformed when something else comes next."""
         if not (yield from self.follows(literal)):
             raise Malformed
 
     def skip(self, characters: str = SPACE) -> Reading[None]:
-        """Leaves out white space."""
+        """Consumes at most MAX_SPACE of the given characters."""
         for _ in range(MAX_SPACE):
             char = yield from self.peek()
             if not char or char not in characters:
@@ -137,7 +142,8 @@ class AnswerText:
             self._at += 1
 
     def until(self, markers: Sequence[str], emit: Emit) -> Reading[str]:
-        """Passes on the text before the first marker, which it takes and returns; "" at the end."""
+        """Emits the text before the first marker and consumes the marker. Returns the marker, or ""
+        at the end."""
         while True:
             found = [(self._text.find(marker, self._at), marker) for marker in markers]
             start, marker = min(((at, m) for at, m in found if at >= 0), default=(-1, ""))
@@ -150,7 +156,7 @@ class AnswerText:
             yield
 
     def _begun(self, markers: Sequence[str]) -> int:
-        """How many characters at the end may begin a marker."""
+        """Returns how many characters at the end may be the beginning of a marker."""
         if self._ended:
             return 0
         here = len(self._text) - self._at
@@ -164,7 +170,7 @@ class AnswerText:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is new of an answer."""
+    """What one piece of text adds to an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -172,14 +178,15 @@ class Parts:
 
 
 class Trimmed:
-    """Text of which white space at the end is held back, for it may belong to a marker."""
+    """Text whose trailing white space is held back, because it may belong to a marker that
+    follows."""
 
     def __init__(self, characters: str) -> None:
         self._characters = characters
         self._held = ""
         self._ready: list[str] = []
         self.spoken = False
-        """Whether it has anything but white space since `drop`."""
+        """Whether any character other than white space was added since `drop`."""
 
     def add(self, text: str) -> None:
         text = self._held + text
@@ -191,16 +198,16 @@ class Trimmed:
             self._ready.append(text[:cut])
 
     def drop(self) -> None:
-        """A marker follows."""
+        """Drops the white space that is held back: a marker follows."""
         self._held, self.spoken = "", False
 
     def flush(self) -> None:
-        """No marker follows."""
+        """Releases the white space that is held back: no marker follows."""
         self._ready.append(self._held)
         self._held = ""
 
     def take(self) -> str:
-        """What is not held back and was not taken."""
+        """Returns the text that is ready and was not returned before."""
         text = "".join(self._ready)
         self._ready.clear()
         return text
@@ -211,13 +218,14 @@ Reader = Callable[[AnswerText, "AnswerParts"], Reading[None]]
 
 
 class AnswerParts:
-    """One answer. names: of the tools that may be called. call_id: a call's id by its index.
-    readers: each goes on where the one before it left off; what none takes is content.
-    """
+    """Collects the content, the reasoning and the tool calls of one answer."""
 
     def __init__(
         self, readers: tuple[Reader, ...], names: frozenset[str], call_id: Callable[[int], str]
     ) -> None:
+        """readers run one after another, each from where the previous one stopped; the rest of the
+        text is content. names: the tools that may be called. call_id: returns the id of the call at
+        an index."""
         self._names = names
         self._call_id = call_id
         self._text = AnswerText()
@@ -226,14 +234,14 @@ class AnswerParts:
         self._calls: list[ToolCallDelta] = []
         self.num_calls = 0
         self.in_call = False
-        """The newest call is not complete: it goes on, was cut or has a fault."""
+        """Whether the newest call is incomplete: it still arrives, was cut, or has a fault."""
         self.reasoned = False
         self.reasoning_ended = False
         self._reading: Reading[None] | None = self._read(readers)
         next(self._reading)
 
     def feed(self, text: str, *, last: bool = False) -> Parts:
-        """What follows from more text. last: none comes after it."""
+        """Returns what this text adds. last: no text follows it."""
         self._text.add(text)
         if last:
             self._text.end()
@@ -269,8 +277,8 @@ class AnswerParts:
         self._reasoning.drop()
 
     def open_call(self, name: str) -> None:
-        """Begins a call; nothing before it comes back as content. Raises Malformed for a name that
-        no tool has."""
+        """Begins a call. The text of its beginning is no longer returned as content. Raises
+        Malformed when no tool has this name."""
         if name not in self._names:
             raise Malformed
         self._text.forget()
@@ -280,7 +288,7 @@ class AnswerParts:
         self.in_call = True
 
     def arguments(self, text: str) -> None:
-        """More of the call that was begun last."""
+        """Appends to the arguments of the newest call."""
         newest, index = self._calls[-1] if self._calls else None, self.num_calls - 1
         if newest is not None and newest.index == index:
             text = newest.arguments + text
@@ -295,8 +303,8 @@ class AnswerParts:
 def attempt(
     text: AnswerText, answer: AnswerParts, marker: str, call: Reading[None]
 ) -> Reading[bool]:
-    """Reads a call after its marker; returns whether it was one. If nothing of it was told, its
-    marker is content and reading goes on right behind it."""
+    """Reads a call after its marker; returns whether the text was a call. When it was not and none
+    of it was reported, the marker is content and reading continues right after it."""
     text.keep()
     try:
         yield from call
@@ -317,8 +325,8 @@ def attempt_list(
     first: Reading[None],
     following: Callable[[], Reading[None]],
 ) -> Reading[None]:
-    """Reads the calls of a list, of which `first` takes the bracket and the first call, to its end
-    or to what is no call. marker: what was read before the list."""
+    """Reads the calls of a list up to its end or up to text that is no call. `first` reads the
+    bracket and the first call. marker: the text that was read before the list."""
     more = yield from attempt(text, answer, marker, first)
     while more:
         yield from text.skip()

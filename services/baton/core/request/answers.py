@@ -1,7 +1,6 @@
-"""The answers of one chat: the grammar that they have to follow, and how their deltas are read.
+"""The grammar that the answers of one chat follow, and how their deltas are read.
 
-Which formats are read depends on what the request asks for, what the operator set and what the
-model's chat template shows.
+The formats depend on the request, the operator's settings and the model's chat template.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ from baton.core.request.tool_formats import (
 
 
 class AnswerDeltas:
-    """calls_finish: whether an answer that ends in calls says so by its finish reason.
-
-    reasoning_end: the token that ends reasoning, if one does.
-    """
+    """Splits the deltas of one choice into content, reasoning and tool calls."""
 
     def __init__(
         self,
@@ -48,6 +44,8 @@ class AnswerDeltas:
         calls_finish: bool,
         reasoning_end: int | None,
     ) -> None:
+        """calls_finish: whether the finish reason of an answer that ends in calls is TOOL_CALLS.
+        reasoning_end: the token that ends reasoning, or None when no single token does."""
         self._parts = parts
         self._calls_finish = calls_finish
         self._reasoning_end = reasoning_end
@@ -56,14 +54,15 @@ class AnswerDeltas:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Told so far, markers included. Without a token that ends reasoning: up to the delta whose
-        text did."""
+        """Number of reasoning tokens so far, markers included. Without a token that ends reasoning,
+        all tokens count up to the delta whose text ended it."""
         if not self._parts.reasoned:
             return 0
         return self._num_tokens if self._ended_at is None else self._ended_at
 
     def of(self, delta: Delta) -> Delta:
-        """The same delta; what may be part of a marker comes with a later one."""
+        """Returns the delta with its text split. Text that may be part of a marker comes with a
+        later delta."""
         parts = self._parts.feed(delta.text, last=delta.finish_reason is not None)
         self._count(delta)
         return replace(
@@ -85,7 +84,8 @@ class AnswerDeltas:
         self._num_tokens += len(delta.token_ids)
 
     def _reason(self, delta: Delta) -> FinishReason | None:
-        """An answer that was cut, by a stop string or within a call, does not end in calls."""
+        """Returns the finish reason. An answer that was cut by a stop string or within a call does
+        not finish with TOOL_CALLS."""
         whole = delta.finish_reason is FinishReason.STOP and delta.stop_string is None
         called = self._parts.num_calls and not self._parts.in_call
         if whole and called and self._calls_finish:
@@ -102,10 +102,10 @@ def grammar_for(
     left_open: bool,
     tokens: Mapping[str, int],
 ) -> Grammar | None:
-    """What every answer has to follow, or None where it is free.
+    """Returns the grammar that every answer has to follow, or None when there is no restriction.
 
     left_open: the prompt ends within reasoning. tokens: ids of the markers that are tokens. Raises
-    InvalidArgument (`tools`) for what the format cannot write.
+    InvalidArgument (`tools`) for a tool that the format cannot express.
     """
     lark = Lark(tokens)
     if choice.use is ToolUse.REQUIRED:
@@ -126,10 +126,11 @@ def _begin(lark: Lark, form: ToolFormat) -> str:
 def _at_most_one(
     lark: Lark, tools: Sequence[Tool], form: ToolFormat, reasoning: ReasoningFormat | None
 ) -> str:
-    """Text in which no call begins; or a call, behind such text where the format has that."""
+    """Matches text without a call, or one call, preceded by such text where the format allows
+    it."""
     call = form.calls(lark, tools, False)
     if not form.begin:
-        # Text that begins like reasoning would be read as such, and a call behind it as a call.
+        # Text that begins like reasoning would be read as reasoning, and a call after it as a call.
         excluded = [f"{ANYTHING} {lark.literal(marker)} {ANYTHING}" for marker in form.markers]
         if reasoning is not None:
             excluded.append(f"{lark.literal(reasoning.begin)} {ANYTHING}")
@@ -143,31 +144,30 @@ def _at_most_one(
 
 
 def _reasoning(lark: Lark, reasoning: ReasoningFormat | None, left_open: bool) -> str:
-    """What the model may think before it answers; where it has begun to, it must come to an end."""
+    """Matches optional reasoning before the answer. Reasoning that has begun must end."""
     if reasoning is None:
         return ""
     thoughts = f"{lark.through(reasoning.end)} /\\n{{0,2}}/ "
     return thoughts if left_open else f"({lark.marker(reasoning.begin)} {thoughts})? "
 
 
-# Ids of calls of tools: the same wherever and whenever the same request is run.
-
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _PREFIX = "call_"
 
 
 class CallIds:
-    """Prompts differ from turn to turn of a conversation, and so do the ids. length: in characters;
-    a short id has letters and digits only."""
+    """Makes the ids of tool calls: the same request gets the same ids wherever and whenever it
+    runs. Prompts differ between the turns of a conversation, and so do the ids."""
 
     def __init__(self, prompt: Sequence[int], seed: int, length: int) -> None:
+        """length: in characters; a short id has letters and digits only."""
         said = array("q", prompt).tobytes() + seed.to_bytes(8, "little")
         self._key = blake2b(said, digest_size=32).digest()
         self._prefix = _PREFIX if length > 2 * len(_PREFIX) else ""
         self._length = length
 
     def of(self, choice: int, index: int) -> str:
-        """The id of a choice's call."""
+        """Returns the id of the call at an index of a choice."""
         name = f"{choice} {index}".encode()
         digest = blake2b(name, digest_size=32, key=self._key).digest()
         number = int.from_bytes(digest, "little")
@@ -181,32 +181,35 @@ class CallIds:
 AUTO, NONE = "auto", "none"
 TOOL_CHOICES = (AUTO, *TOOL_FORMATS, NONE)
 REASONING_CHOICES = (AUTO, *REASONING_FORMATS, NONE)
-"""What an operator may set."""
+"""The values that an operator may set."""
 
 
 MAX_TOOLS_GRAMMAR = 1 << 18
-"""Characters."""
+"""In characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of one chat. At least one of tools and reasoning is there."""
+    """The formats that the answers of one chat use. At least one of `tools` and `reasoning` is
+    set."""
 
     chat: ChatPrompt
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
     left_open: bool
+    """Whether the prompt ends within reasoning."""
     tokens: dict[str, int]
+    """The token ids of the markers that are tokens."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that have to be in the answer's text, be they special tokens or not."""
+        """Texts that must appear in the answer's text even where they are special tokens."""
         tools = self.tools.markers if self.tools else ()
         reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return (*tools, *reasoning)
 
     def grammar(self) -> Grammar | None:
-        """What the choice of tools asks for. Raises InvalidArgument (`tools`)."""
+        """Returns the grammar that the tool choice requires. Raises InvalidArgument (`tools`)."""
         if self.tools is None:
             return None
         grammar = grammar_for(
@@ -222,7 +225,7 @@ class Answers:
         return grammar
 
     def deltas(self, n: int, prompt: Sequence[int], seed: int) -> tuple[AnswerDeltas, ...]:
-        """One a choice, to put its deltas through."""
+        """Returns one reader of deltas for each choice."""
         readers: list[Reader] = []
         names: frozenset[str] = frozenset()
         call_id = _no_call
@@ -251,15 +254,18 @@ def _no_call(choice: int, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRules:
-    """What the operator set: one of TOOL_CHOICES and one of REASONING_CHOICES."""
+    """The operator's settings for tool calls and reasoning."""
 
     tools: str = AUTO
+    """One of TOOL_CHOICES."""
     reasoning: str = AUTO
+    """One of REASONING_CHOICES."""
 
     def of(self, request: Request, model: AnswerFormat, *, left_open: bool) -> Answers | None:
-        """None when its answers are plain text. left_open: its prompt ends within reasoning.
+        """Returns the formats of a request's answers, or None when they are plain text. left_open:
+        the prompt ends within reasoning.
 
-        Raises InvalidArgument (`tool_choice`) when calls are asked for and cannot be read.
+        Raises InvalidArgument (`tool_choice`) when the request asks for calls that cannot be read.
         """
         chat = request.prompt
         if not isinstance(chat, ChatPrompt):

@@ -1,4 +1,4 @@
-"""One try at running a request on one set of workers, and the log of the tokens that come of it."""
+"""One attempt to run a request on one set of workers, and the log of the tokens that it yields."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from typing import NamedTuple
 
 from baton.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
 
-# Where an attempt stands, and what may happen to it: one table.
-#
-# An attempt has one or two phases:
-#
-#     PLACING ──► PREFILLING                      every choice ends at token 0: no decode worker
-#         │
-#         ├─────► PAIRED ──► HANDING_OVER ──► DECODING     prefill answers first (the usual order)
-#         │          └──────────────────────────▲         or decode has all KV first
-#         ├─────────────────────────────────────┘         decode prefills by itself
-#         └─────► MOVING ──► DECODING                     a decode worker gives it to another one
-#
-# Any of them ends as ENDED (no choice is left to run in it) or FAILED (its unfinished choices wait
-# for another attempt). Prefill lost after decode has all KV is no loss; prefill lost while its KV
-# is being collected is decode's to report.
-
 
 class Phase(Enum):
     """A part of an attempt that runs on one worker."""
@@ -33,7 +18,19 @@ class Phase(Enum):
 
 
 class AttemptState(Enum):
-    """Where an attempt stands."""
+    """The state of an attempt. An attempt has one or two phases:
+
+        PLACING ──► PREFILLING                      every choice ends at token 0: no decode worker
+            │
+            ├─────► PAIRED ──► HANDING_OVER ──► DECODING     prefill answers first (the usual order)
+            │          └──────────────────────────▲         or decode has all KV first
+            ├─────────────────────────────────────┘         decode prefills by itself
+            └─────► MOVING ──► DECODING                     KV comes from another decode worker
+
+    Every state can end in ENDED (no choice is left to run) or FAILED (unfinished choices wait for
+    another attempt). Losing prefill after decode has all KV changes nothing; when prefill is lost
+    during the transfer of its KV, decode reports the failure.
+    """
 
     PLACING = auto()
     PREFILLING = auto()
@@ -46,7 +43,7 @@ class AttemptState(Enum):
 
 
 class AttemptEvent(Enum):
-    """What may happen to an attempt."""
+    """An event in the life of an attempt."""
 
     PLACED_ON_PREFILL = auto()
     PLACED_ON_BOTH = auto()
@@ -67,7 +64,7 @@ TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (_S.PLACING, _E.PLACED_ON_DECODE): _S.DECODING,
     (_S.PLACING, _E.PLACED_TO_MOVE): _S.MOVING,
     (_S.PLACING, _E.NOTHING_LEFT): _S.ENDED,
-    # An answer that leaves a choice unfinished breaks the deal: nobody has its KV.
+    # An answer that leaves a choice unfinished is an error: no decode worker has its KV.
     (_S.PREFILLING, _E.PREFILL_ANSWERED): _S.FAILED,
     (_S.PREFILLING, _E.PREFILL_LOST): _S.FAILED,
     (_S.PREFILLING, _E.NOTHING_LEFT): _S.ENDED,
@@ -99,20 +96,22 @@ HOLDERS: dict[AttemptState, frozenset[Phase]] = {
     _S.MOVING: frozenset({Phase.DECODE}),
     _S.DECODING: frozenset({Phase.DECODE}),
 }
-"""Who may hold blocks for an attempt in each state, and has to be told when it is over."""
+"""The phases that may hold blocks for an attempt in each state, and must be notified when it is
+over."""
 
 LOST = {Phase.PREFILL: _E.PREFILL_LOST, Phase.DECODE: _E.DECODE_LOST}
 
 
 class AttemptKey(NamedTuple):
-    """Names one Attempt. The number is unique within the request, whatever its choices."""
+    """Identifies one Attempt. The attempt number is unique within the request, across its
+    choices."""
 
     request_id: str
     attempt: int
 
 
 class SequenceKey(NamedTuple):
-    """Names one Sequence everywhere: one choice of one attempt of one request."""
+    """Identifies one Sequence everywhere: one choice of one attempt of one request."""
 
     request_id: str
     choice: int
@@ -121,14 +120,14 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a worker is given to run."""
+    """The work that a worker receives."""
 
     request_id: str
     attempt: int
     """Its number within the request."""
     choices: tuple[int, ...]
-    """All of them run from the same input: choices with different accepted tokens run as attempts
-    of their own."""
+    """The choices to run. All of them start from the same input; choices with different accepted
+    tokens run in separate attempts."""
     token_ids: tuple[int, ...]
     """The prompt, followed by all accepted output tokens."""
     num_prompt_tokens: int
@@ -136,26 +135,26 @@ class Attempt:
     stop: StopParams
     priority: int = 0
     remaining_s: float | None = None
-    """Seconds left when the message was made, or None."""
+    """Seconds left until the deadline when the message was made; None without a deadline."""
     cache_salt: bytes = b""
     traceparent: str = ""
     tenant: str = ""
-    """Whose turns it takes at a worker."""
+    """The tenant whose share of the worker the attempt uses."""
     weight: float = 1.0
-    """How large the turns of the tenant are."""
+    """The tenant's share relative to other tenants."""
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
-    """How many alternatives to report with the log-probability of each token of the prompt; None
-    reports nothing."""
+    """Number of alternatives to report with the log-probability of each prompt token; None reports
+    none."""
 
     @property
     def position(self) -> int:
-        """Output position of the next token: how many output tokens are accepted."""
+        """The output position of the next token, which is the number of accepted output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def longest_output(self) -> int:
-        """Tokens that all its choices may still make."""
+        """The most tokens that all its choices together may still generate."""
         return len(self.choices) * max(0, self.stop.max_tokens - self.position)
 
     @property
@@ -180,7 +179,7 @@ class ChoiceTokens(NamedTuple):
 
     key: SequenceKey
     position: int
-    """The output position of the first one, from 0."""
+    """The output position of the first token, counted from 0."""
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs] = ()
     finish_reason: FinishReason | None = None
@@ -190,16 +189,17 @@ class ChoiceTokens(NamedTuple):
 
 
 class PositionGap(Exception):
-    """Tokens arrived above the next position of the current attempt: a protocol fault."""
+    """Tokens arrived above the next position of the current attempt, which violates the
+    protocol."""
 
 
 class TokenLog:
-    """The output of one choice: accepted tokens, who may append to them, and where they end.
+    """The output of one choice: its accepted tokens and its end.
 
-    The log is the buffer of a request and all that is needed to continue it elsewhere. It is
-    append-only but for `truncate`. Positions are output positions of the choice, from 0.
+    The log buffers the output of a request and suffices to continue it elsewhere. It is append-only
+    except for `truncate`. Positions are output positions of the choice, from 0.
 
-    Fencing. Tokens come as (attempt, position, ids). A message may start below the next position
+    Fencing: tokens arrive as (attempt, position, ids). A message may start below the next position
     and reach beyond it.
 
         attempt is not the current one   dropped: it is from a worker of an older attempt
@@ -215,7 +215,7 @@ class TokenLog:
         """The attempt that may append, or None while none runs."""
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
-        """The end-of-sequence or stop token that ended the choice; it is the last token."""
+        """The end-of-sequence or stop token that ended the choice, which is its last token."""
         self.stop_string: str | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
@@ -229,18 +229,19 @@ class TokenLog:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the workers were asked for log-probabilities, and told the first."""
+        """Whether log-probabilities were requested and the first has arrived."""
         return bool(self._logprobs)
 
     def token_ids(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
         return tuple(self._token_ids[start:end])
 
     def logprobs(self, start: int = 0, end: int | None = None) -> Sequence[Logprobs]:
-        """One entry a token, or none at all when the workers were not asked for them."""
+        """Returns one entry per token, or an empty sequence when log-probabilities were not
+        requested."""
         return self._logprobs[start:end]
 
     def accept(self, tokens: ChoiceTokens) -> int:
-        """Appends what is new in the message; returns how many tokens that was.
+        """Appends the new tokens of the message; returns their number.
 
         Raises PositionGap when the message begins above the next position.
         """
@@ -261,10 +262,10 @@ class TokenLog:
         return len(fresh)
 
     def truncate(self, position: int, stop_string: str) -> None:
-        """Ends the choice at the token that completed a stop string, and forgets what follows it.
+        """Ends the choice at the token that completed a stop string, and discards later tokens.
 
-        Overrides an end at a later position: the client must not learn of tokens behind the stop.
-        Raises PositionGap when that token was never accepted.
+        This overrides an end at a later position, because the client must not see tokens after the
+        stop. Raises PositionGap when the token at the position was never accepted.
         """
         if position >= len(self):
             raise PositionGap

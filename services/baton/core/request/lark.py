@@ -1,7 +1,7 @@
-"""Writes a grammar in llguidance's dialect of Lark, rule by rule.
+"""Builds a grammar in llguidance's dialect of Lark, rule by rule.
 
-A marker that is one token of the model's vocabulary is asked for as that token, by its id: spelled
-out in letters it would be something else to the model.
+A marker that is one token of the vocabulary is required as that token, by its id: the same text in
+several tokens means something else to the model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from baton.core.request.request import Grammar, GrammarKind, Tool
 ANYTHING = "/(?s:.*)/"
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python's json writes it, which models have learned; and white space never goes on for ever."""
+"""The spacing of Python's json module, which models were trained on; a fixed spacing also rules out
+endless white space."""
 
 
 class Lark:
-    """tokens: ids of markers that are tokens."""
+    """Collects rules and terminals of one grammar."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
+        """tokens: ids of the markers that are tokens."""
         self._tokens = tokens
         self._rules: list[str] = []
 
@@ -35,41 +37,44 @@ class Lark:
         return f"<[{self._tokens[text]}]>" if text in self._tokens else self.literal(text)
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Adds a rule and returns its name."""
         name = f"rule{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
 
     def terminal(self, body: str) -> str:
-        """The name of a new terminal, in which regular expressions may be combined."""
+        """Adds a terminal and returns its name. Regular expressions can be combined in a terminal
+        only."""
         name = f"TERMINAL{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON of a schema. References in it are relative to this schema."""
+        """Matches JSON of a schema. References in it are relative to this schema."""
         return self.rule("%json " + json.dumps({**schema, "x-guidance": _SPACING}))
 
     def through(self, marker: str) -> str:
-        """Anything up to a marker and the marker itself."""
+        """Matches any text up to and including a marker."""
         if self.is_token(marker):
             return self.rule(f"{ANYTHING} {self.marker(marker)}")
         return self.rule(f"{ANYTHING} {self.literal(marker)}", "[lazy]")
 
     def without(self, marker: str) -> str:
-        """Anything in which the marker does not come."""
+        """Matches any text without the marker."""
         if self.is_token(marker):
             return self.rule(ANYTHING)
         found = f"{ANYTHING} {self.literal(marker)} {ANYTHING}"
         return self.terminal(f"{ANYTHING} & ~({found})")
 
     def arguments(self, tool: Tool) -> str:
-        """An object with arguments of a tool. A tool that names no parameters has none."""
+        """Matches an object with the arguments of a tool; an empty object for a tool without
+        parameters."""
         schema = schema_of(tool)
         return self.schema({"type": "object", **schema}) if schema else self.literal("{}")
 
     def call_objects(self, tools: Sequence[Tool], key: str) -> str:
-        """One call as an object with its name first, then its arguments under a key."""
+        """Matches one call as an object with its name first, then its arguments under the given
+        key."""
         calls = []
         for tool in tools:
             head = self.literal(f'{{"name": "{tool.name}", "{key}": ')
@@ -84,11 +89,12 @@ class Lark:
 
 
 def schema_of(tool: Tool) -> Mapping[str, Any]:
-    """Of a validated tool."""
+    """Returns the parameter schema of a validated tool."""
     schema: Mapping[str, Any] = json.loads(tool.parameters or "{}")
     return schema
 
 
 def several(first: str, other: str, parallel: bool) -> str:
-    """other: with what separates it from the one before."""
+    """Matches `first` alone, or with any number of `other` after it when parallel. other: includes
+    the separator in front of it."""
     return f"{first} ({other})*" if parallel else first

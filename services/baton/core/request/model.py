@@ -1,30 +1,32 @@
-"""What a model is and what shape its KV has."""
+"""The description of a model and the shape of its KV."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
 WIRE_VERSION = 1
-"""The newest form of hand-overs that this build speaks: messages of Collect, KV chunks, payload."""
+"""The newest version of the hand-over protocol (Collect messages, KV chunks, payload) that this
+build supports."""
 
 OLDEST_WIRE_VERSION = 1
-"""The oldest one. While a build is rolled out that speaks the one before, too, KV keeps moving."""
+"""The oldest supported version. Supporting the previous one keeps KV transfers working during a
+rolling upgrade."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-"""Number types of KV on the wire, and the bytes of a number. fp8 is e4m3 without infinities."""
+"""Number types of KV on the wire, with bytes per number. fp8 is e4m3 without infinities."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The shape of KV on the wire. Two workers may hand over only when `difference` is empty.
+    """The shape of KV on the wire. Two workers can hand over only when `difference` is empty.
 
-    dtype: the numbers' type on the wire; each worker keeps its KV in a type of its own.
-    A position's payload is, per layer, its keys then its values, each [num_kv_heads, size].
-    A KV chunk's payload over positions is laid out [layer][key, value][position][head][element].
+    The payload of a position is, per layer, its keys, then its values, each [num_kv_heads, size].
+    The payload of a KV chunk is laid out as [layer][key, value][position][head][element].
     """
 
     model_digest: str
     dtype: str
+    """The number type on the wire. Each worker stores its KV in a type of its own."""
     num_layers: int
     num_kv_heads: int
     key_size: int
@@ -38,11 +40,11 @@ class KvLayout:
         return elements * DTYPE_BYTES[self.dtype]
 
     def common_wire_version(self, other: KvLayout) -> int:
-        """The newest that both speak, where `difference` is empty."""
+        """Returns the newest version that both support. `difference` must be empty."""
         return min(self.max_wire_version, other.max_wire_version)
 
     def difference(self, other: KvLayout) -> str:
-        """A readable list of what differs, or "" when KV of one fits the other."""
+        """Returns a readable list of the differences, or "" when the two are compatible."""
         names = [f.name for f in fields(self) if not f.name.endswith("wire_version")]
         found = [
             f"{name}: {getattr(self, name)} against {getattr(other, name)}"
@@ -62,23 +64,19 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes its answers, as far as its chat template tells.
-
-    tools, reasoning: names of formats, empty where the template shows none. markers: texts that
-    are one token of its vocabulary, with the token.
-    """
+    """The formats in which a model writes its answers, as found in its chat template."""
 
     tools: str = ""
+    """The name of the tool format; empty when the template shows none."""
     reasoning: str = ""
+    """The name of the reasoning format; empty when the template shows none."""
     markers: tuple[tuple[str, int], ...] = ()
+    """Texts that are one token of the vocabulary, each with its token id."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What other processes need to know of a model.
-
-    tokenizer_digest: hex, over the tokenizer's files. answer_format: only tokenizers tell.
-    """
+    """What other processes need to know about a model."""
 
     name: str
     digest: str
@@ -86,18 +84,22 @@ class ModelDescription:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer_digest: str = ""
+    """In hex, over the tokenizer's files."""
     answer_format: AnswerFormat = AnswerFormat()
+    """Reported by tokenizers only."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which process this is. instance id: random id of this process start, 32 hex digits."""
+    """Identifies one worker process."""
 
     role: str
     instance_id: str
+    """A random id of this process start, 32 hex digits."""
     address: str
 
     @property
     def short(self) -> str:
-        """Of the instance id: enough to tell processes apart, too little to speak to one."""
+        """The first 8 digits of the instance id. They suffice to distinguish processes, not to
+        address one."""
         return self.instance_id[:8]

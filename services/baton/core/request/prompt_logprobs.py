@@ -1,7 +1,7 @@
-"""PromptLogprobs, how likely a prompt's own tokens are.
+"""PromptLogprobs: the log-probabilities of a prompt's own tokens.
 
-There is one entry for every token but the first, which nothing comes before. Numbers are packed: a
-prompt has more tokens than a process can afford objects for.
+Every token except the first has an entry. Entries are packed arrays, because one object per token
+would take too much memory for long prompts.
 """
 
 from __future__ import annotations
@@ -14,38 +14,40 @@ from dataclasses import dataclass
 from baton.core.request.attempt import Logprobs
 
 _BYTES = 4
-"""Of one number."""
+"""Bytes per number."""
 
 MAX_BYTES = 1 << 20
-"""Of one prompt's entries: they travel in one message, and become texts at once."""
+"""Most bytes of one prompt's entries. They travel in one message and become texts at once."""
 
 SCORED_POSITIONS = 256
-"""A step scores the tokens of one prompt, and computes at most so many positions of it, or one
-block: each takes a row of logits."""
+"""Most prompt positions whose tokens one step scores, or one block if that is more. A step scores
+one prompt. The bound limits memory: each scored position takes a row of logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """num_top: alternatives with every entry. own: each token's natural log-probability, float32
-    [N]. top_ids int32, top float32: the most likely tokens at each place, best first, and theirs,
-    [N * num_top]. All of them little-endian."""
+    """The entries of N tokens. All numbers are little-endian."""
 
     num_top: int
+    """Number of alternatives per entry."""
     own: bytes
+    """The natural log-probability of each token, float32 [N]."""
     top_ids: bytes
+    """The most likely tokens at each place, best first, int32 [N * num_top]."""
     top: bytes
+    """The log-probabilities of `top_ids`, float32 [N * num_top]."""
 
     def __len__(self) -> int:
         return len(self.own) // _BYTES
 
     @property
     def fits(self) -> bool:
-        """Whether each part is as long as the others say."""
+        """Whether the lengths of the three parts are consistent."""
         size = len(self) * self.num_top * _BYTES
         return not len(self.own) % _BYTES and len(self.top_ids) == len(self.top) == size
 
     def entries(self) -> Iterator[Logprobs]:
-        """One a token, in order."""
+        """Yields one entry per token, in order."""
         size = self.num_top
         top_ids, top = _ints(self.top_ids), _floats(self.top)
         for i, own in enumerate(_floats(self.own)):
@@ -53,26 +55,26 @@ class PromptLogprobs:
             yield Logprobs(own, tuple(zip(top_ids[part], top[part], strict=True)))
 
     def alternatives(self) -> set[int]:
-        """Tokens that are named, each once."""
+        """Returns the ids of all alternatives, each once."""
         return set(_ints(self.top_ids))
 
 
 def packed(
     num_top: int, own: Iterable[float], top_ids: Iterable[int], top: Iterable[float]
 ) -> PromptLogprobs:
-    """From numbers in order."""
+    """Packs numbers that are in order."""
     return PromptLogprobs(
         num_top, _told(array("f", own)), _told(array("i", top_ids)), _told(array("f", top))
     )
 
 
 def entries_bytes(num_tokens: int, num_top: int) -> int:
-    """What the entries of so many tokens take."""
+    """Returns the bytes that entries for this many tokens take."""
     return num_tokens * _BYTES * (1 + 2 * num_top)
 
 
 class Gathered:
-    """The entries of one input, chunk by chunk."""
+    """Collects the entries of one input, chunk by chunk."""
 
     def __init__(self, num_top: int) -> None:
         self.num_top = num_top
@@ -80,8 +82,8 @@ class Gathered:
         self._size = 0
 
     def add(self, first_position: int, part: PromptLogprobs) -> None:
-        """part: of the tokens behind first_position and the following ones. An input that is
-        computed once more tells again what is known: that is passed over."""
+        """Adds the entries of the tokens after first_position. Entries that are known already are
+        skipped; they arrive again when an input is recomputed."""
         known = self._size - first_position
         if not 0 <= known < len(part):
             return

@@ -1,4 +1,4 @@
-"""What a client asks for, frozen, and the events that it gets."""
+"""The request of a client and the events of its answer, as frozen values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.core.observe.stages import UNTRACED, StageTimes, TraceContext
 
 
 class GrammarKind(Enum):
-    """What the text of a Grammar is written in."""
+    """The language in which a Grammar is written."""
 
     JSON_SCHEMA = 1
     REGEX = 2
@@ -22,17 +22,17 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that the whole answer follows, unless something else ends the answer before."""
+    """A grammar that the whole answer follows, unless the answer ends early for another reason."""
 
     kind: GrammarKind
     text: str
     """A JSON schema, a regular expression that must match the whole answer, llguidance's dialect of
-    Lark, or llama.cpp's GBNF. Every other way to ask for structure becomes one of these at the
-    edge."""
+    Lark, or llama.cpp's GBNF. The public entries convert every other form of structured output to
+    one of these."""
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that name it: equal for equal grammars only."""
+        """16 bytes that are equal for equal grammars only."""
         return blake2b(f"{self.kind.name}\0{self.text}".encode(), digest_size=16).digest()
 
 
@@ -47,7 +47,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one choice's next token is drawn. All values are resolved: nothing is absent."""
+    """How the next token of a choice is sampled. All values are resolved defaults."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -59,9 +59,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     top_logprobs: int | None = None
-    """How many alternatives to report with each token's log-probability; None reports nothing."""
+    """Number of alternatives to report with each token's log-probability; None reports none."""
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be drawn; none named: all may."""
+    """The only tokens that may be sampled; empty: all."""
 
     @property
     def greedy(self) -> bool:
@@ -79,7 +79,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When a choice ends. Counts are output tokens of the choice over all attempts."""
+    """When a choice ends. Counts are output tokens of the choice across all attempts."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -91,7 +91,7 @@ class StopParams:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that an assistant made."""
+    """A tool call that an assistant made."""
 
     id: str
     name: str
@@ -106,13 +106,13 @@ class Message:
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    """In messages of an assistant only."""
+    """Only in messages of role assistant."""
     tool_call_id: str = ""
-    """The call that the message of a tool answers."""
+    """The id of the call that a message of role tool answers."""
     name: str = ""
-    """Who speaks, where several have one role, or which tool."""
+    """The name of the participant, where several share one role, or of the tool."""
     reasoning: str = ""
-    """In messages of an assistant only."""
+    """Only in messages of role assistant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Tool:
     name: str
     description: str = ""
     parameters: str = ""
-    """A JSON schema as text; empty: the function has none."""
+    """A JSON schema as text; empty when the function has no parameters."""
 
 
 class ToolUse(Enum):
@@ -135,13 +135,13 @@ class ToolUse(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether and which tools an answer calls."""
+    """Whether an answer calls tools, and which."""
 
     use: ToolUse = ToolUse.AUTO
     name: str = ""
-    """The one tool to call, with REQUIRED only; empty: any."""
+    """The one tool to call, with REQUIRED only; empty: any tool."""
     parallel: bool = True
-    """Whether an answer may have several calls."""
+    """Whether an answer may contain several calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, which the chat template of the model turns into a text."""
+    """A conversation, which the model's chat template renders to text."""
 
     messages: tuple[Message, ...]
     add_generation_prompt: bool = True
@@ -165,9 +165,9 @@ class ChatPrompt:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     template_kwargs: str = ""
-    """More variables of the template, a JSON object as text, or empty."""
+    """Additional template variables as the text of a JSON object, or empty."""
     template: str = ""
-    """A template instead of the model's own, where the operator allows it, or empty."""
+    """A template that replaces the model's own, where the operator allows it, or empty."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -175,18 +175,19 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request, as every public entry hands it to the router's pipeline."""
+    """A request as every public entry passes it to the router's pipeline."""
 
     prompt: Prompt
     model: str = ""
     n: int = 1
-    """Choices."""
+    """The number of choices."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its seed has no meaning here: see `seed`."""
+    """Its `seed` is ignored here; the request has a `seed` of its own."""
     seed: int | None = None
     """None: the router draws one."""
     max_tokens: int | None = None
-    """Output tokens of a choice. None: up to the model's context; 0: nothing is generated."""
+    """Output tokens of a choice. None: up to the model's context length; 0: nothing is generated.
+    """
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -196,31 +197,31 @@ class Request:
     skip_special_tokens: bool = True
     priority: int = 0
     deadline_s: float | None = None
-    """Seconds from arrival; None: as long as the router allows."""
+    """Seconds from arrival; None: the router's limit applies."""
     tenant: Tenant = ANYONE
     cache_salt: bytes = b""
     grammar: Grammar | None = None
     echo: bool = False
-    """Whether Accepted has the text of the prompt."""
+    """Whether Accepted includes the text of the prompt."""
     prompt_logprobs: int | None = None
-    """How many alternatives to report with the log-probability of each token of the prompt; None
-    reports nothing."""
+    """Number of alternatives to report with the log-probability of each prompt token; None reports
+    none."""
     truncate_prompt_tokens: int | None = None
-    """Keeps at most so many of the prompt's tokens; -1: as many as leave room for the output."""
+    """The most prompt tokens to keep; -1: as many as leave room for the output."""
     truncation_side: str = "left"
-    """Where tokens are dropped: "left" keeps those at the end, "right" those at the beginning."""
+    """The side where tokens are dropped: "left" keeps the end, "right" keeps the beginning."""
     trace: TraceContext = UNTRACED
-    """The caller's own."""
+    """The trace context of the caller."""
 
     def of(self, tenant: Tenant, trace: TraceContext = UNTRACED) -> Request:
-        """The same request, of the tenant whose key it has, as a part of the caller's trace. Called
-        once, at the edge."""
+        """Returns the request with the tenant of its API key and the trace context of its caller.
+        Called once, at the public entry."""
         return replace(self, tenant=tenant, cache_salt=tenant.salted(self.cache_salt), trace=trace)
 
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """One token with its own bytes (not always whole characters) and natural log-probability."""
+    """One token with its bytes (not always whole characters) and its natural log-probability."""
 
     token_id: int
     text: bytes
@@ -229,7 +230,8 @@ class TextLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A sampled token's log-probability and the most likely tokens at its position, best first."""
+    """The log-probability of a sampled token and the most likely tokens at its position, best
+    first."""
 
     token: TextLogprob
     top: tuple[TextLogprob, ...] = ()
@@ -237,27 +239,27 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """First event of every request."""
+    """The first event of every request."""
 
     request_id: str
     model: str
     prompt_tokens: int
     seed: int
     prompt_token_ids: tuple[int, ...] = ()
-    """Only when token ids were asked for."""
+    """Filled only when the request asks for token ids."""
     prompt_text: str = ""
-    """Only when it was asked for."""
+    """Filled only when the request asks for it."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One of each of the prompt's tokens, when asked for. The first one's number says nothing, as
-    nothing comes before it."""
+    """One entry per prompt token, when requested. The number of the first token has no meaning,
+    because no token precedes it."""
     trace_id: str = ""
-    """Of its trace, where it has one."""
+    """The trace id, when the request is traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of one call. id and name come once, with the first delta of an index; arguments are JSON
-    text that follows what was sent before."""
+    """An increment of one tool call. `id` and `name` are set in the first delta of an index only;
+    `arguments` is JSON text that follows what was sent before."""
 
     index: int
     id: str = ""
@@ -267,21 +269,18 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of one choice. `text` is whole characters that follow what was sent before.
-
-    Of a chat, what the model thinks aloud is in `reasoning` and its calls are in `tool_calls`
-    instead of in `text`.
-
-    token_ids are filled always; entries drop them when the client did not ask. Text may lag behind
-    tokens (held back for a stop string or an unfinished character). finish_reason is set on the
-    choice's last delta, with what stopped it.
-    """
+    """An increment of one choice."""
 
     choice: int
     text: str = ""
+    """Whole characters that follow what was sent before. It may lag behind `token_ids` while a
+    possible stop string or an incomplete character is held back. In a chat, reasoning and tool
+    calls are in their own fields instead."""
     token_ids: Sequence[int] = ()
+    """Always filled; the public entries drop them when the client did not ask for them."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    """Set on the last delta of the choice, with what stopped it."""
     stop_string: str | None = None
     stop_token_id: int | None = None
     reasoning: str = ""
@@ -289,7 +288,7 @@ class Delta:
 
 
 def join_deltas(choice: int, parts: Sequence[Delta]) -> Delta:
-    """One Delta with all of a choice. The last part says how it ended."""
+    """Joins all deltas of a choice into one. The last one determines how it ended."""
     calls: dict[int, ToolCallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for call in (call for part in parts for call in part.tool_calls):
@@ -309,15 +308,15 @@ def join_deltas(choice: int, parts: Sequence[Delta]) -> Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of every request that did not fail."""
+    """The last event of every request that did not fail."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     stages: StageTimes | None = None
-    """Unless the operator wants it not told."""
+    """None when the operator hides it."""
     reasoning_tokens: int = 0
-    """How many of the completion's were reasoning."""
+    """The part of `completion_tokens` that was reasoning."""
 
 
 Event = Accepted | Delta | Finished

@@ -1,14 +1,15 @@
 """The state of one request: its choices, the attempts that run them, and what a failure means.
 
-It is pure: its caller reports what happens, and starts the attempts that it returns.
+The module is pure: its caller reports events and starts the attempts that it returns.
 
-An attempt runs choices that share all accepted tokens; its input is prompt + those tokens, so an
-accepted position is never sampled again. `baton.core.request.attempt` is where it may stand.
+An attempt runs choices that share all accepted tokens. Its input is the prompt and those tokens, so
+an accepted position is never sampled again. `baton.core.request.attempt` has the states of an
+attempt.
 
-A choice that decodes may be given away by its worker, with its KV. It leaves its attempt, which
-has not failed, and goes on in another one of its own, MOVING until its KV is complete. The input
-ends before the newest accepted token there, which the sender tells again; losing such an attempt is
-no fault of the request. Events about an attempt that is over are dropped.
+A decode worker may migrate a choice out, with its KV. The choice leaves its attempt, which has not
+failed, and continues in an attempt of its own, which is MOVING until its KV is complete. The input
+of that attempt ends before the newest accepted token, which the sender sends again; losing such an
+attempt does not count against the request. Events of an attempt that is over are dropped.
 """
 
 from __future__ import annotations
@@ -33,17 +34,16 @@ from baton.core.request.attempt import (
 )
 from baton.core.routing.failures import Suspicion
 
-# What a failed attempt means for its request, and for the worker that lost it.
-
 
 class FailureAction(Enum):
     """What a phase's failure means for the request."""
 
     FATAL = auto()
     ELSEWHERE = auto()
-    """Another attempt; counts, and against the retry budget if nothing was accepted yet."""
+    """Start another attempt. It counts as a failed attempt, and against the retry budget if no
+    token was accepted yet."""
     LATER = auto()
-    """Another attempt after a pause; does not count, the deadline bounds it."""
+    """Start another attempt after a pause. It does not count; the deadline bounds it."""
 
 
 VERDICTS: dict[Reason, FailureAction] = {
@@ -75,13 +75,13 @@ _FAULTS = frozenset(
 
 
 def is_fault(error: BatonError) -> bool:
-    """Whether a failure speaks against the worker, rather than of the request, of others' load, or
-    of a worker that leaves."""
+    """Whether a failure counts against the worker. Failures that the request, the load or a drain
+    causes do not."""
     return isinstance(error, WorkerLost) or error.reason in _FAULTS
 
 
 def leaves(error: BatonError | None) -> bool:
-    """Whether a worker said that it takes nothing any more, rather than was lost."""
+    """Whether the worker reports that it accepts no more work, as opposed to being lost."""
     return (
         error is not None
         and error.reason is Reason.UNAVAILABLE
@@ -97,19 +97,20 @@ class AttemptRun:
     running: set[int]
     """Its choices that have neither ended nor left it."""
     moved: bool = False
-    """It goes on with KV that another decode worker gives."""
+    """Whether it continues with KV from another decode worker."""
     suspect: bool = False
-    """No worker may run it together with another suspect (`baton.core.routing.failures`)."""
+    """Whether the request is a suspect: no worker may run it together with another suspect
+    (`baton.core.routing.failures`)."""
     retry: bool = False
-    """Nothing of the request was accepted, and a worker lost it."""
+    """Whether a worker lost the request before any token of it was accepted."""
     phases: frozenset[Phase] = frozenset()
-    """Once placed."""
+    """Set once it is placed."""
     state: AttemptState = AttemptState.PLACING
     to_cancel: frozenset[Phase] = frozenset()
-    """Once over: the phases that may still hold something for it."""
+    """Set once it is over: the phases that may still hold resources for it."""
     freed_by_decode: set[int] = field(default_factory=set)
-    """Choices that decode itself has ended, failed or given away: it frees what it holds for them
-    without being told."""
+    """Choices that decode has ended, failed or migrated out. It frees their resources without a
+    cancel."""
 
     @property
     def over(self) -> bool:
@@ -117,15 +118,13 @@ class AttemptRun:
 
 
 class RequestState:
-    """All choices of one request and the attempts that run them.
-
-    first: the first attempt, with all choices and the prompt; the later ones differ from it in
-    their choices and their input. max_fruitless_attempts: how many attempts in a row a choice may
-    lose without having gained a second token in one of them (the first may be prefill's doing; only
-    the second shows that decode lives).
-    """
+    """All choices of one request and the attempts that run them."""
 
     def __init__(self, first: Attempt, max_fruitless_attempts: int) -> None:
+        """first: the first attempt, with all choices and the prompt; later attempts differ in their
+        choices and their input. max_fruitless_attempts: how many attempts in a row a choice may
+        lose without a second token in any of them. The first token may come from prefill; only the
+        second shows that decode works."""
         self.request_id = first.request_id
         self.prompt = first.token_ids
         self.stop = first.stop
@@ -138,23 +137,23 @@ class RequestState:
         self._fruitless_attempts = [0] * len(first.choices)
         self._migrated_out: set[int] = set()
         self._lost: set[int] = set()
-        """Choices that a worker lost and no attempt runs again yet."""
+        """Choices whose worker was lost and that no attempt runs again yet."""
         self.suspicion = Suspicion()
-        """Of being what its workers died of."""
+        """Whether this request may be the cause of its workers' deaths."""
 
     @property
     def started(self) -> bool:
-        """Whether the client may have seen a token."""
+        """Whether the client may have received a token."""
         return any(len(log) for log in self.logs)
 
     @property
     def done(self) -> bool:
-        """No attempt runs and none is wanted any more."""
+        """Whether no attempt runs and none is needed any more."""
         return self.failure is not None or all(log.ended for log in self.logs)
 
     def next_attempts(self) -> list[AttemptRun]:
-        """Attempts for all choices that wait: one for each that is given away, one per group of the
-        others with the same accepted tokens."""
+        """Returns attempts for all waiting choices: one for each choice that is migrated, and one
+        per group of the others with the same accepted tokens."""
         if self.failure is not None:
             return []
         runs = []
@@ -190,11 +189,11 @@ class RequestState:
         return run
 
     def needs_decode(self, attempt: Attempt) -> bool:
-        """Whether any choice may go on after this attempt's first token."""
+        """Whether any choice may continue after this attempt's first token."""
         return attempt.position + 1 < self.stop.max_tokens
 
     def placed(self, number: int, phases: Collection[Phase]) -> None:
-        """The attempt's workers are chosen and are about to be told."""
+        """The workers of the attempt are chosen. Called before they are notified."""
         run = self._runs.get(number)
         if run is not None:
             run.phases = frozenset(phases)
@@ -209,7 +208,8 @@ class RequestState:
         self._apply(number, event)
 
     def tokens(self, phase: Phase, tokens: ChoiceTokens) -> bool:
-        """Tokens of one choice came from a phase; returns whether its log has grown or ended."""
+        """Processes tokens of one choice from a phase; returns whether its log has grown or
+        ended."""
         _, choice, number = tokens.key
         run = self._runs.get(number)
         if run is None or choice not in run.running:
@@ -230,14 +230,14 @@ class RequestState:
         return accepted > 0 or ended
 
     def gained(self, run: AttemptRun, phase: Phase) -> bool:
-        """Whether a phase's worker is seen to have computed for the attempt. Where decode gets KV,
-        the first token is the sender's doing."""
+        """Whether the phase's worker has computed something for the attempt. Where decode receives
+        KV, the first token is the sender's."""
         given = phase is Phase.DECODE and (run.moved or Phase.PREFILL in run.phases)
         least = run.attempt.position + (2 if given else 1)
         return any(len(self.logs[choice]) >= least for choice in run.attempt.choices)
 
     def prefill_answered(self, number: int) -> None:
-        """Prefill's answer is in, its tokens were given to `tokens` before."""
+        """Prefill has answered. Its tokens were passed to `tokens` before."""
         run = self._apply(number, AttemptEvent.PREFILL_ANSWERED)
         if run is not None and run.over:
             self._judge(run, run.running, Internal("Prefill left a choice unfinished."))
@@ -247,8 +247,8 @@ class RequestState:
         self._apply(number, AttemptEvent.KV_COMPLETE)
 
     def migrated_out(self, number: int, choice: int, position: int) -> bool:
-        """Decode has told all tokens of a choice below a position and keeps their KV, but for the
-        newest one's, for another worker. Returns whether anyone is still to collect it."""
+        """Decode has sent all tokens of a choice below a position and keeps their KV, except that
+        of the newest token, for another worker. Returns whether the choice still needs that KV."""
         run = self._runs.get(number)
         if run is None or choice not in run.running:
             return False
@@ -264,7 +264,7 @@ class RequestState:
     def phase_failed(
         self, number: int, phase: Phase, error: BatonError, choices: Collection[int] = ()
     ) -> None:
-        """A phase failed, for these choices only when some are named."""
+        """A phase failed, for the given choices only if there are any."""
         run = self._runs.get(number)
         if run is None:
             return
@@ -279,22 +279,23 @@ class RequestState:
             return
         self._apply(number, LOST[phase])
         if run.over:
-            # One that was lost may live, and hold what it was asked for.
+            # A worker that counts as lost may still run and hold resources.
             if not isinstance(error, WorkerLost):
                 run.to_cancel -= {phase}
             self._judge(run, run.running, error)
 
     def attempt_failed(self, number: int, error: BatonError) -> None:
-        """The attempt cannot go on whatever its phases say; all of them are to be cancelled."""
+        """The attempt cannot continue, regardless of its phases; all of them are to be
+        cancelled."""
         run = self._runs.get(number)
         if run is not None:
             self._end(run, AttemptState.FAILED)
             self._judge(run, run.running, error)
 
     def stopped(self, choice: int, position: int, stop_string: str) -> int | None:
-        """A stop string was completed. Returns the attempt in which the choice has to be cancelled,
-        if one goes on without it. Raises PositionGap for a position that was never accepted.
-        """
+        """A stop string was completed. Returns the attempt in which the choice must be cancelled,
+        if that attempt continues without it. Raises PositionGap for a position that was never
+        accepted."""
         log = self.logs[choice]
         log.truncate(position, stop_string)
         run = None if log.attempt is None else self._runs.get(log.attempt)
@@ -304,14 +305,15 @@ class RequestState:
         return None if run.over else run.attempt.attempt
 
     def fail(self, error: BatonError) -> None:
-        """Ends the request: deadline, cancellation, or a failure outside of any attempt."""
+        """Ends the request with an error: deadline, cancellation, or a failure outside any
+        attempt."""
         if self.failure is None:
             self.failure = error
         for run in list(self._runs.values()):
             self._end(run, AttemptState.FAILED)
 
     def _apply(self, number: int, event: AttemptEvent) -> AttemptRun | None:
-        """The attempt after the event, or None when it was over before."""
+        """Returns the attempt after the event, or None when it was over before."""
         run = self._runs.get(number)
         if run is not None:
             state = TRANSITIONS[run.state, event]
@@ -347,7 +349,7 @@ class RequestState:
             )
 
     def _judge(self, run: AttemptRun, choices: Collection[int], error: BatonError) -> None:
-        """These choices lost their attempt: let them wait for another one, or end the request."""
+        """The choices lost their attempt: lets them wait for another one, or ends the request."""
         verdict = VERDICTS[error.reason]
         for choice in choices:
             log = self.logs[choice]

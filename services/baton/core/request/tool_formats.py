@@ -1,10 +1,11 @@
-"""The ways in which models write reasoning and calls of tools: how to read them, how to force them.
+"""The formats in which models write reasoning and tool calls: how to read them and how to enforce
+them.
 
 A reader is a generator over an answer's text (`baton.core.request.answer_reader`). `calls` of a
-format is an expression of a grammar (`baton.core.request.lark`) which lets nothing else pass.
+format is a grammar expression (`baton.core.request.lark`) that matches nothing but calls.
 
     hermes       <tool_call>{"name": …, "arguments": {…}}</tool_call>
-    llama3_json  {"name": …, "parameters": {…}}; {…}       or such behind <|python_tag|>
+    llama3_json  {"name": …, "parameters": {…}}; {…}       or the same after <|python_tag|>
     mistral      [TOOL_CALLS][{"name": …, "arguments": {…}}, …]
                  [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]…    newer models
     pythonic     [f(a=1), g(b="x")]
@@ -34,19 +35,19 @@ from baton.core.request.lark import Lark, schema_of, several
 from baton.core.request.request import ChatPrompt, Tool
 
 MAX_DEPTH = 64
-"""Of the nesting of a call's arguments."""
+"""Most nesting levels of a call's arguments."""
 
 MAX_WORD = 512
-"""Characters of a number or of another word."""
+"""Most characters of a number or another word."""
 
 MAX_NAME = 64
-"""Characters of a tool's or of a parameter's name."""
+"""Most characters of the name of a tool or a parameter."""
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 
-# JSON, passed on as it is. Each reader raises Malformed at the first character that cannot be; what
-# came before it has been passed on.
+# JSON, passed on unchanged. Each reader raises Malformed at the first invalid character; the text
+# before it has been passed on.
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SPACES = re.compile(f"[{SPACE}]+")
@@ -55,7 +56,7 @@ _HEX = "0123456789abcdefABCDEF"
 
 _ARGUMENTS = ("arguments", "parameters")
 _IGNORED = ("type", "id")
-"""Keys of an object that is a call."""
+"""Keys of a call object that are ignored."""
 
 
 def _value(text: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
@@ -74,7 +75,7 @@ def _value(text: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
 
 
 def _string(text: AnswerText, emit: Emit) -> Reading[None]:
-    """A string with its quotes."""
+    """Reads a string with its quotes."""
     yield from text.expect('"')
     emit('"')
     while True:
@@ -133,7 +134,7 @@ def _json_escape(text: AnswerText, emit: Emit) -> Reading[None]:
 
 
 def _call_object(text: AnswerText, answer: AnswerParts) -> Reading[None]:
-    """A call as an object with its name and, in whatever order, its arguments."""
+    """Reads a call as an object with its name and its arguments in any order."""
     name, early, told = "", "", False
     yield from text.skip()
     yield from text.expect("{")
@@ -281,8 +282,8 @@ def _mistral_calls(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     return several(call, f"{lark.marker(TOOL_CALLS)} {call}", parallel)
 
 
-# Python. Arguments are literals, written down as JSON while they are read: nothing is evaluated.
-# The words and strings of JSON are taken too.
+# Python literals, converted to JSON as they are read; nothing is evaluated. The words and strings
+# of JSON are accepted too.
 
 _KEYWORD = re.compile(r"\w+")
 _PY_WORD = re.compile(r"[-+.\w]+", re.ASCII)
@@ -353,7 +354,7 @@ def _py_literal(text: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
 
 
 def _py_collection(text: AnswerText, emit: Emit, closing: str, depth: int) -> Reading[None]:
-    """A tuple is a list to JSON; keys are strings."""
+    """Reads a collection. A tuple becomes a list; keys must be strings."""
     keyed = closing == "}"
     emit("{" if keyed else "[")
     separator = ""
@@ -427,8 +428,8 @@ def _pythonic_calls(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
 
 def _keywords(lark: Lark, tool: Tool) -> str:
-    """The properties in their order, values as JSON. Raises InvalidArgument (`tools`) for one that
-    cannot be the name of a parameter."""
+    """Matches the properties in their order, with values as JSON. Raises InvalidArgument (`tools`)
+    for a property that cannot be a parameter name."""
     schema = schema_of(tool)
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required", ())
@@ -450,33 +451,31 @@ def _keywords(lark: Lark, tool: Tool) -> str:
     return first
 
 
-# The tables.
-
 DEFAULT = "hermes"
-"""Of a model whose template shows nothing of calls."""
+"""The format for a model whose template shows no tool format."""
 
 CALL_ID_LENGTH = 29
 MISTRAL_ID_LENGTH = 9
-"""Its chat templates refuse ids of another length."""
+"""Mistral's chat templates refuse ids of any other length."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write calls."""
+    """One format of tool calls."""
 
     read: Reader
     calls: Callable[[Lark, Sequence[Tool], bool], str]
-    """A grammar's expression for calls of these tools, the first one behind `begin`: one call, or
-    with True any number of them from one on."""
+    """Returns the grammar expression for calls of these tools, the first one after `begin`. The
+    flag allows more than one call."""
     begin: str
-    """The text that marks a first call anywhere in an answer. It is empty where calls are the whole
+    """The text that marks a first call anywhere in an answer. Empty when calls are the whole
     answer."""
     markers: tuple[str, ...]
     """Texts that may be special tokens."""
     opening: str = ""
-    """The first character of calls that are the whole answer."""
+    """The first character when calls are the whole answer."""
     id_length: int = CALL_ID_LENGTH
-    """Characters of the id of a call."""
+    """Characters of a call id."""
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -501,14 +500,15 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """One way to mark what a model thinks before it answers: between two markers, at the beginning
-    of its answer or, where the prompt ends with the first marker, from there on."""
+    """One format of reasoning before the answer. Reasoning stands between two markers at the
+    beginning of the answer; where the prompt ends with the first marker, the answer begins within
+    reasoning."""
 
     begin: str
     end: str
 
     def read(self, text: AnswerText, answer: AnswerParts) -> Reading[None]:
-        """Of an answer that begins with reasoning, if it does."""
+        """Reads an answer that may begin with reasoning."""
         text.keep()
         yield from text.skip()
         if not (yield from text.follows(self.begin)):
@@ -518,7 +518,7 @@ class ReasoningFormat:
         yield from self.read_open(text, answer)
 
     def read_open(self, text: AnswerText, answer: AnswerParts) -> Reading[None]:
-        """Of an answer that begins within reasoning."""
+        """Reads an answer that begins within reasoning."""
         answer.begin_reasoning()
         yield from text.skip("\n")
         if (yield from text.until((self.end,), answer.reasoning)):
@@ -551,21 +551,22 @@ _REASONING_SIGNS = (("[THINK]", "mistral"), ("</think>", "think"), ("<think>", "
 
 
 def tool_format_of(template: str) -> str:
-    """The name of the tool format that a chat template writes, or "" when it shows none."""
+    """Returns the name of the tool format that a chat template uses, or "" when it shows none."""
     return next((name for sign, name in _TOOL_SIGNS if sign in template), "")
 
 
 def reasoning_format_of(template: str) -> str:
-    """The name of the reasoning format that a chat template writes, or "" when it shows none."""
+    """Returns the name of the reasoning format that a chat template uses, or "" when it shows
+    none."""
     return next((name for sign, name in _REASONING_SIGNS if sign in template), "")
 
 
 _TAIL = 64
-"""Characters: more than a marker and the white space behind it."""
+"""In characters: more than a marker and the white space after it."""
 
 
 def left_open(rendered: str, chat: ChatPrompt) -> bool:
-    """Whether a prompt, rendered from a chat, ends within reasoning of any format."""
+    """Whether a rendered chat prompt ends within reasoning of any format."""
     tail = rendered[-_TAIL:].rstrip()
     final = chat.messages[-1].content if chat.continue_final_message else ""
     return any(

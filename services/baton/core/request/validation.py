@@ -1,8 +1,7 @@
-"""The one check that every public entry (HTTP, gRPC) puts a Request through.
+"""Validation of a Request, which every public entry (HTTP, gRPC) applies.
 
-Field names in errors are those of `Request`, its parts and `SamplingParams`. An entry whose clients
-use other names translates them. A request that passes costs a bounded amount of memory and work,
-whatever is in it.
+Field names in errors are those of `Request`, its parts and `SamplingParams`; an entry whose clients
+use other names translates them. A request that passes needs bounded memory and work.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from baton.core.request.request import (
 )
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""An escape in JSON that is half a character, or one of two that are a whole one."""
+"""A JSON escape of a surrogate, which may be half of a pair or lone."""
 
 
 def check_length(field: str, items: Sequence[object], most: int, noun: str) -> None:
@@ -37,7 +36,8 @@ def check_length(field: str, items: Sequence[object], most: int, noun: str) -> N
 
 
 def check_text(field: str, text: str, most: int) -> int:
-    """The text's size in UTF-8 bytes. Refuses lone surrogates, which no wire can carry."""
+    """Returns the size of the text in UTF-8 bytes. Raises InvalidArgument for lone surrogates,
+    which cannot be encoded, and for texts that are too long."""
     if len(text) > most:
         raise wrong(field, f"must have at most {most} bytes")
     try:
@@ -50,8 +50,8 @@ def check_text(field: str, text: str, most: int) -> int:
 
 
 def check_json_text(field: str, text: str) -> None:
-    """Of a text that is read as JSON later, and used as it is if it is none. Refuses JSON with an
-    escape of half a character, which is no valid text once it is read."""
+    """Raises InvalidArgument for JSON with an escape of a lone surrogate, which would be invalid
+    text once parsed. Text that is not JSON passes, because it is used as plain text."""
     if not _SURROGATE.search(text):
         return
     try:
@@ -63,7 +63,7 @@ def check_json_text(field: str, text: str) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether every text in a value of JSON, keys too, is of whole characters. Raises
+    """Whether every text in a JSON value, including keys, consists of whole characters. Raises
     RecursionError."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -76,8 +76,8 @@ def wrong(field: str, what: str) -> InvalidArgument:
     return InvalidArgument(f"{field} {what}", field=field)
 
 
-# The further variables that a client gives its chat template. They are data for somebody else's
-# program, so they are small, plain JSON, and never stand for what the conversation itself says.
+# Additional variables that a client passes to its chat template. A template is third-party code, so
+# they are small plain JSON and cannot replace the conversation itself.
 
 FIELD = "template_kwargs"
 MAX_BYTES = 1 << 14
@@ -92,11 +92,12 @@ RESERVED = frozenset(
         "tokenize",
     }
 )
-"""Names that a request has fields of its own for, or that would change what is returned."""
+"""Names that have request fields of their own, or that would change what the template returns."""
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """The variables by name; none for an empty text. Raises InvalidArgument naming FIELD."""
+    """Returns the variables by name; empty for an empty text. Raises InvalidArgument naming
+    FIELD."""
     if not text:
         return {}
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
@@ -126,7 +127,7 @@ def _wrong(what: str) -> InvalidArgument:
     return InvalidArgument(f"{FIELD} {what}", field=FIELD)
 
 
-# The check of a conversation and its tools. Field names are those of ChatPrompt and its parts.
+# Validation of a conversation and its tools. Field names are those of ChatPrompt and its parts.
 
 MAX_CHAT_BYTES = 1 << 20
 MAX_MESSAGES = 2048
@@ -143,7 +144,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_chat(chat: ChatPrompt) -> None:
-    """Raises InvalidArgument naming the first field at fault."""
+    """Raises InvalidArgument naming the first invalid field."""
     if not chat.messages:
         raise wrong("messages", "must not be empty")
     check_length("messages", chat.messages, MAX_MESSAGES, "messages")
@@ -173,7 +174,7 @@ def check_chat(chat: ChatPrompt) -> None:
 
 
 def _check_message(field: str, message: Message) -> int:
-    """Bytes that the message has."""
+    """Returns the bytes of the message."""
     if message.role not in ROLES:
         raise wrong(f"{field}.role", f"must be one of {', '.join(ROLES)}")
     size = check_text(f"{field}.content", message.content, MAX_CHAT_BYTES)
@@ -220,7 +221,7 @@ def _check_tool(field: str, tool: Tool) -> int:
 
 
 def _check_schema(field: str, text: str) -> None:
-    """Only that it can be a schema of an object; whoever compiles it knows the rest."""
+    """Checks only that the schema can be one of an object; the grammar compiler checks the rest."""
     try:
         schema = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):
@@ -254,14 +255,15 @@ def _check_choice(choice: ToolChoice, names: list[str]) -> None:
 
 
 class Range(NamedTuple):
-    """Numbers from low to high, both included unless `above`: then low itself is not."""
+    """The numbers from `low` to `high`, both included."""
 
     low: float
     high: float
     above: bool = False
+    """Excludes `low` itself."""
 
     def holds(self, value: float) -> bool:
-        """False for NaN and the infinities too: no comparison with NaN is true."""
+        """Whether the value is in the range. False for NaN and the infinities."""
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
@@ -310,7 +312,7 @@ REQUEST_RANGES = {
 
 
 def validate(request: Request) -> Request:
-    """The request itself, or InvalidArgument naming the first field at fault."""
+    """Returns the request itself. Raises InvalidArgument naming the first invalid field."""
     _check_prompt(request)
     for field, bounds in REQUEST_RANGES.items():
         _check_number(field, getattr(request, field), bounds)
