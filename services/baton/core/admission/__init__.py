@@ -1,5 +1,4 @@
 """Whether a request may start: keys, tenants, budgets, queues and limits.
 
-In: who asks, for how much, and the time.
-Out: a place in the queue, or a Refusal.
+In: a tenant, the size of its request, and the time. Out: a place in the queue, or a Refusal.
 """

@@ -1,22 +1,20 @@
-"""Admission, whether a request is let in: budgets, queue, KV room and time.
+"""Admission control: budgets, queue, KV capacity and time.
 
-First room for its bytes, before they are read: a Holding, which lasts until its prompt is encoded.
-Then, while nothing but its tenant is known, whether any request could be let in at all: what is
-refused anyway must cost next to nothing. Then a request is asked about twice. Before its prompt is
-encoded only what is certain counts against it: one request, its longest output, and the least
-tokens that the prompt can have. After that its numbers are exact. Either way it gets a Grant,
-which somebody must release.
+Admission has four steps. `receive` reserves room for the bytes of a request before they are read;
+the Holding lasts until its prompt is encoded. `precheck` tests, with nothing known except the
+tenant, whether any request could be admitted, so that a refusal costs almost nothing. `open`
+charges what is certain before the prompt is encoded: one request, its longest output, and the
+fewest tokens that the prompt can have. `settle` charges the exact numbers once the prompt is
+encoded. An AdmissionCharge must be released.
 
-What all tenants have together, bytes of input, requests, tokens and room for prompts in KV memory,
-is shared by `FairBound`: nobody is refused because of what another tenant holds, as long as it
-holds little itself (see there). What a request's own fault has cost is paid for, in requests and
-in tokens; what Baton refuses or fails to do is not.
+Tenants share input bytes, requests, tokens and prompt room in KV memory through `FairBound`: a
+tenant that holds little is not refused because of what others hold. A tenant pays, in requests and
+in tokens, for requests that fail through its own fault, and not for those that Baton refuses or
+fails.
 
-Whoever could only wait in vain is refused at once: the queue's drain is measured, so the wait of a
-new entry can be foretold, behind all that is let in already. When its prompt is encoded it is
-refused only if the wait has become too long for certain: a refusal should come at once or not at
-all. A refusal says when to come back: later the longer the queue is, and for
-each one at another time.
+A request that would wait in vain is refused at once: the measured drain rate of the queue predicts
+the wait of a new entry. After encoding, a request is refused only when its wait has certainly
+become too long. A refusal says when to retry: later for a longer queue, and with jitter.
 """
 
 from __future__ import annotations
@@ -38,34 +36,34 @@ class FairBound:
 
     A caller may hold up to `factor` times what is then still free, by its weight (dynamic
     thresholds: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
-    switches", 1998). One caller alone gets factor / (1 + factor) of the bound; when several are
-    greedy, each gets its weight's share as soon as what they held before has been given back; and
-    some of it is always free. A caller that holds nothing is let in whenever its first amount is
+    switches", 1998). One caller alone gets factor / (1 + factor) of the bound. When several are
+    greedy, each gets its weight's share as soon as earlier holdings are returned, and some of the
+    bound always stays free. A caller that holds nothing is admitted whenever its first amount is
     free.
 
     The invariant, for callers of equal weight whose amounts are at most M: whatever k others take
-    and give back, in any order, F = most / (1 + factor)^k - M / factor of the bound stays free of
-    them. So a caller that never holds more than factor / (1 + factor) x F is never kept out because
+    and return, in any order, F = most / (1 + factor)^k - M / factor of the bound stays free of
+    them. So a caller that never holds more than factor / (1 + factor) x F is never refused because
     of others.
     """
 
     def __init__(self, factor: float) -> None:
         self.total = 0
-        """Held by all callers together."""
+        """What all callers hold together."""
         self._factor = factor
         self._held: dict[str, int] = {}
         self._weights: dict[str, float] = {}
-        """Of those who hold something."""
+        """Weights of callers that hold something."""
         self._num_of_weight: Counter[float] = Counter()
-        """How many of those there are of each weight."""
+        """Number of those callers by weight."""
 
     def held(self, caller: str) -> int:
         return self._held.get(caller, 0)
 
     def has_room(self, caller: str, weight: float, amount: int, most: float) -> bool:
-        """Whether a caller may hold so much more, while all may hold `most`. Larger amounts only
-        have less room. A caller without a name has nobody to share with."""
-        # One alone is let in whatever its size, or it could never be.
+        """Whether a caller may hold this much more while all may hold `most`. If an amount has no
+        room, no larger one has. A caller without a name shares with no one."""
+        # A single request is admitted whatever its size; otherwise it could never run.
         if not self.total:
             return True
         left = most - self.total - amount
@@ -76,7 +74,7 @@ class FairBound:
         return held + amount <= self._factor * weight / heaviest * left
 
     def take(self, caller: str, weight: float, amount: int) -> None:
-        """Whether there is room is the caller's to ask, with `has_room`."""
+        """Adds to what a caller holds. The caller checks `has_room` first."""
         if not amount:
             return
         if caller not in self._held:
@@ -87,7 +85,7 @@ class FairBound:
         self.total += amount
 
     def give_back(self, caller: str, amount: int) -> None:
-        """As much as was taken, all in all."""
+        """Returns an amount. The sum of all returns must equal the sum taken."""
         if not amount:
             return
         self.total -= amount
@@ -101,11 +99,11 @@ class FairBound:
 
 
 class PendingEncodes:
-    """Prompts that are let in and not encoded yet: tokens as the queue counts them, by tenant and
+    """Admitted prompts that are not encoded yet, in tokens as the queue counts them, by tenant and
     priority (smaller is more urgent).
 
-    Without this count a short queue would let in far too many: a lot of requests come in the time
-    that one prompt takes to be encoded, and would all see the same room.
+    Without this count a short queue would admit far too many requests: all that arrive while one
+    prompt is encoded would see the same room.
     """
 
     def __init__(self) -> None:
@@ -115,7 +113,7 @@ class PendingEncodes:
         self._tokens.setdefault(tenant, Counter())[priority] += tokens
 
     def remove(self, tenant: str, priority: int, tokens: int) -> None:
-        """As many as were added, together."""
+        """Removes tokens. The sum of all removals must equal the sum added."""
         of_tenant = self._tokens[tenant]
         of_tenant[priority] -= tokens
         if not of_tenant[priority]:
@@ -124,80 +122,81 @@ class PendingEncodes:
             del self._tokens[tenant]
 
     def ahead(self, tenant: str, priority: int) -> int:
-        """Of the same tenant, and at least as urgent. What others send comes in between by their
-        shares alone, and is seen when it waits."""
+        """Returns the tokens of the same tenant that are at least as urgent. Other tenants' prompts
+        only take their shares in between, and count once they are queued."""
         of_tenant = self._tokens.get(tenant)
         if of_tenant is None:
             return 0
         return sum(tokens for urgency, tokens in of_tenant.items() if urgency <= priority)
 
     def __len__(self) -> int:
-        """Tenants with something on its way."""
+        """Number of tenants with pending prompts."""
         return len(self._tokens)
 
 
 MAX_INPUT_BYTES = 32 << 20
-"""Of all requests that are being received or wait to be encoded. In memory they take about three
-times as much: as they came, as text, and as what a tokenizer is sent."""
+"""Most bytes of all requests that are being received or wait to be encoded. They take about three
+times as much memory: raw, as text, and as the message to a tokenizer."""
 
 INPUT_FACTOR = 1.0
-"""Of the FairBound of bytes: one caller alone may hold half of them. As one request may be a
-thirty-second part of the bound, the rest has to bear several callers of that kind."""
+"""The factor of the FairBound of bytes: one caller alone may hold half of them. One request may be
+1/32 of the bound, so the rest must suffice for several such callers."""
 
 HELD_FACTOR = 3.0
-"""Of the FairBounds of requests, tokens and KV: one tenant alone may hold three quarters."""
+"""The factor of the FairBounds of requests, tokens and KV: one tenant alone may hold three
+quarters."""
 
 SHORTEST_RETRY_S = 0.5
 LONGEST_RETRY_S = 60.0
 TOKEN_BYTES = 4
-"""Of a prompt, about: what one that is not encoded yet will come to."""
+"""Typical bytes per prompt token; estimates the length of a prompt before it is encoded."""
 
 FIRST_GUESS = 256.0
-"""Output tokens of a choice, before any was seen to end."""
+"""Initial estimate of the output tokens of a choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What all requests of a router may come to."""
+    """Limits on all requests of a router together."""
 
     max_requests: int
-    """At a time."""
+    """Running and waiting at the same time."""
     max_tokens: int
     """Of all of them, prompts and longest outputs; 0: no limit."""
     max_queue_s: float
-    """The longest predicted wait that a request is let in for."""
+    """The longest predicted wait, in seconds, with which a request is admitted."""
     max_input_bytes: int = MAX_INPUT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The fleet at one moment, as one tenant meets it."""
+    """The state of the fleet at one moment, for one tenant."""
 
     kv_tokens: int | None = None
-    """Positions that decode workers have free blocks for; None: not known."""
+    """Positions for which decode workers have free blocks; None: unknown."""
     first_token_s: float = 0.0
-    """From a place to the first token, usually."""
+    """Typical seconds from placement to the first token."""
     replicas: int = 1
-    """Live routers, this one among them."""
+    """Live routers, including this one."""
     others: OthersUsage = NO_USE
     """What the tenant uses through the other routers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is known of a request before its prompt is encoded."""
+    """What is known about a request before its prompt is encoded."""
 
     tenant: Tenant
     priority: int
     """Smaller is more urgent."""
     choices: int
-    """0 for a request that only has a text encoded or decoded, and gets no worker."""
+    """0 for a request that only encodes or decodes text and gets no worker."""
     least_tokens: int
-    """Of its prompt, at least."""
+    """Lower bound of the prompt's tokens."""
     most_tokens: int
-    """Of its prompt, at most."""
+    """Upper bound of the prompt's tokens."""
     longest_output: int
-    """Tokens of all its choices that it requests at least."""
+    """Tokens of all its choices together, as far as the request sets a limit."""
 
     @property
     def least_charge(self) -> int:
@@ -205,12 +204,12 @@ class Ask:
 
     @property
     def likely_tokens(self) -> int:
-        """Of the prompt."""
+        """The estimated prompt tokens."""
         return max(self.least_tokens, self.most_tokens // TOKEN_BYTES)
 
 
 def check_priority(tenant: Tenant, priority: int) -> None:
-    """Raises InvalidArgument when a tenant asks for more urgency than it may."""
+    """Raises InvalidArgument when the priority is more urgent than the tenant may use."""
     if tenant.most_urgent is not None and priority < tenant.most_urgent:
         raise InvalidArgument(
             f"priority must be at least {tenant.most_urgent} with this key (smaller is more "
@@ -220,9 +219,7 @@ def check_priority(tenant: Tenant, priority: int) -> None:
 
 
 class Admission:
-    """jitter: a random number from 0 to 1, each time another one. All times are readings of one
-    clock, in seconds.
-    """
+    """Admits the requests of one router. All times are readings of one clock, in seconds."""
 
     def __init__(
         self,
@@ -231,13 +228,14 @@ class Admission:
         drain: DrainRate,
         jitter: Callable[[], float],
     ) -> None:
+        """jitter: returns a new random number from 0 to 1."""
         self.budgets = TenantBudgets()
         self.input_bytes = FairBound(INPUT_FACTOR)
         self.requests = FairBound(HELD_FACTOR)
         self.tokens = FairBound(HELD_FACTOR)
-        """Charged: prompts and longest outputs."""
+        """Charged tokens: prompts and longest outputs."""
         self.unplaced = FairBound(HELD_FACTOR)
-        """Prompt tokens of those who are let in and have no place yet."""
+        """Prompt tokens of admitted requests that are not placed yet."""
         self.approach = PendingEncodes()
         self._limits = limits
         self._queue = queue
@@ -246,8 +244,8 @@ class Admission:
         self._output = FIRST_GUESS
 
     def receive(self, tenant: Tenant, size: int, outlook: FleetState, now: float) -> Holding:
-        """Room for so many bytes of a request, before they are read. Raises Refusal, also when the
-        tenant may make no request at all now."""
+        """Reserves room for this many bytes of a request before they are read. Raises Refusal, also
+        when the tenant may currently make no request at all."""
         self._check_requests(tenant)
         self._check_budgets(tenant, 1, 0, outlook, now)
         holding = Holding(self, tenant)
@@ -255,37 +253,39 @@ class Admission:
         return holding
 
     def precheck(self, tenant: Tenant, priority: int, outlook: FleetState, now: float) -> None:
-        """Raises Refusal when not even the least request of a tenant would be let in. priority:
-        as urgent as it may be."""
+        """Raises Refusal when even the smallest request of the tenant would be refused. priority:
+        the most urgent that the request may have."""
         self._check(Ask(tenant, priority, 1, 1, 1, 1), outlook, math.inf, now)
 
     def open(
         self, ask: Ask, holding: Holding, outlook: FleetState, remaining_s: float, now: float
     ) -> AdmissionCharge:
-        """holding: of its bytes; it is the Grant's from now on. Raises Refusal, or InvalidArgument
-        for a priority the tenant may not have."""
+        """Admits a request before its prompt is encoded. holding: the room of its bytes, which the
+        AdmissionCharge takes over. Raises Refusal, or InvalidArgument for a priority that the
+        tenant may not use."""
         check_priority(ask.tenant, ask.priority)
         self._check(ask, outlook, remaining_s, now)
         return AdmissionCharge(self, ask, holding, now)
 
     def fault(self, tenant: Tenant, outlook: FleetState, now: float) -> None:
-        """A request was the client's own fault and never let in: it counts as one all the same."""
+        """Counts a request that was never admitted because of the client's own fault."""
         self.budgets.count_request(tenant, outlook.others, outlook.replicas, now)
 
     def cost(self, prompt: int, longest_output: int, choices: int) -> int:
-        """What a request is expected to come to, in tokens: outputs rarely are the longest."""
+        """Returns the expected tokens of a request. Outputs rarely reach the limit, so their
+        average counts."""
         return prompt + min(longest_output, round(choices * self._output))
 
     def retry_after_s(self, base_s: float) -> float:
-        """Jittered upwards from base_s, so that clients do not all come back at once; bounded."""
+        """Returns base_s with added jitter, so that clients do not all retry at once; bounded."""
         return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, base_s) * (1 + self._jitter()))
 
     def ended(self, output: int, choices: int) -> None:
-        """So much was generated by a request that ran to its end."""
+        """Updates the average output length. output: tokens of a request that ran to its end."""
         self._output += (output / choices - self._output) / 16
 
     def _check(self, ask: Ask, outlook: FleetState, remaining_s: float, now: float) -> None:
-        """What is true before a prompt is encoded."""
+        """The checks that are possible before the prompt is encoded."""
         self._check_requests(ask.tenant)
         self._check_tokens(ask.tenant, 1, ask.least_charge, outlook, now)
         if not ask.choices:
@@ -328,8 +328,9 @@ class Admission:
         predict_s: Callable[[float], float],
         coming: int,
     ) -> None:
-        """Whether it would get a place in time. With an empty queue it is about to be seen.
-        predict_s: how long so many tokens take. coming: tokens that are to be queued before it."""
+        """Raises Refusal when the request would not be placed in time. With an empty queue it is
+        placed next. predict_s: returns the seconds that this many tokens take. coming: tokens that
+        will be queued before it."""
         if not len(self._queue):
             return
         if not self._queue.has_room(ask.tenant.name, cost):
@@ -348,13 +349,13 @@ class Admission:
                 raise self.refused(Limit.KV, "There is no memory for more prompts.")
 
     def refused(self, limit: Limit, message: str) -> Refusal:
-        """With when to come back."""
+        """Returns a Refusal with a time to retry."""
         wait_s = self._drain.wait_s(self._queue.tokens)
         return Refusal(message, retry_after_s=self.retry_after_s(wait_s), limit=limit)
 
 
 class Holding:
-    """Room for the bytes of a request's input, held until it is released, once or more."""
+    """Reserved room for the bytes of a request's input. `release` is idempotent."""
 
     __slots__ = ("_admission", "_size", "_tenant")
 
@@ -364,7 +365,7 @@ class Holding:
         self._size = 0
 
     def grow(self, size: int) -> None:
-        """By so many bytes. Raises Refusal; what is held already stays held."""
+        """Reserves more bytes. Raises Refusal; the room already held stays held."""
         admission, tenant = self._admission, self._tenant
         most = admission._limits.max_input_bytes
         if not admission.input_bytes.has_room(tenant.sharer, tenant.weight, size, most):
@@ -373,7 +374,7 @@ class Holding:
         self._size += size
 
     def divided(self, parts: int) -> list[Holding]:
-        """So many that hold together what this one held."""
+        """Splits the room over this many Holdings."""
         found = [Holding(self._admission, self._tenant) for _ in range(parts)]
         for number, part in enumerate(found):
             part._size = self._size // parts + (number < self._size % parts)
@@ -381,7 +382,8 @@ class Holding:
         return found
 
     def none(self) -> Holding:
-        """Of the same tenant, and of nothing: for what this one goes on holding the bytes of."""
+        """Returns an empty Holding of the same tenant, for a request whose bytes this one keeps
+        holding."""
         return Holding(self._admission, self._tenant)
 
     def release(self) -> None:
@@ -390,18 +392,18 @@ class Holding:
 
 
 class AdmissionCharge:
-    """Leave to run one request, and all that is held for it. `release` it, once or more."""
+    """The admission of one request and all that is held for it. `release` is idempotent."""
 
     def __init__(self, admission: Admission, ask: Ask, holding: Holding, now: float) -> None:
         self.cost = 0
-        """In the queue's tokens; known once settled."""
+        """In the queue's tokens; set by `settle`."""
         self._admission = admission
         self._ask = ask
         self._holding = holding
         self._charged = 0
         self._prompt = 0
         self._encoded = 0
-        """Tokens that a tokenizer has worked on for it, about."""
+        """Approximate tokens that a tokenizer has processed for the request."""
         self._approach = 0
         if ask.choices:
             self._approach = admission.cost(ask.likely_tokens, ask.longest_output, ask.choices)
@@ -414,24 +416,24 @@ class AdmissionCharge:
         self._charge(ask.least_charge, now)
 
     def encoding(self) -> None:
-        """A tokenizer begins to work on it."""
+        """A tokenizer starts to encode the prompt."""
         self._encoded = self._encoded or self._ask.likely_tokens
 
     def encoded(self, tokens: int) -> None:
-        """Its prompt has so many tokens, and its bytes are not needed any more."""
+        """The prompt has this many tokens. Its bytes are released."""
         self._encoded = tokens
         self._holding.release()
 
     def settle(
         self, prompt: int, longest_output: int, outlook: FleetState, remaining_s: float, now: float
     ) -> None:
-        """The prompt is encoded, and how long its output can be is known. Raises Refusal; then it
-        is still to be released."""
+        """Charges the exact prompt and its longest output, in tokens. Raises Refusal; the charge
+        must be released then, too."""
         admission, ask = self._admission, self._ask
         self._holding.release()
         self._approached()
         self._prompt = prompt
-        # What is charged already must not stand in its own way.
+        # The amount already charged must not count against the request itself.
         charged = self._charged
         self._charge(-charged, now)
         try:
@@ -446,16 +448,17 @@ class AdmissionCharge:
         admission.unplaced.take(ask.tenant.name, ask.tenant.weight, prompt)
 
     def placed(self) -> None:
-        """Its first attempt has workers."""
+        """The first attempt has workers."""
         self._was_placed = True
         self._leave_unplaced()
 
     def release(
         self, output: int, now: float, *, finished: bool = False, at_fault: bool = False
     ) -> None:
-        """It is over, with so many output tokens; finished: of its own accord; at_fault: because
-        of what its client sent, or because that left: then it pays for what was encoded. Who had
-        no place and neither finished nor is at fault gets back all that it was charged."""
+        """Ends the charge. output: generated tokens. finished: the request ended normally.
+        at_fault: it failed because of what its client sent or because the client left, and pays for
+        what was encoded. A request that was not placed, did not finish and is not at fault gets a
+        full refund."""
         if self._released:
             return
         self._released = True
@@ -480,7 +483,7 @@ class AdmissionCharge:
             admission.budgets.refund_request(ask.tenant.name, now)
 
     def _charge(self, tokens: int, now: float) -> None:
-        """Negative: what was charged is given back."""
+        """Charges tokens; a negative number refunds them."""
         self._charged += tokens
         tenant = self._ask.tenant
         if tokens < 0:

@@ -1,12 +1,12 @@
-"""API keys, as their hashes, and whose they are.
+"""API keys, stored as hashes, and their tenants.
 
-A key is `baton-` and 256 random bits; what is kept is its BLAKE2b, keyed with the book's salt. That
-is a fast hash on purpose. Slow ones make up for secrets that people choose: a list of likely ones
-can be tried. There is no such list of 256-bit numbers, so the slowness would protect nothing, and
-would let strangers spend the router's CPU by showing wrong keys.
+A key is `baton-` and 256 random bits. Its BLAKE2b hash is stored, keyed with the book's salt. A
+fast hash is intended: slow hashes protect guessable secrets such as passwords, for which a list of
+likely values exists. 256 random bits cannot be guessed, so a slow hash would add no protection and
+would let strangers spend the router's CPU with wrong keys.
 
-A tenant's cache salt follows from its name and the book's salt, so no two tenants share KV unless
-the book gives them the same `cache_group`.
+A tenant's cache salt is derived from its name and the book's salt, so no two tenants share KV
+unless the book gives them the same `cache_group`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_KEY_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a book says of one tenant; see `Tenant`. None: no limit."""
+    """The limits of one tenant; see `Tenant`. None: no limit."""
 
     weight: float = 1.0
     most_urgent: int | None = None
@@ -42,27 +42,27 @@ class TenantLimits:
     max_requests: int | None = None
     max_tokens: int | None = None
     cache_group: str = ""
-    """Tenants of one group share KV; empty: a tenant shares with nobody."""
+    """Tenants of one group share KV; empty: the tenant shares with no other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An API key, as far as it is kept."""
+    """The stored part of an API key."""
 
     id: str
-    """Names it to people."""
+    """A readable name of the key."""
     hash: bytes
-    """All that is kept of the key itself."""
+    """The hash of the key; the key itself is not stored."""
     tenant: str
     created: str = ""
-    """When, in words."""
+    """Date of creation, as text."""
     operator: bool = False
-    """As in `Tenant`, of this key alone."""
+    """As in `Tenant`, for this key only."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBook:
-    """Keys and tenants. All tenants of keys are there."""
+    """Keys and tenants. Every key's tenant is in `tenants`."""
 
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(SALT_BYTES))
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
@@ -71,14 +71,14 @@ class KeyBook:
     def with_key(
         self, tenant: str, limits: TenantLimits, created: str, *, operator: bool = False
     ) -> tuple[KeyBook, str]:
-        """A book with one more key, and the key itself, which is not in the book."""
+        """Returns a book with one more key, and the key itself, which is not in the book."""
         text = PREFIX + secrets.token_urlsafe(KEY_BYTES)
         key = Key(f"k-{secrets.token_hex(4)}", self.hash(text), tenant, created, operator)
         tenants = {**self.tenants, tenant: limits}
         return replace(self, tenants=tenants, keys=(*self.keys, key)), text
 
     def without(self, key_id: str) -> KeyBook:
-        """Raises InvalidArgument when there is no such key."""
+        """Returns a book without a key. Raises InvalidArgument when there is no such key."""
         kept = tuple(key for key in self.keys if key.id != key_id)
         if len(kept) == len(self.keys):
             raise InvalidArgument(f"there is no key {key_id!r}", field="id")
@@ -102,9 +102,8 @@ class KeyBook:
 class KeyIndex:
     """Finds the tenant of a key.
 
-    The table is looked up by the key's hash, so what its timing could tell is about a hash, which
-    nobody can choose or turn back; the comparison that decides takes the same time whatever it is
-    given.
+    The table is indexed by the key's hash, so timing can reveal only facts about a hash, which an
+    attacker can neither choose nor invert. The final comparison takes constant time.
     """
 
     def __init__(self, book: KeyBook) -> None:
@@ -114,7 +113,7 @@ class KeyIndex:
             key.hash: (key.hash, replace(tenants[key.tenant], operator=key.operator))
             for key in book.keys
         }
-        # A hash that no key has: the comparison happens for unknown keys too.
+        # The comparison runs for unknown keys, too, against a hash that no key has.
         self._nobody = (secrets.token_bytes(HASH_BYTES), Tenant())
 
     def __len__(self) -> int:
@@ -133,14 +132,14 @@ _LIMITS = tuple(f.name for f in fields(TenantLimits))
 
 
 def parse(text: str) -> KeyBook:
-    """A KeyBook from one JSON document:
+    """Returns the KeyBook of one JSON document:
 
         {"salt": "64 hex digits",
          "tenants": {"acme": {"tokens_per_minute": 100000, "weight": 2.0}},
          "keys": [{"id": "k-3f2a19c0", "hash": "64 hex digits", "tenant": "acme", "created": ".."},
                   {"id": "k-77c0d1e2", ..., "tenant": "staff", "operator": true}]}
 
-    Every fault is an InvalidArgument whose field is the place in the document.
+    Raises InvalidArgument whose field is the place in the document.
     """
     try:
         document = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
@@ -165,7 +164,7 @@ def parse(text: str) -> KeyBook:
 
 
 def render(book: KeyBook) -> str:
-    """What `parse` reads."""
+    """Returns the JSON that `parse` reads."""
     defaults = TenantLimits()
     document = {
         "salt": book.salt.hex(),
@@ -196,7 +195,8 @@ def parse_limits(tenant: str, entry: object) -> TenantLimits:
 
 
 def checked_name(name: str) -> str:
-    """Tenants' names go into metrics and logs."""
+    """Returns the name of a tenant. Raises InvalidArgument for one that is unfit for metrics and
+    logs."""
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
             f"{name[:80]!r} must be 1 to 64 letters, digits, dots, hyphens and underscores and "
@@ -257,7 +257,7 @@ def _hex(value: object, where: str, size: int) -> bytes:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The second of two equal names would hide the first."""
+    """Raises InvalidArgument for a repeated name, which would hide the earlier value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise InvalidArgument("has a name twice", field="keys")

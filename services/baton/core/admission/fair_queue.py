@@ -1,14 +1,14 @@
-"""FairQueue, requests that were admitted and have no place yet.
+"""FairQueue: admitted requests that are not placed yet.
 
-Who goes first: priority class; then deficit round robin over tenants, by tokens and weights; then,
-within a tenant, deadline and arrival. It is bounded by tokens and by entries, and so that no tenant
-can fill it: what one tenant has waiting must not exceed what is still free (dynamic thresholds with
-factor 1: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
-1998). One tenant alone gets half of the queue, two get a third each, and there is always room for
-another one.
+The order is by priority class; then deficit round robin over tenants, by tokens and weights; then,
+within a tenant, by deadline and arrival. The queue is bounded by tokens and by entries, so that no
+tenant can fill it: what one tenant has waiting must not exceed what is still free (dynamic
+thresholds with factor 1: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory
+packet switches", 1998). One tenant alone gets half of the queue, two get a third each, and there is
+always room for another one.
 
-Entries that go on with something that a client has seen already do not count against the bounds,
-and come before all others: they are paced, never refused.
+Entries that resume an answer which the client has begun to read do not count against the bounds and
+precede all others: they are paced, never refused.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One that waits."""
+    """A waiting entry."""
 
     item: T
     tenant: str
     weight: float
-    """The tenant's share, relative to others'."""
+    """The tenant's share relative to others."""
     priority: int
     """Smaller is more urgent."""
     tokens: int
-    """What it may come to cost: prompt and longest output."""
+    """The expected cost: prompt and longest output."""
     arrived: float
     """On the queue's clock, in seconds."""
     deadline: float = math.inf
-    """On the same clock."""
+    """On the queue's clock, in seconds."""
     resumed: bool = False
-    """It goes on with something that a client has seen already."""
+    """Whether it resumes an answer that the client has begun to read."""
     number: int = field(default=0, init=False)
     """In the order of arrival."""
 
     @property
     def rank(self) -> tuple[float, float, int]:
-        """Within its tenant."""
+        """Sorts the entries of one tenant."""
         return self.deadline, self.arrived, self.number
 
     @property
     def class_(self) -> tuple[bool, int]:
-        """Smaller goes first."""
+        """The key of the class; smaller is served first."""
         return not self.resumed, self.priority
 
 
@@ -67,11 +67,11 @@ class _Class(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """max_tokens, max_entries: of all that are not resumed. quantum: tokens a tenant of weight 1 is
-    served before it is another one's turn.
-    """
+    """A bounded queue of entries in fair order."""
 
     def __init__(self, *, max_tokens: int, max_entries: int, quantum: float = 64.0) -> None:
+        """max_tokens, max_entries: bounds on all entries that are not resumed. quantum: tokens that
+        a tenant of weight 1 is served before the next tenant's turn."""
         self._max_tokens = max_tokens
         self._max_entries = max_entries
         self._quantum = quantum
@@ -79,14 +79,14 @@ class FairQueue(Generic[T]):
         self._next_number = 0
         self._num_entries = 0
         self.tokens = 0
-        """Of all entries that count against the bounds."""
+        """Tokens of all entries that count against the bounds."""
         self.num_bounded = 0
 
     def __len__(self) -> int:
         return self._num_entries
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        """By class; within a class in no order that means anything."""
+        """Iterates by class; the order within a class is unspecified."""
         for key in sorted(self._classes):
             for entries in self._classes[key].entries.values():
                 yield from entries
@@ -96,7 +96,7 @@ class FairQueue(Generic[T]):
         return class_ is not None and entry in class_.entries.get(entry.tenant, ())
 
     def has_room(self, tenant: str, tokens: int) -> bool:
-        """Whether one more of a tenant, that is not resumed, is within the bounds."""
+        """Whether one more entry of the tenant, not resumed, is within the bounds."""
         own_entries = own_tokens = 0
         for key, class_ in self._classes.items():
             if key[0]:
@@ -106,11 +106,11 @@ class FairQueue(Generic[T]):
         free_tokens = self._max_tokens - self.tokens
         if free_entries < 1 or own_entries >= free_entries:
             return False
-        # One alone is let in whatever its length, or it could never be.
+        # A single entry is admitted whatever its length; otherwise it could never run.
         return not self.num_bounded or own_tokens + tokens <= free_tokens
 
     def add(self, entry: Entry[T]) -> None:
-        """Whether there is room is the caller's to ask, with `has_room`."""
+        """Adds an entry. The caller checks `has_room` first."""
         entry.number, self._next_number = self._next_number, self._next_number + 1
         class_ = self._classes.setdefault(entry.class_, _Class(self._quantum))
         class_.deficits.join(entry.tenant, entry.weight)
@@ -119,7 +119,8 @@ class FairQueue(Generic[T]):
         self._count(entry, 1)
 
     def remove(self, entry: Entry[T], *, served: bool) -> None:
-        """served: its tenant pays for it. Raises ValueError for one that does not wait."""
+        """Removes an entry. served: charges its tenant. Raises ValueError for an entry that is not
+        queued."""
         if entry not in self:
             raise ValueError("this entry does not wait here")
         class_ = self._classes[entry.class_]
@@ -136,7 +137,7 @@ class FairQueue(Generic[T]):
             del self._classes[entry.class_]
 
     def heads(self) -> list[Entry[T]]:
-        """Every tenant's first entry of every class, who is next first."""
+        """Returns the first entry of every tenant in every class, in the order of service."""
         return [
             class_.entries[tenant][0]
             for _, class_ in sorted(self._classes.items(), key=lambda item: item[0])
@@ -144,7 +145,8 @@ class FairQueue(Generic[T]):
         ]
 
     def settle(self, tenant: str, priority: int, unused: int) -> None:
-        """One that was served used so many tokens less than it was charged, or more."""
+        """Corrects the charge of a served entry, which used this many tokens fewer (negative:
+        more)."""
         class_ = self._classes.get((True, priority))
         if class_ is None:
             return
@@ -154,8 +156,8 @@ class FairQueue(Generic[T]):
             class_.deficits.charge(tenant, -unused)
 
     def ahead(self, tenant: str, weight: float, priority: int) -> float:
-        """Tokens that would be served before a new entry of a tenant, about: all of better
-        classes, the tenant's own, and of each other tenant as much as its weight lets it have
+        """Estimates the tokens that would be served before a new entry of the tenant: all better
+        classes, the tenant's own entries, and what the weights of the other tenants let them have
         meanwhile."""
         class_ = self._classes.get((True, priority))
         own = 0 if class_ is None else class_.tokens.get(tenant, 0)
@@ -164,9 +166,10 @@ class FairQueue(Generic[T]):
     def hopeless(
         self, wait_s: Callable[[float], float], latest: Callable[[Entry[T]], float], now: float
     ) -> list[Entry[T]]:
-        """Entries that will not be served by their latest time, if none of them is served.
+        """Returns entries that would be served too late even if none of them were served.
 
-        wait_s: how long serving so many tokens takes.
+        wait_s: returns the seconds that serving this many tokens takes. latest: returns the latest
+        time of an entry.
         """
         found = []
         for key, class_ in self._classes.items():
@@ -183,7 +186,7 @@ class FairQueue(Generic[T]):
         return found
 
     def _ahead(self, key: tuple[bool, int], tenant: str, weight: float, own: float) -> float:
-        """own: what of the tenant's own class goes before it."""
+        """own: tokens of the tenant's own class that precede the entry."""
         total = own + sum(sum(c.tokens.values()) for k, c in self._classes.items() if k < key)
         class_ = self._classes.get(key)
         if class_ is None:
@@ -202,22 +205,21 @@ class FairQueue(Generic[T]):
 
 
 FORGET_S = 5.0
-"""After so much time with a queue a sighting weighs 1/e."""
+"""An observation weighs 1/e after this many seconds with a queue."""
 
 ENOUGH_S = 0.25
-"""With less than this seen, nothing is said."""
+"""Least seconds of observation before a rate is given."""
 
 DOUBT = 2.0
-"""A predicted wait may turn out so many times shorter: entries leave in batches, and what one of
-them comes to is a guess."""
+"""A predicted wait may turn out shorter by up to this factor: entries leave in batches, and the
+cost of each is an estimate."""
 
 
 class DrainRate:
-    """How fast a queue is emptied, as it was observed. Times are readings of one clock, in seconds.
+    """The observed rate at which a queue drains. Times are readings of one clock, in seconds.
 
-    Only time in which somebody waited counts, and only entries that had to wait: an idle fleet
-    takes a burst at once, which is no sign of how fast it works. Older observations are forgotten
-    exponentially.
+    Only time with a waiting entry counts, and only entries that had to wait: an idle fleet takes a
+    burst at once, which says nothing about its speed. Older observations decay exponentially.
     """
 
     def __init__(self) -> None:
@@ -228,26 +230,26 @@ class DrainRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None: not known. One that is about to leave counts as if it did now: that nobody has left
-        for a while says how long it takes at least, and not that it takes for ever."""
+        """None: unknown. The next entry to leave counts as leaving now, so that a period without
+        departures gives a lower bound on the wait instead of an infinite one."""
         if self._busy_s < ENOUGH_S:
             return None
         return (self._tokens + self._next) / self._busy_s
 
     def wait_s(self, tokens: float) -> float:
-        """How long until so many tokens have left. 0.0 while nothing is known."""
+        """Returns seconds until this many tokens have left; 0.0 while the rate is unknown."""
         rate = self.tokens_per_s
         if rate is None or tokens <= 0:
             return 0.0
         return tokens / rate if rate > 0 else math.inf
 
     def least_wait_s(self, tokens: float) -> float:
-        """How long at least, as far as so few sightings can tell."""
+        """Returns a lower bound of `wait_s`, given the uncertainty of few observations."""
         return self.wait_s(tokens) / DOUBT
 
     def waiting(self, now: float, next_tokens: float | None) -> None:
-        """Whether anybody waits, from now on, and what the next one comes to, about; None: nobody
-        waits."""
+        """Reports whether anything waits from now on. next_tokens: the approximate cost of the next
+        entry; None: the queue is empty."""
         if self._since is not None and now > self._since:
             passed = now - self._since
             keep = math.exp(-passed / FORGET_S)
@@ -258,6 +260,6 @@ class DrainRate:
             self._next = next_tokens
 
     def left(self, tokens: float, now: float) -> None:
-        """One that had to wait goes on."""
+        """An entry that had to wait has left."""
         self.waiting(now, self._next)
         self._tokens += tokens

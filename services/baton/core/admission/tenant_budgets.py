@@ -1,9 +1,9 @@
-"""What each tenant may still use here, and what is used of it elsewhere.
+"""What each tenant may still use through this router, given its use through others.
 
-Rates are token buckets that hold ten seconds' worth of this router's equal part of the rate, and
-are full at first: what they fill with may be lent by the other routers, what they hold may not,
-for each of them holds its own part. Tokens are charged up front, prompt and longest output; what
-was not used is given back at the end. A limit of None is no limit.
+Rates are token buckets that hold ten seconds' worth of this router's equal part of the rate and
+start full. The refill rate can borrow what other routers leave unused; the capacity cannot, because
+each of them holds a part of its own. Tokens are charged up front, prompt and longest output, and
+the unused rest is refunded at the end. A limit of None is no limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.core.routing.load import TenantUse
 
 
 class Limit(Enum):
-    """What was reached. The values are labels of `baton_refusals_total`."""
+    """The limit that was reached. The values are labels of `baton_refusals_total`."""
 
     REQUEST_RATE = "requests_per_minute"
     TOKEN_RATE = "tokens_per_minute"
@@ -36,8 +36,8 @@ class Limit(Enum):
 
 
 class Refusal(Overloaded):
-    """Why a request is not let in: an `Overloaded` with the limit that was reached, for the
-    metrics. retry_after_s is set."""
+    """Why a request is refused: an `Overloaded` with the limit that was reached, for the metrics.
+    retry_after_s is set."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Refusal(Overloaded):
 
 
 SMOOTH_S = 5.0
-"""Rates of use are averaged over about so long."""
+"""Rates of use are averaged over about this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +69,19 @@ NO_USE = OthersUsage()
 
 
 def share(total: float, replicas: int, others: float) -> float:
-    """This router's part of a limit of which the others use so much.
+    """Returns this router's part of a limit of which the others use this much.
 
-    It is an equal part, and whatever the others leave unused: a tenant whose one connection sticks
-    to one router gets all of its quota there, and one that calls every router gets no more than its
-    quota in total. Two greedy routers meet at equal parts: each has at least that, and the other's
-    use takes the rest.
+    It is an equal part plus what the others leave unused. A tenant whose one connection sticks to
+    one router gets its full quota there, and one that calls every router gets no more than its
+    quota in total. Two greedy routers converge to equal parts: each has at least that, and the
+    other's use takes the rest.
     """
     return max(total / replicas, total - others)
 
 
 @dataclass(slots=True)
 class _Rate:
-    """How fast a counter grows, exponentially averaged."""
+    """The growth rate of a counter, exponentially averaged."""
 
     counted: int
     at: float
@@ -91,7 +91,7 @@ class _Rate:
         passed = now - self.at
         if passed <= 0:
             return
-        # A worker that has forgotten a tenant meanwhile counts from 0 again.
+        # A worker that has dropped the tenant meanwhile counts from 0 again.
         grown = counted - self.counted if counted >= self.counted else counted
         weight = 1 - math.exp(-passed / SMOOTH_S)
         self.per_s += (grown / passed - self.per_s) * weight
@@ -106,14 +106,15 @@ class _Seen:
 
 
 class OthersUse:
-    """Follows what workers report of other routers' requests. Workers are named by instance id."""
+    """Tracks what workers report about other routers' requests. Workers are identified by instance
+    id."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, _Seen]] = {}
         self._sums: dict[str, OthersUsage] = {}
 
     def see(self, reports: Mapping[str, Iterable[TenantUse]], now: float) -> None:
-        """The newest report of every worker that there is; the others are forgotten."""
+        """Takes the newest report of every live worker; other workers are dropped."""
         for gone in self._seen.keys() - reports.keys():
             del self._seen[gone]
         for worker, uses in reports.items():
@@ -123,7 +124,8 @@ class OthersUse:
                 del known[gone]
             for tenant, use in named.items():
                 if tenant not in known:
-                    # How long its counts took to grow is not known: they are where it begins.
+                    # The time over which the counts grew is unknown, so they are only a starting
+                    # point.
                     known[tenant] = _Seen(_Rate(use.requests, now), _Rate(use.tokens, now), use)
                 seen = known[tenant]
                 seen.requests.see(use.requests, now)
@@ -132,7 +134,7 @@ class OthersUse:
         self._sums = {}
 
     def of(self, tenant: str) -> OthersUsage:
-        """All workers together."""
+        """Returns the sum over all workers."""
         if tenant not in self._sums:
             found = [known[tenant] for known in self._seen.values() if tenant in known]
             self._sums[tenant] = OthersUsage(
@@ -155,28 +157,29 @@ class _Counts:
 
 
 class UseMeter:
-    """What tenants use of one worker, by router: routers learn from it of use elsewhere.
+    """Counts what tenants use of one worker, by router, so that routers learn about use elsewhere.
 
-    It remembers a bounded number of tenants, those that were active last; routers that are gone are
-    forgotten with theirs.
+    It keeps a bounded number of tenants, the most recently active ones. Tenants of routers that are
+    gone are dropped.
     """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], _Counts] = {}
-        """By router and tenant; the one that was active last is last."""
+        """By router and tenant, least recently active first."""
 
     def began(self, router: str, attempt: Attempt) -> None:
-        """An attempt was taken on. Only a request's first one counts as a request and its prompt:
-        the others go on with what it was charged for."""
+        """An attempt started. Only the first attempt of a request counts as a request and its
+        prompt, because later ones continue what was charged."""
         first = attempt.attempt == 0
         self._add(router, attempt.tenant, int(first), attempt.num_prompt_tokens if first else 0)
 
     def made(self, router: str, attempt: Attempt, tokens: int) -> None:
-        """So many output tokens were sampled."""
+        """Counts sampled output tokens."""
         self._add(router, attempt.tenant, 0, tokens)
 
     def others(self, router: str, here: Iterable[tuple[str, Attempt]]) -> tuple[TenantUse, ...]:
-        """The use through all other routers. here: all attempts that run, with their routers."""
+        """Returns the use through all other routers. here: all running attempts, with their
+        routers."""
         counts: dict[str, _Counts] = {}
         held: dict[str, _Counts] = {}
         for (of, tenant), counted in reversed(self._counts.items()):
@@ -216,28 +219,28 @@ def _sum(into: dict[str, _Counts], tenant: str, requests: int, tokens: int) -> N
 
 
 class TokenBucket:
-    """What may be used per second and saved up to a burst. It starts full.
+    """A token bucket, which starts full.
 
-    The token bucket of RFC 2215 (section 2.3), with two additions: what was taken and not used can
-    be given back, and an amount larger than the whole bucket passes when the bucket is full and
-    leaves a debt, so that nothing is refused for ever. rate: units a second. burst: units it holds
-    at most. now: readings of one clock, in seconds.
+    The token bucket of RFC 2215 (section 2.3), with two additions: unused tokens can be returned,
+    and an amount larger than the whole bucket passes when the bucket is full and leaves a debt, so
+    that no amount is refused for ever. `now` is a reading of one clock, in seconds.
     """
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
+        """rate: units per second. burst: the capacity in units."""
         self._rate = rate
         self._burst = burst
         self._level = burst
         self._at = now
 
     def resize(self, rate: float, burst: float, now: float) -> None:
-        """From now on another rate and burst. What is in it stays, as far as it fits."""
+        """Changes rate and burst. The level stays, up to the new burst."""
         self._fill(now)
         self._rate, self._burst = rate, burst
         self._level = min(self._level, burst)
 
     def level(self, now: float) -> float:
-        """What could be taken now; negative: a debt."""
+        """Returns the available amount; a negative number is a debt."""
         self._fill(now)
         return self._level
 
@@ -245,54 +248,56 @@ class TokenBucket:
         return self.level(now) >= self._burst
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until an amount could be taken, if nobody else took any; 0.0: now."""
+        """Returns the seconds until the amount is available if nothing else is taken; 0.0: now."""
         missing = min(amount, self._burst) - self.level(now)
         return max(0.0, missing / self._rate)
 
     def take(self, amount: float, now: float) -> None:
-        """Whether there is enough is the caller's to ask, with `wait_s`."""
+        """Takes an amount. The caller checks `wait_s` first."""
         self._fill(now)
         self._level -= amount
 
     def give_back(self, amount: float, now: float) -> None:
-        """What was taken and not used; negative: what was used and not taken."""
+        """Returns what was taken and not used; negative: takes what was used in addition."""
         self._fill(now)
         self._level = min(self._burst, self._level + amount)
 
     def _fill(self, now: float) -> None:
-        # A clock that was read a little earlier by somebody else takes nothing away.
+        # An earlier clock reading from another caller must not lower the level.
         passed = max(0.0, now - self._at)
         self._level = min(self._burst, self._level + passed * self._rate)
         self._at = max(self._at, now)
 
 
 BURST_S = 10.0
-"""What a bucket holds, in seconds of its rate."""
+"""The capacity of a bucket, in seconds of its rate."""
 
 MAX_IDLE = 4096
-"""Tenants that are remembered though nothing of theirs is here."""
+"""Most tenants that are kept while they have no requests."""
 
 HELD_RETRY_S = 1.0
-"""When to ask again for what comes free as requests end."""
+"""The retry delay, in seconds, for limits that are freed when requests end."""
 
 
 @dataclass(slots=True)
 class Account:
-    """One tenant's use of this router. requests, tokens: held now."""
+    """The use of one tenant through this router."""
 
     requests: int = 0
+    """Held now."""
     tokens: int = 0
+    """Held now."""
     buckets: dict[Limit, TokenBucket] = field(default_factory=dict)
 
 
 class TenantBudgets:
-    """All calls name the time, as a reading of one clock, in seconds."""
+    """The budgets of all tenants. `now` is a reading of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
 
     def held(self, tenant: str) -> tuple[int, int]:
-        """Requests and tokens."""
+        """Returns the requests and the tokens that a tenant holds."""
         account = self._accounts.get(tenant)
         return (0, 0) if account is None else (account.requests, account.tokens)
 
@@ -305,7 +310,7 @@ class TenantBudgets:
         replicas: int,
         now: float,
     ) -> None:
-        """Raises Refusal when the tenant may not have so many more now."""
+        """Raises Refusal when the tenant may not use this much more now."""
         account = self._account(tenant.name, now)
         self._shape(account, tenant, others, replicas, now)
         for limit, amount in ((Limit.REQUEST_RATE, requests), (Limit.TOKEN_RATE, tokens)):
@@ -323,7 +328,7 @@ class TenantBudgets:
              others.tokens, "tokens"),
         )  # fmt: skip
         for limit, most, here, more, elsewhere, what in held:
-            # One alone is let in whatever its size, or it could never be.
+            # A single request is admitted whatever its size; otherwise it could never run.
             if most is None or not more or not (here or elsewhere):
                 continue
             if here + more > share(most, replicas, elsewhere):
@@ -331,7 +336,7 @@ class TenantBudgets:
                 raise Refusal(text, retry_after_s=HELD_RETRY_S, limit=limit)
 
     def take(self, tenant: str, requests: int, tokens: int, now: float) -> None:
-        """Charges what `check` has let pass; less than nothing: takes it back."""
+        """Charges what `check` has admitted; negative amounts refund it."""
         account = self._account(tenant, now)
         account.requests += requests
         account.tokens += tokens
@@ -340,8 +345,8 @@ class TenantBudgets:
                 account.buckets[limit].take(amount, now)
 
     def release(self, tenant: str, requests: int, tokens: int, unused: int, now: float) -> None:
-        """They are held no more; of the tokens, so many were not used. Negative: so many more were
-        used."""
+        """Releases what a tenant holds. unused: tokens to refund; negative: additional tokens to
+        charge."""
         account = self._accounts[tenant]
         account.requests -= requests
         account.tokens -= tokens
@@ -349,7 +354,7 @@ class TenantBudgets:
             account.buckets[Limit.TOKEN_RATE].give_back(unused, now)
 
     def count_request(self, tenant: Tenant, others: OthersUsage, replicas: int, now: float) -> None:
-        """A request that was never let in counts against the rate all the same."""
+        """Counts a request that was never admitted against the rate."""
         account = self._account(tenant.name, now)
         self._shape(account, tenant, others, replicas, now)
         bucket = account.buckets.get(Limit.REQUEST_RATE)
@@ -357,7 +362,7 @@ class TenantBudgets:
             bucket.take(1, now)
 
     def refund_request(self, tenant: str, now: float) -> None:
-        """A request that was charged and then refused does not count against the rate."""
+        """Refunds a request that was charged and then refused."""
         bucket = self._accounts[tenant].buckets.get(Limit.REQUEST_RATE)
         if bucket is not None:
             bucket.give_back(1, now)
@@ -371,7 +376,7 @@ class TenantBudgets:
         return account
 
     def _forget(self, now: float) -> None:
-        """Whoever holds nothing and has saved up all there is to save."""
+        """Drops tenants that hold nothing and whose buckets are full."""
         for name, account in list(self._accounts.items()):
             full = all(bucket.is_full(now) for bucket in account.buckets.values())
             if full and not account.requests and not account.tokens:
@@ -380,7 +385,7 @@ class TenantBudgets:
     def _shape(
         self, account: Account, tenant: Tenant, others: OthersUsage, replicas: int, now: float
     ) -> None:
-        """Buckets of the sizes that the tenant's limits have now; limits are reloaded."""
+        """Sizes the buckets by the tenant's current limits, which can be reloaded."""
         rates = (
             (Limit.REQUEST_RATE, tenant.requests_per_minute, others.requests_per_s),
             (Limit.TOKEN_RATE, tenant.tokens_per_minute, others.tokens_per_s),

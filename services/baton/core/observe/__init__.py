@@ -1,5 +1,4 @@
-"""What is recorded of a request: its stages, its attempts, why they ran where, its replay.
+"""Records of a request: its stages, its attempts, the reasons for its placement, its replay.
 
-In: what happened, with times that the caller reads.
-Out: plain records.
+In: events, with times that the caller reads. Out: plain records.
 """

@@ -1,9 +1,8 @@
-"""What is remembered of one request while it runs and for a while afterwards.
+"""The record of one request, kept while it runs and for a while afterwards.
 
-That is where its attempts ran and why there, what came of them, and what makes its tokens again.
-
-Counts, times, decisions and names only. The token ids of the prompt are kept where replays are kept
-(`RequestRecord.replay`), the text never.
+It has the request's attempts, the reasons for their placement and their outcome, and the inputs
+that reproduce its tokens. It contains counts, times, decisions and names only. The token ids of the
+prompt are kept when replays are (`RequestRecord.replay`); its text is never kept.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from baton.core.routing.routing import (
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """As they travel: little-endian int32."""
+    """Returns token ids in the form in which they travel: little-endian int32."""
     ids = array("i", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -41,7 +40,7 @@ def packed(token_ids: Sequence[int]) -> bytes:
 
 
 def unpacked(ids: bytes) -> array[int]:
-    """What `packed` made, as numbers."""
+    """Reverses `packed`."""
     found = array("i", ids)
     if sys.byteorder == "big":
         found.byteswap()
@@ -49,24 +48,29 @@ def unpacked(ids: bytes) -> array[int]:
 
 
 def digest(token_ids: Sequence[int]) -> str:
-    """Names tokens without telling them: hex, of sha256 over their packed form."""
+    """Returns the sha256 of packed token ids in hex: it identifies tokens without revealing
+    them."""
     return sha256(packed(token_ids)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """prompt: packed ids. sampling: with the seed in use. exact: every worker that served it ran in
-    exact mode. digests, output_tokens: one a choice, once it is over."""
+    """What is needed to run a request again and compare its output."""
 
     model: ModelDescription
     prompt: bytes
+    """Token ids as `packed` returns them."""
     n: int
     sampling: SamplingParams
+    """Includes the seed in use."""
     stop: StopParams
     grammar: Grammar | None = None
     exact: bool = True
+    """Whether every worker that served the request ran in exact mode."""
     digests: tuple[str, ...] = ()
+    """One per choice, once the request is over."""
     output_tokens: tuple[int, ...] = ()
+    """One per choice, once the request is over."""
 
     @property
     def size(self) -> int:
@@ -75,7 +79,7 @@ class Replay:
         return len(self.prompt) + grammar + 32 * lists + 160 * self.n
 
     def ended(self, outputs: Sequence[Sequence[int]]) -> Replay:
-        """outputs: one a choice."""
+        """outputs: token ids of each choice."""
         return replace(
             self,
             digests=tuple(digest(ids) for ids in outputs),
@@ -84,11 +88,11 @@ class Replay:
 
 
 BEST_OF_A_ROLE = 4
-"""Candidates of a role that are remembered: the best ones, and some that could not take it."""
+"""Most candidates of a role that are recorded: the best ones, and some that were filtered."""
 
 MAX_LOSSES = 4
 MAX_TEXT = 300
-"""Characters of one sentence."""
+"""Most characters of one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,45 +108,45 @@ class Loss:
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """Where one attempt ran, why there, and what came of it. Seconds, where a name ends in _s."""
+    """Where one attempt ran, why, and its outcome. Names that end in _s are seconds."""
 
     number: int
     position: int
-    """Output tokens that were accepted before."""
+    """Output tokens that were accepted before the attempt."""
     input_tokens: int
-    """Tokens of the prompt and these."""
+    """Prompt tokens and the accepted output tokens."""
     choices: int
     moved: bool
     prefill: WorkerIdentity | None
     decode: WorkerIdentity | None
     why: str
-    """One sentence."""
+    """One sentence on the placement."""
     began_s: float
-    """Since the request arrived."""
+    """Seconds since the request arrived."""
     candidates: tuple[Candidate, ...] = ()
     """The best few of each role, best first."""
     others: int = 0
-    """How many more candidates there were."""
+    """Number of candidates that are not recorded."""
     uncached_tokens: int = 0
     predicted_first_token_s: float | None = None
     local_s: float | None = None
     remote_s: float | None = None
-    """These four as in Decision."""
+    """This and the three fields above are those of Decision."""
     prefill_queue_s: float | None = None
     prefill_s: float | None = None
     prefill_cached_tokens: int | None = None
-    """These three as the prefill worker reports them; None until then."""
+    """This and the two fields above are reported by the prefill worker; None until then."""
     decode_cached_tokens: int | None = None
     kv_bytes: int = 0
-    """That were handed over."""
+    """Bytes that were handed over."""
     kv_wait_s: float | None = None
-    """From the reservation of decode's blocks until it had all KV, as decode reports it."""
+    """From the reservation of decode's blocks until decode had all KV, as decode reports it."""
     kv_s: float | None = None
     """From the attempt's start until decode had all KV."""
     ended_s: float | None = None
-    """Since the request arrived."""
+    """Seconds since the request arrived."""
     failed: bool = False
-    """Whether it ended before all of its choices had, or left it."""
+    """Whether the attempt was over before all of its choices had ended or left it."""
     losses: list[Loss] = field(default_factory=list)
 
     def lost(self, phase: Phase, error: BatonError, at_s: float) -> None:
@@ -150,13 +154,13 @@ class AttemptRecord:
             self.losses.append(Loss(phase, error.reason, error.message[:MAX_TEXT], at_s))
 
     def ended(self, at_s: float, *, well: bool) -> None:
-        """Only the first call counts."""
+        """Records the end. Later calls have no effect."""
         if self.ended_s is None:
             self.ended_s, self.failed = at_s, not well
 
 
 def best_few(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], int]:
-    """The candidates to remember, in their order, and how many others there were."""
+    """Returns the candidates to record, in their order, and the number of the others."""
     kept: list[Candidate] = []
     seen: dict[str, int] = {}
     others = 0
@@ -171,61 +175,63 @@ def best_few(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], in
 
 
 MAX_ATTEMPTS = 16
-"""That are remembered: the first half of them and the newest ones."""
+"""Most attempts that are recorded: the first half of them and the newest ones."""
 
 BASE_BYTES = 3000
 ATTEMPT_BYTES = 6000
-"""What a record and each of its attempts take at most, by and large: texts are cut."""
+"""Approximate upper bound in bytes of a record and of each of its attempts; texts are cut to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
-    """How one choice ended. finish_reason: None for one that had not when the request did."""
+    """How one choice ended."""
 
     output_tokens: int
     finish_reason: FinishReason | None
+    """None when the choice had not ended before the request did."""
     stop_string: bool = False
     """Whether a stop string ended it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed. message: as its client was told."""
+    """Why a request failed."""
 
     reason: Reason
     message: str
+    """The message that the client got."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is remembered of one request."""
+    """The record of one request."""
 
     request_id: str
     tenant: str
     arrived_at: float
-    """Seconds since 1970."""
+    """Seconds since the Unix epoch."""
     asked: str
     """One of "chat", "text" and "tokens"."""
     priority: int
     policy: RoutingPolicy
-    """By which its workers are chosen."""
+    """The policy that chooses its workers."""
     split: bool
     """Whether a prefill pool is configured."""
     clock: StageClock | None
-    """None once it is over."""
+    """None once the request is over."""
     model: str = ""
     prompt_tokens: int = 0
     max_tokens: int = 0
     cached_tokens: int = 0
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """Those that are remembered."""
+    """The attempts that are recorded."""
     num_attempts: int = 0
-    """All of them."""
+    """The number of all attempts."""
     choices: tuple[ChoiceEnd, ...] = ()
-    """Once it is over."""
+    """Set once the request is over."""
     failure: Failure | None = None
     times: StageTimes | None = None
-    """Once it is over; before, see `so_far`."""
+    """Set once the request is over; until then, see `so_far`."""
     replay: Replay | None = None
 
     @property
@@ -238,12 +244,12 @@ class RequestRecord:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes, by and large; more than that it does not."""
+        """Approximate upper bound of the record's size in bytes."""
         replay = self.replay.size if self.replay is not None else 0
         return BASE_BYTES + ATTEMPT_BYTES * len(self.attempts) + 64 * len(self.choices) + replay
 
     def attempt(self, number: int) -> AttemptRecord | None:
-        """The attempt of that number, or None when it is not remembered."""
+        """Returns the attempt of that number, or None when it is not recorded."""
         return next((each for each in reversed(self.attempts) if each.number == number), None)
 
     def add(self, attempt: AttemptRecord) -> None:
@@ -253,23 +259,23 @@ class RequestRecord:
             del self.attempts[MAX_ATTEMPTS // 2]
 
     def accepted(self, model: str, prompt_tokens: int, stop: StopParams) -> None:
-        """It is known what is to run."""
+        """Records the model, the prompt's length and the longest output."""
         self.model, self.prompt_tokens = model, prompt_tokens
         self.max_tokens = stop.max_tokens
 
     def runs_on(self, model: ModelDescription) -> None:
-        """While nothing of it has run, another model of the same name may take its place."""
+        """Records another model of the same name. Allowed only before the request has a token."""
         self.model = model.name
         if self.replay is not None:
             self.replay = replace(self.replay, model=model)
 
     def served(self, *, exact: bool) -> None:
-        """Workers take it on; exact: all of them run in exact mode."""
+        """Records the workers of an attempt. exact: all of them run in exact mode."""
         if self.replay is not None and not exact:
             self.replay = replace(self.replay, exact=False)
 
     def so_far(self, now: float) -> StageTimes:
-        """now: a reading of the clock by which its stages are timed."""
+        """Returns the stage times until now. now: a reading of the stage clock."""
         if self.times is not None:
             return self.times
         return self.clock.times(now) if self.clock is not None else StageTimes()
@@ -277,8 +283,9 @@ class RequestRecord:
     def ended(
         self, error: BaseException | None, logs: Sequence[TokenLog], cached_tokens: int
     ) -> None:
-        """It is over, its stages are too. error: None for one that ended well; whatever is no
-        BatonError is its client's leaving. Nothing of the logs is kept but numbers and digests."""
+        """Records the end of the request, whose stages are over. error: None on success; an
+        exception that is no BatonError means that the client left. Only numbers and digests of the
+        logs are kept."""
         if self.over or self.clock is None:
             return
         self.times, self.clock = self.clock.times(), None
@@ -295,7 +302,7 @@ class RequestRecord:
 
 
 MAX_DETAIL = 200
-"""Characters that are told of what one worker's fate adds."""
+"""Most characters of the detail that is added to a worker's filter reason."""
 
 _MOVED = "Its KV came from another decode worker: nothing was prefilled."
 _ALONE = "Every choice ends at its first token, which prefill makes: no decode is needed."
@@ -304,7 +311,8 @@ _APART = "Prefill and decode ran apart"
 
 
 def outline(attempt: AttemptRecord) -> str:
-    """The same without what was known of workers, for those who may not see it."""
+    """Returns the sentence of `why` without facts about workers, for clients that may not see
+    them."""
     if attempt.moved:
         return _MOVED
     if attempt.decode is None:
@@ -313,7 +321,8 @@ def outline(attempt: AttemptRecord) -> str:
 
 
 def why(decision: Decision, policy: RoutingPolicy, *, split: bool, moved: bool = False) -> str:
-    """split: a prefill pool is configured. moved: the attempt goes on with KV that there is."""
+    """Returns the sentence that explains a placement. split: a prefill pool is configured. moved:
+    the attempt continues with existing KV."""
     if moved:
         return _MOVED
     match decision.reason:
@@ -357,7 +366,7 @@ def _short(uncached_tokens: int, policy: RoutingPolicy) -> str:
 
 
 def _nobody(candidates: Iterable[Candidate], *, split: bool) -> str:
-    """What became of the prefill workers."""
+    """Explains why no prefill worker was used."""
     seen = [c for c in candidates if c.identity.role == "prefill"]
     if not seen:
         if split:

@@ -1,8 +1,8 @@
-"""Where the time of a request goes, which workers serve it, and where in a trace it belongs.
+"""The time of a request by stage, the workers that serve it, and its trace context.
 
-A request is in one stage at a time, so that the stages add up to all of its time. Of a request that
-is tried again, or has several choices, each stage is the sum of all its turns: the newest event
-decides which stage it is in. Nothing here is called once per token.
+A request is in one stage at a time, so the stages add up to its total time. When a request is
+retried or has several choices, a stage is the sum of all its visits, and the newest event
+determines the current stage. Nothing here is called once per token.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from baton.core.request.model import WorkerIdentity
 
 class Stage(Enum):
     TOKENIZE = 1
-    """It is let in, and its prompt is encoded."""
+    """The request is admitted and its prompt is encoded."""
     TURN = 2
-    """It waits for its turn and for workers."""
+    """The request waits in the queue for workers."""
     PREFILL = 3
-    """Its input is with a worker that has not answered."""
+    """A worker has the input and has not answered."""
     HAND_OVER = 4
-    """The first token is there, the KV not yet; or a sequence moves."""
+    """The first token has arrived, the KV not yet; or a sequence migrates."""
     DECODE = 5
     DETOKENIZE = 6
-    """All tokens are there, their text not yet."""
+    """All tokens have arrived, their text not yet."""
     OVER = 7
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Where the time of one request went. Seconds, where a name ends in _s."""
+    """The time of one request by stage. Names that end in _s are seconds."""
 
     tokenize_s: float = 0.0
     turn_s: float = 0.0
     prefill_queue_s: float = 0.0
-    """As prefill workers report it. Where decode prefilled, its queue counts as prefill."""
+    """As prefill workers report it. When decode prefills, its queue counts as prefill."""
     prefill_s: float = 0.0
     """As the workers report it."""
     network_s: float = 0.0
-    """The rest of the time until prefill had answered."""
+    """The rest of the time until prefill answered."""
     hand_over_s: float = 0.0
     decode_s: float = 0.0
     detokenize_s: float = 0.0
@@ -50,18 +50,19 @@ class StageTimes:
     total_s: float = 0.0
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
-    """Input tokens whose KV decode had, so that they were not handed over."""
+    """Input tokens whose KV decode had cached, and which were not handed over."""
     kv_bytes: int = 0
-    """That were handed over."""
+    """Bytes that were handed over."""
     attempts: int = 0
-    """How often choices were started on workers."""
+    """Number of attempts that workers started."""
     moves: int = 0
-    """How many attempts went on with KV of another decode worker."""
+    """Number of attempts that continued with KV of another decode worker."""
     workers: tuple[WorkerIdentity, ...] = ()
     """In the order of their first use, each once."""
 
     def spent(self) -> dict[str, float]:
-        """Seconds by stage, in the order in which a request passes them; they add up to total_s."""
+        """Returns seconds by stage, in the order in which a request passes them. They add up to
+        total_s."""
         return {
             "tokenize": self.tokenize_s,
             "turn": self.turn_s,
@@ -74,12 +75,12 @@ class StageTimes:
         }
 
     def without_addresses(self) -> StageTimes:
-        """For clients that are no operators: of its workers they see roles and names only."""
+        """Returns a copy without worker addresses, for clients that are not operators."""
         return replace(self, workers=tuple(replace(each, address="") for each in self.workers))
 
 
 class StageClock:
-    """The stages of one request. All times are readings of one clock; began: when it arrived."""
+    """Measures the stages of one request. All times are readings of one clock, in seconds."""
 
     __slots__ = (
         "_began",
@@ -98,6 +99,7 @@ class StageClock:
     )
 
     def __init__(self, began: float) -> None:
+        """began: when the request arrived."""
         self.attempts = self.moves = 0
         self.prefill_cached_tokens = self.decode_cached_tokens = self.kv_bytes = 0
         self._began = self._since = began
@@ -113,16 +115,16 @@ class StageClock:
 
     @property
     def stage(self) -> Stage:
-        """The one it is in."""
+        """The current stage."""
         return self._stage
 
     @property
     def has_told(self) -> bool:
-        """Whether the client got any text."""
+        """Whether the client has received any text."""
         return self._first_text_at is not None
 
     def enter(self, stage: Stage, now: float) -> None:
-        """From now on it is in this stage; once OVER, for good."""
+        """Changes the current stage. OVER is final."""
         if self._stage not in (stage, Stage.OVER):
             self._spent[self._stage] += now - self._since
             self._stage, self._since = stage, now
@@ -131,14 +133,15 @@ class StageClock:
         self._workers[worker] = None
 
     def prefilled(self, queue_s: float, prefill_s: float, now: float) -> None:
-        """A prefill worker has answered. Where decode was told sooner, it goes on with that."""
+        """A prefill worker has answered. Has no effect on the stage when decode is already
+        further."""
         self._queue_s += queue_s
         self._prefill_s += prefill_s
         if self._stage is Stage.PREFILL:
             self.enter(Stage.HAND_OVER, now)
 
     def computed_by_decode(self, seconds: float) -> None:
-        """Decode has prefilled by itself, its queue included."""
+        """Decode has prefilled by itself. seconds: includes its queue."""
         self._prefill_s += seconds
 
     def first_text(self, now: float) -> None:
@@ -146,16 +149,17 @@ class StageClock:
             self._first_text_at = now
 
     def times(self, now: float | None = None) -> StageTimes:
-        """Of a request that is over; of one that still runs, until now."""
+        """Returns the stage times: all of them when the request is over, else until now."""
         spent, until = self._spent, self._since
         if now is not None and self._stage is not Stage.OVER:
             spent, until = dict(spent), max(now, until)
             spent[self._stage] += until - self._since
         there = spent[Stage.PREFILL]
-        # Workers measure on clocks of their own: no more than the time that passed here.
+        # Workers use clocks of their own, so their times are capped by the time that passed here.
         prefill_s = min(self._prefill_s, there)
         queue_s = min(self._queue_s, there - prefill_s)
-        # Whoever reads late had text to read when it was over.
+        # A client may read its first text only after the request is over; the text was there by
+        # then.
         first = min(until, self._first_text_at or until)
         return StageTimes(
             tokenize_s=spent[Stage.TOKENIZE],
@@ -181,9 +185,9 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 
 class TraceContext(NamedTuple):
-    """The two headers of W3C Trace Context. Both are empty where nothing is traced.
+    """The two headers of W3C Trace Context. Both are empty when the request is not traced.
 
-    They may be a stranger's: whoever goes on with a trace parses them first.
+    The values may be untrusted: parse them before continuing the trace.
     """
 
     traceparent: str = ""
@@ -191,7 +195,7 @@ class TraceContext(NamedTuple):
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits, or "" where there is none. Fit for a log, whoever wrote the header."""
+        """32 hex digits, or "" without a trace. Safe to log, even when the header is untrusted."""
         found = _TRACEPARENT.fullmatch(self.traceparent)
         return found[1] if found else ""
 

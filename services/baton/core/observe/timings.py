@@ -1,4 +1,4 @@
-"""How often something took how long, in buckets. It reads no clock."""
+"""A histogram of durations. It reads no clock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BOUNDS_S = (
 
 
 class Durations:
-    """counts: how many took at most as long as each bound and longer than the one before it; the
-    last one has no bound. total_s: of all. Written by one thread; others may read.
-    """
+    """A histogram. One thread writes it; other threads may read it."""
 
     __slots__ = ("counts", "total_s")
 
     def __init__(self) -> None:
+        """counts[i] is the number of durations above bound i - 1 and up to bound i; the last has no
+        upper bound. total_s: the sum of all durations."""
         self.counts = [0] * (len(BOUNDS_S) + 1)
         self.total_s = 0.0
 
@@ -32,7 +32,7 @@ class Durations:
 
 
 def together(parts: Iterable[Durations]) -> Durations:
-    """All of them, as they are now."""
+    """Returns the sum of several histograms."""
     found = Durations()
     for each in parts:
         found.counts = [a + b for a, b in zip(found.counts, each.counts, strict=True)]
