@@ -1,4 +1,4 @@
-"""A small client of Baton's gRPC API, blocking or with asyncio; starts nothing and loads no model.
+"""A small client of Baton's gRPC API, blocking or asyncio. It starts no process and loads no model.
 
     from baton.client import Client
 
@@ -6,8 +6,7 @@
         print(client.chat("What is the capital of France?").text)
 
 A call returns a stream at once. It yields events (`Accepted`, `Delta`, `Finished`); `text` and
-`read()` take what is left of it. Failures are exceptions with `message`, `field` and
-`retry_after_s`, all of them BatonErrors.
+`read()` consume the rest. Failures are BatonErrors with `message`, `field` and `retry_after_s`.
 """
 
 from baton.client.client import Answer as Answer

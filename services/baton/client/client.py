@@ -1,6 +1,6 @@
-"""The two clients: a channel to one router, and streams that are iterated.
+"""The blocking and the asyncio client: a channel to one router, and streams of events.
 
-`_Requests` and `_Received` are what the blocking client and the asyncio client have in common.
+`_Requests` and `_Received` hold what both clients share.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from baton.v1 import inference_pb2_grpc
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """When a failed call is made again. Pauses apply where the server gives no hint; half of each
-    is random, so that clients do not come back together."""
+    """When a failed call is retried. The pauses apply where the server sends no hint; half of each
+    is random, so that clients do not retry all at once."""
 
     most: int = 2
-    """Calls after the first one."""
+    """The number of calls after the first one."""
     first_s: float = 0.5
-    """The first pause. Each later one is twice as long as the one before it."""
+    """The first pause. Each later pause is twice as long as the one before."""
     longest_s: float = 8.0
 
 
@@ -58,21 +58,21 @@ DEFAULT = Retries()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer."""
 
     accepted: Accepted
     choices: tuple[Delta, ...]
-    """One Delta for each, with all of it."""
+    """One Delta per choice, with the whole text."""
     finished: Finished
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
 
 class _Call:
-    """One request, which may take several calls until something of its answer has come."""
+    """One request, which may take several calls until a part of its answer was received."""
 
     def __init__(
         self, begin: Callable[..., Any], request: object, retries: Retries, timeout_s: float | None
@@ -86,7 +86,7 @@ class _Call:
         self._calls = 0
 
     def begin(self) -> Any:
-        """Makes the next call, with the time that is left. The first one starts the clock."""
+        """Makes the next call with the remaining time. The first call starts the clock."""
         now = time.monotonic()
         if not self._calls and self._timeout_s is not None:
             self._deadline = now + self._timeout_s
@@ -95,8 +95,8 @@ class _Call:
         return self._begin(self._request, timeout=left_s)
 
     def pause_s(self, failure: Any, *, received: bool = False) -> float:
-        """How long to wait before the next call. Raises the failure as a BatonError where no other
-        call can help, or a part of the answer was received."""
+        """Returns the seconds to wait before the next call. Raises the failure as a BatonError if
+        a retry cannot help, or if a part of the answer was received."""
         error: BatonError = from_rpc_error(failure)
         if received or not error.retryable or self._calls > self._retries.most:
             raise error from None
@@ -110,15 +110,15 @@ class _Call:
 
 
 class _Received:
-    """A stream, as far as it was read."""
+    """The part of a stream that was read so far."""
 
     def __init__(self, call: _Call) -> None:
         self._call = call
         self._parts: dict[int, list[Delta]] = {}
         self.accepted: Accepted | None = None
-        """The first event, once it is there."""
+        """The first event, once received."""
         self.finished: Finished | None = None
-        """The last event, once it is there."""
+        """The last event, once received."""
 
     def _add(self, event: Event) -> Event:
         match event:
@@ -131,7 +131,7 @@ class _Received:
         return event
 
     def _answer(self) -> Answer:
-        """Raises Unavailable when the stream ended too early."""
+        """Raises Unavailable if the stream ended too early."""
         if self.accepted is None or self.finished is None:
             raise Unavailable("The answer broke off.")
         choices = tuple(join_deltas(choice, parts) for choice, parts in sorted(self._parts.items()))
@@ -142,7 +142,7 @@ S = TypeVar("S", bound=_Received)
 
 
 class _Requests(Generic[S]):
-    """The requests that a client makes of the router at "host:port". A context manager."""
+    """Makes a client's requests to the router at "host:port". A context manager."""
 
     _open_channel: ClassVar[Callable[[str, bytes | None], Any]]
     _stream: type[S]
@@ -156,8 +156,8 @@ class _Requests(Generic[S]):
         timeout_s: float | None = None,
         retries: Retries = DEFAULT,
     ) -> None:
-        """tls: True trusts the usual CAs, bytes are the PEM of the CA to trust. timeout_s: for a
-        call that names none. Raises InvalidArgument naming the argument."""
+        """tls: True trusts the system's CAs; bytes are the PEM of the CA to trust. timeout_s: the
+        default for calls without one. Raises InvalidArgument with the argument's name."""
         host, _ = split(address, "address")
         check_api_key(api_key, host, tls=bool(tls))
         self._metadata = api_key_metadata(api_key)
@@ -175,7 +175,7 @@ class _Requests(Generic[S]):
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> S:
-        """Continues a text or token ids. Nothing is sent before the stream is read."""
+        """Continues a text or token ids. The request is sent when the stream is first read."""
         request = generate_request(prompt, model, options)
         return self._stream(self._call(self._stub.Generate, request, timeout_s))
 
@@ -189,7 +189,7 @@ class _Requests(Generic[S]):
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> S:
-        """Answers a conversation. Nothing is sent before the stream is read."""
+        """Answers a conversation. The request is sent when the stream is first read."""
         request = chat_request(messages, model, tools, tool_choice, options)
         return self._stream(self._call(self._stub.Chat, request, timeout_s))
 
@@ -202,9 +202,9 @@ class _Requests(Generic[S]):
 
 
 class Stream(_Received, Iterator[Event]):
-    """One answer as it comes; its end is the end of the iteration, a failure is a BatonError.
+    """Iterates over the events of one answer as they arrive. Failures are raised as BatonErrors.
 
-    Close it, or leave its `with`, to stop an answer that is not wanted any more.
+    Close it, or leave its `with`, to cancel the request.
     """
 
     def __init__(self, call: _Call) -> None:
@@ -228,11 +228,11 @@ class Stream(_Received, Iterator[Event]):
 
     @property
     def text(self) -> str:
-        """All of the first choice, when it is there."""
+        """Reads to the end and returns the whole text of the first choice."""
         return self.read().text
 
     def read(self) -> Answer:
-        """The whole answer, when it is there; what was iterated over is part of it."""
+        """Reads to the end and returns the whole answer, with the parts already iterated over."""
         for _ in self:
             pass
         return self._answer()
@@ -256,7 +256,7 @@ class Stream(_Received, Iterator[Event]):
 
 
 class Client(_Requests[Stream]):
-    """The blocking client. Threads may share it."""
+    """The blocking client. It is thread-safe."""
 
     _open_channel = open_blocking_channel
     _stream = Stream
@@ -268,11 +268,11 @@ class Client(_Requests[Stream]):
         self.close()
 
     def close(self) -> None:
-        """Ends the streams that are open."""
+        """Cancels the open streams."""
         self._channel.close()
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
-        """The models served. Raises BatonError."""
+        """Returns the served models. Raises BatonError."""
         call = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
         while True:
             try:
@@ -282,7 +282,7 @@ class Client(_Requests[Stream]):
 
 
 class AsyncStream(_Received, AsyncIterator[Event]):
-    """As `Stream`, on an event loop."""
+    """The asyncio version of `Stream`."""
 
     def __init__(self, call: _Call) -> None:
         super().__init__(call)
@@ -304,11 +304,11 @@ class AsyncStream(_Received, AsyncIterator[Event]):
         await self._events.aclose()
 
     async def text(self) -> str:
-        """All of the first choice, when it is there."""
+        """Reads to the end and returns the whole text of the first choice."""
         return (await self.read()).text
 
     async def read(self) -> Answer:
-        """The whole answer, when it is there; what was iterated over is part of it."""
+        """Reads to the end and returns the whole answer, with the parts already iterated over."""
         async for _ in self:
             pass
         return self._answer()
@@ -332,7 +332,7 @@ class AsyncStream(_Received, AsyncIterator[Event]):
 
 
 class AsyncClient(_Requests[AsyncStream]):
-    """The client on one event loop."""
+    """The asyncio client, for use on one event loop."""
 
     _open_channel = open_client_channel
     _stream = AsyncStream
@@ -344,11 +344,11 @@ class AsyncClient(_Requests[AsyncStream]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends the streams that are open."""
+        """Cancels the open streams."""
         await self._channel.close()
 
     async def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
-        """The models served. Raises BatonError."""
+        """Returns the served models. Raises BatonError."""
         call = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
         while True:
             try:

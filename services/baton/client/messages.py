@@ -1,6 +1,6 @@
-"""Keyword arguments to requests of `baton.v1.Inference`, and its events to core values.
+"""Converts keyword arguments to requests of `baton.v1.Inference`, and events to core values.
 
-What a caller does not name is left to the server, whose ranges are not repeated here.
+Options that are absent are left to the server, which also validates their ranges.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import tokenizer_pb2
 
 Messages = str | Sequence[Message | Mapping[str, str]]
-"""A conversation; a string is a user's only message, a mapping has `role` and `content`."""
+"""A conversation. A string is a single user message; a mapping has `role` and `content`."""
 
 
 class Options(TypedDict, total=False):
-    """How an answer is made. What is absent has the server's default.
+    """Generation options. Absent options have the server's default.
 
-    The names are those of the fields of GenerationOptions and of the messages in it.
+    The names are those of the fields of GenerationOptions and its nested messages.
     """
 
     max_tokens: int
@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     seed: int
     top_logprobs: int
-    """How many alternatives to report with each token's log-probability."""
+    """How many alternatives are reported with each token's log-probability."""
     stop: str | Sequence[str]
     """Texts that end the answer."""
     stop_token_ids: Sequence[int]
@@ -61,8 +61,8 @@ class Options(TypedDict, total=False):
     keep_special_tokens: bool
     priority: int
     cache_salt: str
-    """Requests share KV only with requests of the same salt."""
-    # What the answer has to match; one of these:
+    """Requests share cached KV only with requests of the same salt."""
+    # Constraints on the answer; at most one of these:
     json_object: bool
     json_schema: str
     regex: str
@@ -72,7 +72,7 @@ class Options(TypedDict, total=False):
 
 
 def generate_request(prompt: str | Sequence[int], model: str, given: Options) -> pb.GenerateRequest:
-    """prompt: text or token ids. Raises InvalidArgument naming the option."""
+    """Builds a request. prompt: text or token ids. Raises InvalidArgument with the option."""
     request = pb.GenerateRequest(model=model, options=_options(given))
     if isinstance(prompt, str):
         request.text = prompt
@@ -88,7 +88,7 @@ def generate_request(prompt: str | Sequence[int], model: str, given: Options) ->
 def chat_request(
     messages: Messages, model: str, tools: Sequence[Tool], choice: ToolChoice | None, given: Options
 ) -> pb.ChatRequest:
-    """Raises InvalidArgument naming the option."""
+    """Builds a request. Raises InvalidArgument with the option."""
     conversation = [Message("user", messages)] if isinstance(messages, str) else messages
     return pb.ChatRequest(
         model=model,
@@ -100,7 +100,7 @@ def chat_request(
 
 
 def _options(given: Options) -> pb.GenerationOptions:
-    """Raises InvalidArgument for what does not fit its field, TypeError for an unknown name."""
+    """Raises InvalidArgument for a value of the wrong type, TypeError for an unknown name."""
     options = pb.GenerationOptions()
     for name, value in given.items():
         if name not in Options.__annotations__:
@@ -149,7 +149,7 @@ def _tool_choice(choice: ToolChoice) -> pb.ToolChoice:
 
 
 def event_from_proto(message: pb.GenerationEvent) -> Event | None:
-    """None for an event that a newer server sends and this client does not have."""
+    """Returns None for an event kind that this client does not know (from a newer server)."""
     match message.WhichOneof("event"):
         case "delta":
             return _delta(message.delta)
@@ -200,7 +200,7 @@ def _logprob(message: pb.TextLogprob) -> TextLogprob:
 
 
 def _stages(message: pb.StageTimes) -> StageTimes:
-    """Its instance ids are short."""
+    """Converts stage times. Instance ids are the short ones."""
     times = (*StageTimes().spent(), "first_token", "total")
     return StageTimes(
         **{f"{name}_s": getattr(message, f"{name}_us") / 1e6 for name in times},

@@ -1,11 +1,11 @@
-"""A runner without torch: the ModelRunner port over a memory of hashes.
+"""A ModelRunner without torch, whose KV is hashes in place of tensors.
 
-Its KV is real in the one way that matters: every position's state is written into blocks, and the
-next token is a keyed hash of *all* states that the extents point at. A block that was lost, stale,
-swapped or overwritten therefore gives other tokens, just as it would with a real model.
+Every position's state is written into blocks, and the next token is a keyed hash of *all* states
+that the extents refer to. A lost, stale, swapped or overwritten block therefore changes the tokens,
+just as with a real model.
 
-Per position the key is (token id, position) as two little-endian int32 and the value is a running
-64-bit hash over the tokens so far, which makes 16 bytes on the wire (`FakeMemory`).
+Per position the key is (token id, position) as two little-endian int32, and the value is a running
+64-bit hash over the tokens so far: 16 bytes on the wire (`FakeMemory`).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from baton.engine.kv.extents import Moved, check_extents, check_plan, owners, sp
 
 KEY_SIZE = 8
 VALUE_SIZE = 8
-"""Bytes of a position."""
+"""Bytes of one position's key, and of its value."""
 
 
 class FakeMemory:
-    """KV of a `FakeRunner`: bytes in place of tensors, per position a key and a value.
+    """KV of a `FakeRunner`: per position a key and a value, in bytes.
 
-    Keys and values lie apart, as in the wire's layout. Memory that was never written must not look
-    like a start, so it is all ones.
+    Keys and values are stored apart, as in the wire's layout. Memory is filled with 0xff,
+    because unwritten memory must differ from the state of a first position.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_swap_blocks: int, lost: Iterable[int] = ()
     ):
-        """num_swap_blocks: host and disk are one. lost: blocks of swap memory that do not come
-        back, as from a disk that fails."""
+        """num_swap_blocks: of host and disk together. lost: swap blocks that cannot be read back,
+        as on a failing disk."""
         self._block_size = block_size
         self._planes = tuple(
             (bytearray(b"\xff" * (num_blocks * block_size * size)), size)
@@ -60,7 +60,7 @@ class FakeMemory:
         self._lost = frozenset(lost)
 
     def read(self, extents: Extents, first_position: int, count: int) -> bytes:
-        """Keys, then values, of consecutive positions."""
+        """Returns the keys, then the values, of consecutive positions."""
         places = list(spans(extents, first_position, count, self._block_size))
         return b"".join(
             memory[start * size : (start + length) * size]
@@ -71,7 +71,7 @@ class FakeMemory:
     def write(
         self, extents: Extents, first_position: int, count: int, data: bytes | memoryview
     ) -> None:
-        """The inverse of read."""
+        """Writes what `read` returns."""
         done = 0
         for memory, size in self._planes:
             for start, length in spans(extents, first_position, count, self._block_size):
@@ -90,7 +90,7 @@ class FakeMemory:
             self._stored[place] = self.read(((block, 1),), 0, self._block_size)
 
     def swap_in(self, swap: BlockSwap) -> list[int]:
-        """Returns the blocks that did not come back."""
+        """Copies blocks back. Returns the blocks that could not be read back."""
         missing = []
         for block, place in zip(swap.blocks, swap.stored, strict=True):
             if place in self._lost:
@@ -101,18 +101,18 @@ class FakeMemory:
 
 
 class FakeRunner:
-    """ModelRunner whose tokens are hashes. Greedy tokens depend on the tokens so far, drawn ones
-    also on (seed, choice, position); temperature, filters, penalties, biases and what is allowed
-    change nothing.
+    """A ModelRunner whose tokens are hashes. Greedy tokens depend on the tokens so far, sampled
+    ones also on (seed, choice, position). Temperature, filters, penalties, biases and
+    allowed tokens change nothing.
 
-    eos_every: about one token in so many is the first end token; 0 means none ever.
-    step_seconds, token_seconds: how long a step takes, asleep, as a host waits for its device: for
-    itself, and for each token in it.
-    delay_steps: a submitted step runs when it is collected or when so many newer ones are waiting,
-    so that memory freed too early is seen to be overwritten.
-    poison_token_id: a chunk that ends with this token makes its samples fail, as NaN logits would.
-    wire_dtype: what its layout says of KV on the wire, auto is float32; its bytes stay as they are.
-    num_swap_blocks, depth: see ModelRunner. lost_swap_blocks: those that do not come back.
+    eos_every: about one token in this many is the first end token; 0: none.
+    step_seconds, token_seconds: duration of a step and additional duration per token; the thread
+    sleeps, as a host waits for its device.
+    delay_steps: a submitted step runs when it is collected, or when this many newer ones wait, so
+    that memory that is freed too early is overwritten before it is read.
+    poison_token_id: a chunk that ends with this token has invalid samples, as from NaN logits.
+    wire_dtype: the dtype in its KV layout (auto: float32); the bytes do not depend on it.
+    num_swap_blocks, depth: see ModelRunner. lost_swap_blocks: those that cannot be read back.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class FakeRunner:
         self._num_swap_blocks = num_swap_blocks
         self._depth = depth
         self._memory = FakeMemory(num_blocks, block_size, sum(num_swap_blocks), lost_swap_blocks)
-        # A token that is still to come is one of a step in flight.
+        # A step may use tokens that a step in flight has not sampled yet.
         self._sampled: deque[dict[int, int]] = deque(maxlen=depth + delay_steps)
         self._waiting: deque[StepPlan] = deque()
         self._done: deque[StepResult] = deque()
@@ -258,7 +258,7 @@ class FakeRunner:
                         failed.append((row.sequence_id, "every token is banned"))
                     else:
                         tokens.append(token)
-        # Hashing is part of the time, however much there is to hash.
+        # The hashing counts as part of the step's duration.
         left = done - time.perf_counter()
         if left > 0.0:
             time.sleep(left)
@@ -277,7 +277,8 @@ class FakeRunner:
         return Moved(time.perf_counter() - began, owners(plan, missing))
 
     def _known(self, chunk: Chunk) -> Sequence[int]:
-        """The chunk's tokens; one that was never sampled stays unknown and gives other tokens."""
+        """Returns the chunk's tokens. A token that was never sampled gets a placeholder, which
+        changes all later tokens."""
         if tuple(chunk.token_ids) != (PENDING,):
             return chunk.token_ids
         of_steps = (tokens.get(chunk.sequence_id) for tokens in reversed(self._sampled))
@@ -297,8 +298,8 @@ class FakeRunner:
         self._memory.write(chunk.extents, position, count, b"".join((*keys, *values)))
 
     def _score(self, chunk: Chunk) -> ScoredTokens:
-        """Numbers below 0 from a hash of everything that each position can see, and of the token
-        behind it; the alternatives are the ids from 0 on, with smaller ones."""
+        """Returns negative scores from a hash of all that each position can see and of the token
+        after it. The alternatives are the ids from 0 on, with lower scores."""
         assert chunk.scored is not None
         tokens, num_top = chunk.scored
         own = []
@@ -313,12 +314,12 @@ class FakeRunner:
         return ScoredTokens(chunk.sequence_id, chunk.first_position, logprobs)
 
     def _attend(self, chunk: Chunk) -> bytes:
-        """A hash of everything that the chunk's last position can see."""
+        """Returns a hash of everything that the chunk's last position can see."""
         everything = self._memory.read(chunk.extents, 0, chunk.end_position)
         return blake2b(everything, digest_size=16, key=b"attend").digest()
 
     def _draw(self, seen: bytes, row: SampleRow) -> SampledToken | None:
-        """None when every token is banned."""
+        """Returns None if every token is banned."""
         if not row.params.greedy:
             drawn_by = struct.pack("<QII", row.params.seed % 2**64, row.choice, row.position)
             seen = blake2b(seen + drawn_by, digest_size=16, key=b"draw").digest()
@@ -348,7 +349,8 @@ class FakeRunner:
         return None
 
     def _logprobs(self, token: int, row: SampleRow) -> Logprobs | None:
-        """Halving probabilities, the drawn token the most likely one."""
+        """Returns probabilities that halve from one to the next; the sampled token is the most
+        likely one."""
         wanted = row.params.top_logprobs
         if wanted is None:
             return None

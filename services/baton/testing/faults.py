@@ -1,23 +1,23 @@
-"""Breaks hand-overs of KV on purpose, by rules and a seed.
+"""Injects faults into KV hand-overs, by rules and a seed.
 
-The rules are one line of text:
+A spec is one line of text:
 
     seed=7; corrupt@sender.sealed:rate=0.01; freeze@receiver.reading:at=3;
     drop@sender.told:every=100
 
 Each rule is KIND@POINT with settings after a colon:
-- rate: the probability at each time the point is reached;
-- at: the first time (counted from 1) that it happens, and the only one without `every` or `rate`;
-- every: each so-many-th time, from `at` on when that is given;
-- times: how often at most;
-- seconds: how long a delay, or a read that is not reported as done, lasts (for ever without);
-- part: header or payload, for what damages a KV chunk.
+- rate: the probability each time the point is reached;
+- at: the first time (counted from 1); the only time if neither `every` nor `rate` is given;
+- every: every n-th time, starting with `at` if that is given;
+- times: the maximum number of times;
+- seconds: how long a delay, or a read that is not reported as done, lasts (default: forever);
+- part: header or payload, for faults that damage a KV chunk.
 
-A point is "side.what". Points of messages lie where a side sends or receives one. The others lie
-within a side's own work; at `sender.sealed` and `receiver.read` a whole KV chunk lies in a buffer,
-where it can be damaged so that the other side, or the side's own verification, has to find it.
-`transport.read` is a read that was just posted. A process that freezes itself is thawed by another
-process (SIGCONT).
+A point is "side.what". Points of messages are reached when a side sends or receives that message.
+The others lie within a side's own work: at `sender.sealed` and `receiver.read` a buffer holds a
+whole KV chunk, and damage to it must be detected by the other side or by the side's own
+verification. `transport.read` is a read that was just posted. Another process must resume a process
+that freezes itself (SIGCONT).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ MESSAGES: Mapping[str, str] = {
     "tokens": "tokens_told",
     "completed": "completed",
 }
-"""What the point of a message is called, by the message's field in the stream: the same on the side
-that sends it and on the one that receives it."""
+"""The name of a message's point, by the message's field in the stream. The sending and the
+receiving side use the same name."""
 
 SENDER_WORK = ("sender.buffer_taken", "sender.packed", "sender.sealed")
 RECEIVER_WORK = (
@@ -77,7 +77,7 @@ FIELD = "kv_faults"
 
 
 class FaultKind(Enum):
-    """What goes wrong. Values are the words of a spec."""
+    """Kinds of faults. The values are the words in a spec."""
 
     DELAY = "delay"
     DROP = "drop"
@@ -104,46 +104,46 @@ _EXTRA: Mapping[str, frozenset[FaultKind]] = {
 
 @dataclass(frozen=True, slots=True)
 class FaultRule:
-    """One thing to go wrong. The module's docstring describes the settings."""
+    """One fault to inject. The module's docstring describes the settings."""
 
     kind: FaultKind
     point: str
     rate: float = 1.0
     at: int = 1
     every: int = 1
-    """0: it is not repeated."""
+    """0: not repeated."""
     times: int | None = None
-    """None: without a bound."""
+    """None: no limit."""
     seconds: float = math.inf
     part: str = ""
-    """header or payload; empty: either."""
+    """header, payload, or empty for either."""
 
     @property
     def name(self) -> str:
         return f"{self.kind.value}@{self.point}"
 
     def reaches(self, count: int) -> bool:
-        """Whether it may happen the count-th time that its point is reached."""
+        """Returns whether the fault may happen when its point is reached for the count-th time."""
         after = count - self.at
         return after == 0 or (after > 0 and self.every > 0 and after % self.every == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultSpec:
-    """All rules and the seed of what is drawn."""
+    """All rules, and the seed of random choices."""
 
     rules: tuple[FaultRule, ...] = ()
     seed: int = 0
 
 
 def kinds_at(point: str) -> frozenset[FaultKind]:
-    """What can go wrong at a point."""
+    """Returns the kinds of faults that are possible at a point."""
     drops = frozenset({FaultKind.DROP}) if point in MESSAGE_POINTS else frozenset()
     return _ANYWHERE | drops | _EXTRA.get(point, frozenset())
 
 
 def parse(text: str) -> FaultSpec:
-    """Raises InvalidArgument that names the rule and what is allowed."""
+    """Parses a spec. Raises InvalidArgument with the faulty rule and the allowed values."""
     rules, seed = [], 0
     for item in filter(None, (part.strip() for part in text.split(";"))):
         if item.startswith("seed="):
@@ -219,22 +219,22 @@ def _refused(item: str, why: str) -> InvalidArgument:
 
 
 LEFT_OUT = 16
-"""Bytes that a truncated read lacks at least: fewer could be there from before by chance."""
+"""A truncated read misses at least this many bytes: fewer could match the old content by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
     handle: object
     hidden_until: float
-    """On the monotonic clock; before it the read counts as running."""
+    """Monotonic clock reading; until then the read is reported as running."""
 
 
 class FaultyTransport:
-    """A `KvTransport` whose reads go wrong at the point `transport.read`.
+    """A `KvTransport` with injected faults in its reads, at the point `transport.read`.
 
-    It reports a read as done late or never, reads only half of it, or reads another buffer, as
-    through a reference that is out of date. It never releases a read that the transport below has
-    not ended: it goes wrong as a transport may, within the port's contract.
+    It reports a read as done late or never, reads only half of it, or reads another buffer, as a
+    stale reference would. It never releases a read that the inner transport has not ended, so all
+    faults stay within the contract of `KvTransport`.
     """
 
     def __init__(self, inner: KvTransport, faults: FaultInjector) -> None:
@@ -288,17 +288,17 @@ class FaultyTransport:
         self._inner.close()
 
 
-# Where fields of the binary header lie; see baton.transfer.kv_chunk.
+# Byte ranges of fields in the binary header; see baton.transfer.kv_chunk.
 _INSTANCE_ID, _LAYOUT, _LENGTH = slice(8, 24), slice(68, 76), slice(76, 84)
 
 KEPT = 8
-"""Old KV chunks, and headers, of one side."""
+"""How many old KV chunks, and headers, one side keeps."""
 
 
 class Damage:
     """Damages KV chunks of one sender or receiver, in their buffers or in their announcements.
 
-    It keeps a few old ones, to bring them back.
+    It keeps a few old chunks and headers, in order to replay them.
     """
 
     def __init__(self) -> None:
@@ -314,7 +314,8 @@ class Damage:
     def in_buffer(
         self, kind: FaultKind, part: str, kv_chunk: memoryview, draw: random.Random
     ) -> bool:
-        """Whether it changed anything. kv_chunk: header and payload as they lie in a buffer."""
+        """Damages a chunk in place. Returns whether anything changed. kv_chunk: header and payload
+        as they lie in a buffer."""
         before = bytes(kv_chunk)
         match kind:
             case FaultKind.CORRUPT:
@@ -338,7 +339,8 @@ class Damage:
     def header(
         self, kind: FaultKind, header: pb.KvChunkHeader, draw: random.Random
     ) -> pb.KvChunkHeader:
-        """An announced header, changed, or as it was when there is nothing to change to."""
+        """Returns a damaged copy of an announced header, or the header if there is no old one to
+        use."""
         if kind is FaultKind.REPLAY:
             return draw.choice(self._headers) if self._headers else header
         changed = pb.KvChunkHeader()
@@ -361,21 +363,21 @@ def _part(part: str, kv_chunk: memoryview) -> slice:
 
 
 def _flip(kv_chunk: memoryview, where: slice, draw: random.Random) -> None:
-    """One bit."""
+    """Flips one random bit."""
     kv_chunk[draw.randrange(where.start, where.stop)] ^= 1 << draw.randrange(8)
 
 
 class FaultInjector(Faults):
-    """Breaks hand-overs at their points, by the rules of a spec."""
+    """Injects faults into hand-overs at their points, by the rules of a spec."""
 
     def __init__(self, spec: FaultSpec) -> None:
         self.injected: Counter[str] = Counter()
-        """How often each rule, by its name, has really changed something."""
+        """How often each rule, by its name, actually changed something."""
         self._damage = Damage()
         self.arm(spec)
 
     def arm(self, spec: FaultSpec) -> None:
-        """These rules from now on, with all counts of points reached at 0."""
+        """Replaces the rules and resets all counts of points reached to 0."""
         self._rules = [
             (rule, random.Random(f"{spec.seed} {i}")) for i, rule in enumerate(spec.rules)
         ]
@@ -384,7 +386,7 @@ class FaultInjector(Faults):
         self._left = {rule: rule.times for rule in spec.rules}
 
     def due(self, point: str) -> list[tuple[FaultRule, random.Random]]:
-        """A point was reached: what is to go wrong now."""
+        """Counts that a point was reached. Returns the faults to inject now."""
         self.reached[point] += 1
         return [
             (rule, draw)
@@ -403,7 +405,7 @@ class FaultInjector(Faults):
         log.debug("injected %s", rule.name)
 
     def stop_here(self, rule: FaultRule) -> None:
-        """Freezes or kills this process, if that is what the rule says."""
+        """Freezes or kills this process, if the rule is of that kind."""
         if rule.kind in (FaultKind.FREEZE, FaultKind.KILL):
             self.happened(rule)
             os.kill(
@@ -446,7 +448,8 @@ class FaultInjector(Faults):
         return FaultyTransport(transport, self)
 
     async def _changed(self, side: str, message: Any, held: list[pb.CollectResponse]) -> list[Any]:
-        """What becomes of a message. held: one of the same stream that waits to be swapped."""
+        """Returns the messages to pass on in place of one. held: a message of the same stream that
+        waits to be swapped with the next one."""
         field = message.WhichOneof("message")
         point = MESSAGES.get(field)
         for rule, draw in self.due(f"{side}.{point}") if point else ():
@@ -474,7 +477,7 @@ class FaultInjector(Faults):
         if field == "kv_chunk":
             self._damage.keep_header(message.kv_chunk.header)
         elif held and field in ("tokens", "failed"):
-            # No second KV chunk came to swap it with.
+            # No second KV chunk arrived to swap it with.
             return [held.pop(), message]
         return [message]
 

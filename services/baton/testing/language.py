@@ -1,8 +1,8 @@
 """A made-up model: the next token is a hash of everything before it.
 
-Token ids below 256 are bytes, EOS ends an answer. The same input, seed and choice always give the
-same answer, so whatever a test does to the workers, the answer is known. A test may also write the
-answer itself: the text between two signs in the last message is the answer to it (`says`).
+Token ids below 256 are bytes, and EOS ends an answer. The same input, seed and choice always give
+the same answer, so a test can compute the expected answer whatever it does to the workers. A test
+may also set the answer: text between two marks in the last message is returned as is (`says`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
 
 
 def next_token(input_ids: Sequence[int], seed: int, choice: int, *, may_end: bool) -> int:
-    """The token after input_ids (prompt and output): as scripted, else one in 64 ends the answer,
-    if it may."""
+    """Returns the token after input_ids (prompt and output): the scripted one if the input has a
+    script, else a hash of which one in 64 ends the answer, if may_end."""
     told = _said(input_ids)
     if told is not None:
         return told
@@ -38,7 +38,7 @@ def next_token(input_ids: Sequence[int], seed: int, choice: int, *, may_end: boo
 def answer(
     prompt: Sequence[int], seed: int, choice: int, max_tokens: int, *, ignore_eos: bool = False
 ) -> tuple[tuple[int, ...], FinishReason]:
-    """The whole answer, as one undisturbed worker would make it."""
+    """Returns the whole answer, as an undisturbed worker would make it."""
     output: list[int] = []
     while len(output) < max_tokens:
         token = next_token([*prompt, *output], seed, choice, may_end=not ignore_eos)
@@ -49,7 +49,7 @@ def answer(
 
 
 def logprob(token: int) -> float:
-    """What workers report for a token."""
+    """Returns the log-probability that workers report for a token."""
     return -float(token % 7) / 8
 
 
@@ -58,7 +58,8 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def stopped(token_ids: Sequence[int], stop: str) -> tuple[tuple[int, ...], str] | None:
-    """Where a stop string ends the answer: kept tokens, and the text before the match."""
+    """Returns the tokens up to the end of a stop string, and the text before it; None without a
+    match."""
     text = text_of(token_ids)
     found = text.find(stop)
     if found < 0:
@@ -71,12 +72,12 @@ _SCRIPT = re.compile(rb"\x02([^\x03]*)\x03\n")
 
 
 def says(text: str) -> str:
-    """A message that is answered with the text."""
+    """Returns a message to which the answer is the given text."""
     return f"{BEGIN}{text}{END}"
 
 
 def _said(input_ids: Sequence[int]) -> int | None:
-    """The byte that a script says next, 256 at its end; None when there is no script."""
+    """Returns the next byte of the script, 256 at its end, None without a script."""
     said = bytes(token for token in input_ids if token < 256)
     found = _SCRIPT.search(said)
     if found is None:

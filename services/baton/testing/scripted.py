@@ -1,7 +1,8 @@
 """Scripted workers: real gRPC servers of every role over the made-up model of `language`.
 
-They speak the protos on real sockets, record what they are sent, and can be made to misbehave. Only
-the KV is not real: a hand-over is an entry in `ScriptedKv`, gone with its sender.
+They serve the protos on real sockets, record the requests they receive, and can be made to
+misbehave. Only the KV is simulated: a hand-over is an entry in `ScriptedKv` that disappears with
+its sender.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass
 class ScriptedKv:
-    """KV on offer, by hand-over id. on_collected: called when somebody has it."""
+    """The pending hand-overs of KV, by hand-over id."""
 
     on_collected: dict[bytes, Callable[[], None]] = field(default_factory=dict)
+    """Called when a receiver has the KV."""
     given: dict[bytes, asyncio.Future[list[ChoiceTokens]]] = field(default_factory=dict)
 
     def offer(self, handover_id: bytes) -> asyncio.Future[list[ChoiceTokens]]:
-        """Either side may come first."""
+        """Returns the future of a hand-over. Sender and receiver may call this in any order."""
         if handover_id not in self.given:
             self.given[handover_id] = asyncio.get_running_loop().create_future()
         return self.given[handover_id]
@@ -81,7 +83,7 @@ class ScriptedKv:
 
 
 class LossyLog(CacheLog):
-    """`losing`: set, the next changes that a watcher reads do not reach it."""
+    """A cache log that loses changes: if `losing` is set, the next changes are skipped once."""
 
     losing = False
 
@@ -94,7 +96,7 @@ class LossyLog(CacheLog):
 
 
 class ScriptedWorker:
-    """One worker of a role. `refusals`: errors that the next pieces of work meet, in order."""
+    """A scripted worker of one role."""
 
     role = ""
     layout: KvLayout | None = None
@@ -111,6 +113,7 @@ class ScriptedWorker:
         self.standby = False
         self.speed = UNMEASURED
         self.refusals: list[BatonError] = []
+        """Errors with which the next pieces of work fail, in order."""
         self._changes: deque[Change] = deque()
         self.cache = LossyLog(self._changes)
         self.identity = WorkerIdentity(self.role, new_instance_id(), "")
@@ -128,14 +131,14 @@ class ScriptedWorker:
         return address
 
     async def kill(self) -> None:
-        """All calls break, and nobody listens any more."""
+        """Breaks all calls and closes the listening socket."""
         server, self._server = self._server, None
         self.die()
         if server is not None:
             await server.stop(0)
 
     def die(self) -> None:
-        """What a role loses when it is killed."""
+        """Drops the state that this role loses when it is killed."""
 
     def service(self) -> Service:
         raise NotImplementedError
@@ -160,7 +163,7 @@ class ScriptedWorker:
         )
 
     def hold(self, token_ids: Sequence[int]) -> None:
-        """Its cache has the units of a prompt that it did not have."""
+        """Adds the prefix hashes of a prompt to its cache."""
         joined = prefix_hashes(token_ids, b"", self.model.tokenizer_digest)
         for start in range(0, len(joined), HASH_BYTES):
             self._changes.append((joined[start : start + HASH_BYTES], True))
@@ -171,23 +174,26 @@ class ScriptedWorker:
 
 
 class ScriptedTokenizer(ScriptedWorker, tokenizer_pb2_grpc.TokenizerServicer):
-    """One token a byte. remaining_s: what each call was told it has, traces: what it was part of.
-    chats, grammars: that came. begun: the bytes of each input, in the order in which they came.
-    `working`: cleared, inputs of at least `slow_bytes` wait. most_at_once: that waited so."""
+    """A tokenizer that encodes one byte as one token."""
 
     role = "tokenizer"
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.remaining_s: list[float | None] = []
+        """The remaining deadline of each call."""
         self.traces: list[TraceContext] = []
+        """The trace context of each call."""
         self.chats: list[tokenizer_pb2.Chat] = []
         self.grammars: list[types_pb2.Grammar] = []
         self.begun: list[bytes] = []
+        """The bytes of each input, in order of arrival."""
         self.working = asyncio.Event()
+        """While cleared, inputs of at least `slow_bytes` wait."""
         self.working.set()
         self.slow_bytes = 0
         self.num_slow = self.most_at_once = 0
+        """most_at_once: the largest number of inputs that waited at the same time."""
 
     def service(self) -> Service:
         return Service(
@@ -266,7 +272,7 @@ class ScriptedTokenizer(ScriptedWorker, tokenizer_pb2_grpc.TokenizerServicer):
 
 
 def sample(attempt: Attempt, choice: int, output: list[int]) -> ChoiceTokens:
-    """The next token of a choice whose output since the attempt began is given."""
+    """Returns the next token of a choice. output: its tokens since the attempt began."""
     so_far = [*attempt.token_ids, *output]
     position = attempt.position + len(output)
     may_end = not attempt.stop.ignore_eos and position >= attempt.stop.min_tokens
@@ -290,7 +296,8 @@ def sample(attempt: Attempt, choice: int, output: list[int]) -> ChoiceTokens:
 
 
 def scores(attempt: Attempt) -> types_pb2.PromptLogprobs | None:
-    """Of the prompt's tokens, if the attempt asks for them; 97 is always the most likely one."""
+    """Returns log-probabilities of the prompt's tokens, if the attempt requests them. Token 97 is
+    always the most likely one."""
     num_top = attempt.prompt_logprobs
     if num_top is None:
         return None
@@ -301,7 +308,7 @@ def scores(attempt: Attempt) -> types_pb2.PromptLogprobs | None:
 
 
 class ScriptedPrefill(ScriptedWorker, prefill_pb2_grpc.PrefillServicer):
-    """`answering`: cleared, answers wait while KV goes out; `computing`: cleared, all waits."""
+    """A scripted prefill worker."""
 
     role = "prefill"
     layout = language.LAYOUT
@@ -310,8 +317,10 @@ class ScriptedPrefill(ScriptedWorker, prefill_pb2_grpc.PrefillServicer):
         super().__init__(**kwargs)
         self.network = network
         self.answering = asyncio.Event()
+        """While cleared, responses wait although KV is sent."""
         self.answering.set()
         self.computing = asyncio.Event()
+        """While cleared, both responses and KV wait."""
         self.computing.set()
         self.runs: list[Attempt] = []
         self.cancelled: list[AttemptKey] = []
@@ -369,7 +378,7 @@ class ScriptedPrefill(ScriptedWorker, prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.CancelResponse()
 
     def _collected(self, attempt: Attempt) -> None:
-        """The KV is gone from here."""
+        """Releases the KV of an attempt that a receiver has collected."""
         self.held.pop(attempt.key, None)
 
     def _release(self, key: AttemptKey) -> None:
@@ -380,7 +389,7 @@ class ScriptedPrefill(ScriptedWorker, prefill_pb2_grpc.PrefillServicer):
 
 @dataclass
 class _Running:
-    """One attempt at the fake decode worker."""
+    """One attempt at the scripted decode worker."""
 
     attempt: Attempt
     handover_id: bytes
@@ -398,10 +407,7 @@ Tamper = Callable[[list[ChoiceTokens]], Iterable[ChoiceTokens]]
 
 
 class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
-    """`tamper` sees a frame's tokens before they go out. `stepping`: cleared, no step runs.
-    `collecting`: cleared, no KV comes in. `silent`: not even a heartbeat goes out. `keeping`: gives
-    no sequence away. `scoring`: cleared, prompts' log-probabilities are never told.
-    """
+    """A scripted decode worker."""
 
     role = "decode"
     layout = language.LAYOUT
@@ -410,6 +416,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         super().__init__(**kwargs)
         self.network = network
         self.keeping = False
+        """If set, it hands no sequence over to another worker."""
         self.wishes: list[decode_pb2.HandOverSequence] = []
         self.giving: dict[SequenceKey, bytes] = {}
         self._answers: list[decode_pb2.SequenceHandedOver] = []
@@ -418,12 +425,17 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.cancels: list[tuple[AttemptKey, tuple[int, ...]]] = []
         self.furthest_ahead = 0
         self.stepping = asyncio.Event()
+        """While cleared, no step runs."""
         self.stepping.set()
         self.collecting = asyncio.Event()
+        """While cleared, no KV is received."""
         self.collecting.set()
         self.silent = False
+        """If set, nothing is sent, not even heartbeats."""
         self.scoring = True
+        """If cleared, log-probabilities of prompts are never sent."""
         self.tamper: Tamper = lambda tokens: tokens
+        """Changes a frame's tokens before they are sent."""
         self.step_s = 0.001
         self.break_stream = asyncio.Event()
         self.hellos: list[decode_pb2.SessionHello] = []
@@ -438,7 +450,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         )
 
     def holds(self) -> list[SequenceKey]:
-        """Sequences that have not ended: they would hold blocks."""
+        """Returns the sequences that have not ended: a real worker would hold blocks for them."""
         return [
             SequenceKey(key.request_id, choice, key.attempt)
             for key, running in self.running.items()
@@ -485,7 +497,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
             reader.cancel()
 
     async def _until_step(self) -> None:
-        """Returns when the next step is due."""
+        """Waits until the next step is due."""
         await asyncio.sleep(self.step_s)
 
     def _resume(self, hello: decode_pb2.SessionHello) -> decode_pb2.SessionWelcome:
@@ -561,7 +573,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.network.on_collected[wish.handover_id] = lambda: self._gone(key)
 
     def _gone(self, key: SequenceKey) -> None:
-        """Another worker has the sequence."""
+        """Ends a sequence that another worker has taken over."""
         self._cancel(AttemptKey(key.request_id, key.attempt), (key.choice,))
 
     def _cancel(self, key: AttemptKey, choices: tuple[int, ...]) -> None:
@@ -594,7 +606,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.network.collected(running.handover_id)
         for entry in first:
             if entry.key.choice in running.choices:
-                # A decode worker gives under its own number of the attempt.
+                # A decode worker hands sequences over under its own number of the attempt.
                 key = entry.key._replace(attempt=running.attempt.attempt)
                 running.outputs[key.choice].append(entry._replace(key=key))
         running.ready = True
@@ -646,7 +658,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
 
 @dataclass
 class _Text:
-    """One text at the fake detokenizer: all of it, and how much went out."""
+    """One text at the scripted detokenizer, and how much of it was sent."""
 
     opening: detokenizer_pb2.OpenText
     token_ids: list[int] = field(default_factory=list)
@@ -656,13 +668,14 @@ class _Text:
 
 
 class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServicer):
-    """`talking`: cleared, tokens are taken and nothing is answered."""
+    """A scripted detokenizer."""
 
     role = "detokenizer"
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.talking = asyncio.Event()
+        """While cleared, tokens are received but no text is sent."""
         self.talking.set()
         self.texts: dict[int, _Text] = {}
         self.openings: list[detokenizer_pb2.OpenText] = []
@@ -706,7 +719,7 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
             reader.cancel()
 
     async def _serve(self, text_ids: Sequence[int]) -> None:
-        """Takes the time that new tokens of these texts take."""
+        """Waits as long as new tokens of these texts take."""
 
     async def _read(
         self,
@@ -769,7 +782,7 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
 
 
 def _first_stop(text: str, stops: Iterable[str]) -> tuple[str, int] | None:
-    """The stop string that is complete first."""
+    """Returns the stop string that is complete first, and its position."""
     found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
     if not found:
         return None
@@ -778,7 +791,7 @@ def _first_stop(text: str, stops: Iterable[str]) -> tuple[str, int] | None:
 
 
 def _held_back(text: str, stops: Iterable[str]) -> int:
-    """How much of the end could be the beginning of a stop string."""
+    """Returns the length of the longest end of the text that may begin a stop string."""
     return max(
         (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
     )

@@ -1,8 +1,8 @@
-"""Runs a real prefill or decode worker with a fake runner, broken hand-overs or a deadly token.
+"""Runs a real prefill or decode worker with a fake runner, injected KV faults or a poison token.
 
     python -m baton.testing.worker decode --model FOLDER --kv-faults 'seed=7;drop@sender.told:at=3'
 
-Everything else is the worker's own process with the worker's own options.
+All other options are those of the worker.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from baton.worker.engine import Loading, OpenRunner, open_runner
 from baton.worker.options import WorkerOptions
 
 FAKE_BLOCKS = 4096
-"""Blocks of a fake runner's pool."""
+"""Number of blocks in a fake runner's pool."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DisturbanceOptions:
-    """What differs from a worker that serves. Not slotted, so that it can be mixed into one."""
+    """Options added to those of a serving worker. Not slotted, so that it can be a mixin."""
 
     runner: str = option("fake", "what runs steps", choices=("fake", "torch"))
     fake_step_ms: float = option(0.0, "time of a step, when it is fake", unit="ms", minimum=0.0)
@@ -58,7 +58,7 @@ class DisturbedPrefillConfig(DisturbanceOptions, PrefillConfig):
     """One prefill worker, for tests and experiments."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument."""
+        """Raises InvalidArgument for options that do not fit together."""
         PrefillConfig.__post_init__(self)
         parse(self.kv_faults)
 
@@ -68,14 +68,14 @@ class DisturbedDecodeConfig(DisturbanceOptions, DecodeConfig):
     """One decode worker, for tests and experiments."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument."""
+        """Raises InvalidArgument for options that do not fit together."""
         DecodeConfig.__post_init__(self)
         parse(self.kv_faults)
 
 
 class PoisonedRunner(FakeRunner):
-    """A fake runner that kills its process, as a fault of the machine would, when a step computes
-    an input that begins with a certain token. Wherever else the token stands, it does no harm."""
+    """A fake runner that kills its process when a step computes an input that begins with the
+    poison token, as a machine fault would. The token has no effect at other positions."""
 
     poison_token = -1
 
@@ -86,7 +86,7 @@ class PoisonedRunner(FakeRunner):
 
 
 def open_disturbed(options: WorkerOptions, loading: Loading) -> ModelRunner:
-    """The runner that the options name. Raises InvalidArgument."""
+    """Creates the runner that the options select. Raises InvalidArgument."""
     assert isinstance(options, DisturbanceOptions)
     if options.kv_faults:
         log.warning("THIS WORKER BREAKS HAND-OVERS ON PURPOSE (kv_faults): %s", options.kv_faults)
@@ -111,7 +111,7 @@ def open_disturbed(options: WorkerOptions, loading: Loading) -> ModelRunner:
 
 
 def main(role: str, flags: Sequence[str], opener: OpenRunner = open_disturbed) -> int:
-    """Runs the worker to its end. opener: opens its runner. Returns the exit code."""
+    """Runs the worker until it ends and returns its exit code. opener: creates the runner."""
     prog = f"baton-testing-{role}"
     match role:
         case "prefill":
