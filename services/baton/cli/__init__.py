@@ -1,1 +1,1 @@
-"""What people type who serve: up, down, chat, doctor, keys, batch, top, explain, replay, fetch."""
+"""The commands for operators: up, down, chat, doctor, keys, batch, top, explain, replay, fetch."""

@@ -1,4 +1,4 @@
-"""Where a router is, whom to trust there and what to show it, for commands that call one."""
+"""The address of a router, the CA to trust and the key to send, for commands that call a router."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ KEY_VARIABLE = "BATON_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """ca: PEM of whom to trust; empty: gRPC's own list; None: plain text. key: an API key or ""."""
+    """How to reach a router."""
 
     address: str
     ca: bytes | None = None
+    """PEM of the CA to trust; empty: gRPC's own list; None: plain text."""
     key: str = ""
+    """An API key, or empty."""
 
     def channel(self) -> grpc.Channel:
         from baton.rpc.channels import open_blocking_channel
@@ -35,7 +37,7 @@ class Access:
 
     @property
     def metadata(self) -> Metadata:
-        """Of every call."""
+        """Metadata to send with every call."""
         return api_key_metadata(self.key)
 
 
@@ -52,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peer_token(addresses: Iterable[str]) -> str:
-    """What to show workers at these addresses: the environment's token, else that of the Baton that
-    `baton up` runs, where all of them are its own; or ""."""
+    """Returns the token to send to workers at these addresses: the environment's token, else that
+    of the running `baton up` if all of them belong to it, else ""."""
     if given := os.environ.get(PEER_TOKEN_VARIABLE, ""):
         return given
     running = state.read() or {}
@@ -62,12 +64,13 @@ def peer_token(addresses: Iterable[str]) -> str:
 
 
 def access_of(args: argparse.Namespace, default: str, face: str = "grpc") -> Access:
-    """Of the router that was named, else of the one that `baton up` runs, else of `default`.
+    """Returns the access to the router in the arguments, else to that of the running `baton up`,
+    else to `default`.
 
-    face: grpc or http: which of its addresses is meant, and the flag that names it.
+    face: grpc or http, which selects the address and the flag that sets it.
 
-    Raises InvalidArgument for a CA that cannot be read, and for a key that would go to another
-    machine in plain text.
+    Raises InvalidArgument for an unreadable CA, and for a key that would be sent to another machine
+    in plain text.
     """
     running = state.read() or {}
     here = str(running.get(face, default)).rpartition("/")[2]

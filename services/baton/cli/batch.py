@@ -1,4 +1,4 @@
-"""`baton batch`: reads flags, wires input, server and output, and says how it ended."""
+"""`baton batch`: sends the requests of a file in OpenAI's batch format and writes the results."""
 
 from __future__ import annotations
 
@@ -37,25 +37,23 @@ from baton.cli import access
 from baton.cli.http_client import ConnectionLost, HttpAnswer, HttpClient, Unreachable
 from baton.core.errors import BatonError, InvalidArgument, Unauthenticated, Unavailable
 
-# RequestWindow, how many requests of a batch may be out at a time.
-#
-# It opens by one for every windowful of answers, and closes by half when the server refuses: who
-# shares the server with somebody more urgent has less of it, and has it back when they leave
-# (additive increase, multiplicative decrease).
-
-
 FIRST = 4.0
 LEAST = 1.0
 SHRINK = 0.5
 
 
 class RequestWindow:
-    """most: never more than that."""
+    """Limits how many requests of a batch run at a time, up to `most`.
+
+    The window grows by one for every window of answers, and is halved when the server refuses
+    (additive increase, multiplicative decrease). So a batch uses less of a server while more urgent
+    clients use it, and more when they leave.
+    """
 
     def __init__(self, most: int) -> None:
         self.out = 0
         self.not_before = 0.0
-        """Reading of the caller's clock until which the server wants to be asked nothing."""
+        """Reading of the caller's clock until which the server accepts no request."""
         self._most = float(most)
         self._limit = min(FIRST, self._most)
         self._turn = 0
@@ -68,19 +66,19 @@ class RequestWindow:
         return self.out < self.limit and now >= self.not_before
 
     def enter(self) -> int:
-        """A request leaves for the server. Returns its turn, for `refused`."""
+        """Counts a request that is sent. Returns its turn, for `refused`."""
         self.out += 1
         return self._turn
 
     def left(self, *, answered: bool) -> None:
-        """One is back; a failure says nothing about room."""
+        """Counts a request that ended. A failure does not change the window."""
         self.out -= 1
         if answered:
             self._limit = min(self._most, self._limit + 1 / self._limit)
 
     def refused(self, turn: int, again_at: float) -> None:
-        """One is back; the server has no room before a time. Those that left before the last cut
-        do not cut again: they were refused for the same reason."""
+        """Counts a request that the server refused until again_at. Requests sent before the last
+        reduction do not reduce it again: they were refused for the same reason."""
         self.out -= 1
         self.not_before = max(self.not_before, again_at)
         if turn == self._turn:
@@ -88,39 +86,37 @@ class RequestWindow:
             self._turn += 1
 
 
-# Reads the lines of a batch in OpenAI's input format.
-#
-# One line at a time: a batch may be larger than memory. What is wrong with a line is its own error,
-# and stops no other line.
-
-
 ROUTES = ("/v1/chat/completions", "/v1/completions")
 LOWEST = 2**31 - 1
-"""The priority of every request of a batch: smaller numbers are more urgent, and all others are."""
+"""The priority of every request of a batch: the lowest (smaller numbers are more urgent)."""
 
 MAX_LINE = 16 << 20
-"""Bytes; more than a router takes as a body."""
+"""In bytes; a router accepts no body that large."""
 
 READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A line that can be asked. number: of the line, from 1. body: as it is sent."""
+    """A valid line."""
 
     number: int
+    """Of the line, from 1."""
     custom_id: str
     route: str
     body: bytes
+    """The HTTP body to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that cannot. custom_id: None when it has none. code: in OpenAI's words."""
+    """An invalid line."""
 
     number: int
     custom_id: str | None
+    """None if the line has none."""
     code: str
+    """OpenAI's error code."""
     message: str
 
 
@@ -131,13 +127,15 @@ class _Bad(Exception):
 
 
 def count_lines(path: Path) -> int:
-    """How many lines are to be answered; reads the whole file. Raises InvalidArgument."""
+    """Reads the whole file and returns the number of lines to answer. Raises InvalidArgument."""
     with _open(path) as file:
         return sum(1 for _ in _raw(file))
 
 
 def read_lines(path: Path) -> Iterator[Task | BadLine]:
-    """All lines in order; empty ones are passed over. Raises InvalidArgument."""
+    """Yields all lines in order, without empty ones. Raises InvalidArgument for the file; an
+    invalid line is yielded and does not stop others. Reads one line at a time, because a batch may
+    be larger than memory."""
     seen: set[str] = set()
     with _open(path) as file:
         for number, line in _raw(file):
@@ -146,7 +144,7 @@ def read_lines(path: Path) -> Iterator[Task | BadLine]:
 
 def _open(path: Path) -> IO[bytes]:
     try:
-        # Read twice, so a pipe is none.
+        # The file is read twice, so it cannot be a pipe.
         if not path.is_file():
             raise InvalidArgument(f"{path} is no file", field="IN")
         return path.open("rb")
@@ -155,7 +153,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _raw(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Numbers and lines that are not empty; None for one that is too long."""
+    """Yields numbers and lines that are not empty; None for a line that is too long."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -208,20 +206,12 @@ def _body(body: object) -> bytes:
     return json.dumps({**body, "priority": LOWEST}).encode()
 
 
-# The output of a batch, which is also its journal.
-#
-# A result is one line, written in one go once it is whole, and never changed. Whatever ends the
-# process, at most the last line is torn: it is cut off when the batch goes on, and what it answered
-# is asked again. Which lines of the input have their result is read from the results themselves:
-# the number is in `id`. One process at a time has the files: they are locked.
-
-
 PREFIX = "batch_req_"
 BLOCK = 1 << 16
 
 
 class _Result(msgspec.Struct):
-    """What is read back of a line; the rest is passed over."""
+    """The fields of a result that are read back."""
 
     id: str
     custom_id: str | None
@@ -236,15 +226,21 @@ _decoder = msgspec.json.Decoder(_Result)
 
 
 class Journal:
-    """answered: custom_id by number of the line. num_bad: how many of these are errors. errors:
-    where these go instead, if anywhere. A context manager.
+    """The output of a batch, which is also its journal. A context manager.
+
+    A result is one line, written at once when it is complete, and never changed. So if the process
+    dies, at most the last line is torn: the next run cuts it off and sends that request again.
+    Which input lines have their results is read from the results: `id` has the line's number. The
+    files are locked, so that only one process writes them.
     """
 
     def __init__(self, output: Path, errors: Path | None = None) -> None:
-        """Takes up what is there. Raises InvalidArgument for files that cannot be written, that
-        another process writes, or that hold something else."""
+        """Reads existing results. Errors go to `errors`, if given. Raises InvalidArgument for files
+        that cannot be written, that another process writes, or that contain something else."""
         self.answered: dict[int, str | None] = {}
+        """The custom_id by number of each line with a result."""
         self.num_bad = 0
+        """How many of these results are errors."""
         self._files: list[IO[bytes]] = []
         try:
             self._output = self._open(output, "OUT")
@@ -260,13 +256,13 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """What was written is on disk then."""
+        """Closes the files, after all results are on disk."""
         for file in self._files:
             with file, suppress(OSError):
                 os.fsync(file.fileno())
 
     def has(self, number: int, custom_id: str | None) -> bool:
-        """Whether a line has its result. Raises InvalidArgument when that is another line's."""
+        """Returns whether a line has a result. Raises InvalidArgument if it is another line's."""
         if number not in self.answered:
             return False
         if self.answered[number] != custom_id:
@@ -282,8 +278,8 @@ class Journal:
         response: dict[str, Any] | None,
         error: dict[str, Any] | None,
     ) -> bool:
-        """Adds the one result of a line. Returns whether it is a good one. Raises InvalidArgument
-        when it cannot be written, as on a full disk; then nothing of it is there."""
+        """Writes the result of a line. Returns whether it is a success. Raises InvalidArgument if
+        it cannot be written, as on a full disk; no part of it remains then."""
         result = {
             "id": f"{PREFIX}{number}",
             "custom_id": custom_id,
@@ -293,7 +289,7 @@ class Journal:
         good = error is None and response is not None and response["status_code"] < 400
         file = self._output if good else self._errors
         size = os.fstat(file.fileno()).st_size
-        # Unbuffered, so that nothing is lost with the process; a full disk takes a part.
+        # Unbuffered, so that nothing is lost with the process. A full disk takes only a part.
         left = memoryview(json.dumps(result).encode() + b"\n")
         try:
             while left:
@@ -341,7 +337,7 @@ class Journal:
 
 
 def _cut(file: IO[bytes]) -> None:
-    """Takes away what comes after the last end of a line."""
+    """Removes what follows the last complete line."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - BLOCK)
@@ -355,14 +351,14 @@ def _cut(file: IO[bytes]) -> None:
         file.truncate(end)
 
 
-# Shows on stderr how far a batch is: a bar on a terminal, a line now and then elsewhere.
-
-
 SAY_S = 10.0
 
 
 class Shown:
-    """total: lines of the batch; before: those that had their result when it began."""
+    """Shows the progress on stderr: a bar on a terminal, otherwise a line now and then.
+
+    total: lines of the batch; before: lines that had their result at the start.
+    """
 
     def __init__(self, total: int, before: int) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
@@ -386,7 +382,7 @@ class Shown:
         self._bars.start()
 
     def line(self, *, good: bool, tokens: int) -> None:
-        """One more has its result."""
+        """Counts a line that has its result."""
         self._done += 1
         self._bad += not good
         self._tokens += tokens
@@ -401,7 +397,7 @@ class Shown:
             )
 
     def close(self) -> str:
-        """Takes the bar away. Returns how fast it went, in words."""
+        """Removes the bar. Returns the speed, in words."""
         self._bars.stop()
         return f"{self._elapsed_s():.1f} s: {self._rate()}"
 
@@ -419,17 +415,6 @@ class _Rate(ProgressColumn):
         return Text(str(task.fields["rate"]))
 
 
-# Asks the lines of a batch over HTTP until each has its result.
-#
-# answered            2xx, and refusals that would come again (4xx): the line's result
-# refused             429: asked again when the server says so, however often, within the window
-#                     of time that a line has
-# failed              5xx, 408, a connection that was lost: asked again a few times
-# unreachable         nobody listens any more: waited for; then the batch ends, and the line has no
-#                     result
-# unknown key         401: the batch ends, and the line has no result
-
-
 FAILURES = frozenset({408, 500, 502, 503, 504})
 UNKNOWN_KEY = 401
 REFUSED = 429
@@ -443,21 +428,23 @@ EXPIRED = "The server had no room for this line in all the time that it had."
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """concurrency: requests at a time, at most. attempts: of a line, those that failed included.
-    request_s: time of one attempt. line_s: from a line's first attempt to its last. away_s: how
-    long a server that nobody reaches is waited for.
-    """
+    """Limits of a batch."""
 
     concurrency: int = 48
+    """Maximum number of requests at a time."""
     attempts: int = 6
+    """Maximum number of failed attempts at a line."""
     request_s: float = 660.0
+    """Time limit of one attempt."""
     line_s: float = 86400.0
+    """Time from a line's first attempt to its last."""
     away_s: float = 60.0
+    """How long to wait for a server that cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """One line's result, in OpenAI's form: one of the two is not None."""
+    """One line's result in OpenAI's form: either response or error is not None."""
 
     task: Task
     response: dict[str, Any] | None
@@ -465,7 +452,16 @@ class LineOutcome:
 
 
 class BatchClient:
-    """done: told every result at once, in any order. draw: a random number from 0 to 1."""
+    """Sends the requests of a batch over HTTP until each has its result.
+
+    done: called with each result at once, in any order. draw: returns a random number from 0 to 1.
+
+    - 2xx, and 4xx that a retry would not change: the line's result.
+    - 429: retried when the server says so, any number of times within `line_s`.
+    - 5xx, 408, a lost connection: retried up to `attempts` times.
+    - The server cannot be reached: after `away_s` the batch ends, and the line has no result.
+    - 401: the batch ends, and the line has no result.
+    """
 
     def __init__(
         self,
@@ -482,11 +478,11 @@ class BatchClient:
         self._window = RequestWindow(limits.concurrency)
         self._freed = asyncio.Event()
         self._away_since: float | None = -math.inf
-        """None while the server is there. One that was never there is not waited for."""
+        """None while the server can be reached. There is no waiting for one never reached."""
 
     async def run(self, tasks: Iterator[Task]) -> None:
-        """All of them. Raises Unavailable when the server stays away, Unauthenticated when it does
-        not know the key, and a BatonError that `done` raises."""
+        """Sends all requests. Raises Unavailable if the server cannot be reached, Unauthenticated
+        if it does not accept the key, and BatonErrors that `done` raises."""
         places = asyncio.Semaphore(self._limits.concurrency)
 
         async def one(task: Task) -> None:
@@ -527,7 +523,7 @@ class BatchClient:
         return LineOutcome(task, None, {"code": "connection_lost", "message": said})
 
     async def _try(self, task: Task) -> HttpAnswer | str | None:
-        """The answer; or why there is none; or None when the server cannot be reached."""
+        """Returns the answer, or why there is none, or None if the server cannot be reached."""
         turn = await self._enter()
         again_at: float | None = None
         answered = False
@@ -570,14 +566,14 @@ class BatchClient:
         await asyncio.sleep(KNOCK_S)
 
     def _pause_s(self, failed: int, said: HttpAnswer | str) -> float:
-        """Grows, and no two lines come back at once."""
+        """Returns a pause that grows, with a random part, so that lines do not retry together."""
         told_s = _retry_after_s(said, 0.0) if isinstance(said, HttpAnswer) else 0.0
         drawn_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failed) * (0.5 + self._draw() / 2)
         return max(told_s, drawn_s)
 
 
 def _retry_after_s(said: HttpAnswer, default_s: float) -> float:
-    """As the server says, in milliseconds where it does; never less than nothing."""
+    """Returns the server's hint, in milliseconds if given; at least 0."""
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         text = said.headers.get(name, "")
         if text.isascii() and text.isdigit():
@@ -589,16 +585,13 @@ def _response(said: HttpAnswer) -> dict[str, Any]:
     try:
         body = json.loads(said.body)
     except ValueError:
-        # Of something in between: Baton says JSON.
+        # The answer of a proxy: Baton sends JSON.
         body = {"error": {"message": said.body[:1024].decode(errors="replace")}}
     return {
         "status_code": said.status,
         "request_id": said.headers.get("x-request-id", ""),
         "body": body,
     }
-
-
-# `baton batch`: reads flags, wires input, server and output, and says how it ended.
 
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
@@ -630,7 +623,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every line has an answer, 1 when some have errors, 130 when it was stopped. Raises
+    """Returns 0 if every line has an answer, 1 if some have errors, 130 if it was stopped. Raises
     BatonError."""
 
     if args.concurrency < 1:
@@ -661,7 +654,7 @@ def run(args: argparse.Namespace) -> int:
 async def _answer(
     args: argparse.Namespace, where: access.Access, journal: Journal, shown: Shown
 ) -> bool:
-    """Whether it ran to its end. What ends it otherwise is a signal."""
+    """Returns whether all lines were processed; False after a signal."""
     from baton.cli.http_client import HttpClient
 
     client = HttpClient(where)
@@ -686,7 +679,7 @@ async def _answer(
 
 
 def _unanswered(path: Path, journal: Journal, shown: Shown) -> Iterator[Task]:
-    """Lines that can be asked. Those that cannot get their error on the way."""
+    """Yields valid lines without a result. Invalid lines get their error here."""
 
     for line in read_lines(path):
         if journal.has(line.number, line.custom_id):

@@ -1,4 +1,4 @@
-"""`baton chat`: asks a running Baton over gRPC, once or turn by turn; knows flags and addresses."""
+"""`baton chat`: chats with a running Baton over gRPC, for one prompt or turn by turn."""
 
 from __future__ import annotations
 
@@ -21,38 +21,32 @@ from baton.client import AsyncClient, Delta, Finished, Message, Options
 from baton.core.errors import BatonError, ContextLengthExceeded, InvalidArgument, Unavailable
 from baton.rpc.address import split
 
-# One conversation with a router, turn by turn.
-#
-# Ctrl-C cancels a task. Raised by a signal wherever it finds the thread, KeyboardInterrupt can get
-# lost within gRPC, and the answer would go on.
-
-
 CONNECT_S = 5.0
 
 
 @dataclass(slots=True)
 class ChatTurn:
-    """One answer. first_s and total_s: seconds from sending to the first text and to the end.
-
-    finished is false for an answer that was stopped.
-    """
+    """One answer."""
 
     text: str = ""
     tokens: int = 0
     first_s: float = 0.0
+    """Seconds from the request to the first text."""
     total_s: float = 0.0
+    """Seconds from the request to the end."""
     finished: bool = False
+    """False if the answer was stopped."""
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token: what the reader feels."""
+        """The speed after the first token."""
         after = self.total_s - self.first_s
         return (self.tokens - 1) / after if after > 0 and self.tokens > 1 else 0.0
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, and how the next answer is made."""
+    """The turns so far, and the options of the next answer."""
 
     options: Options = field(default_factory=Options)
     model: str = ""
@@ -60,7 +54,7 @@ class Conversation:
     turns: list[tuple[str, str]] = field(default_factory=list)
 
     def messages(self, prompt: str) -> list[Message]:
-        """All of them, with the next one."""
+        """Returns all messages, with the next prompt."""
         messages = [Message("system", self.system)] if self.system else []
         for asked, answered in self.turns:
             messages += [Message("user", asked), Message("assistant", answered)]
@@ -68,10 +62,14 @@ class Conversation:
 
 
 class ChatClient:
-    """Speaks to one router; a context manager."""
+    """A client of one router. A context manager.
+
+    Ctrl-C cancels a task: KeyboardInterrupt, which a signal raises anywhere in the thread, can get
+    lost within gRPC, and the answer would continue.
+    """
 
     def __init__(self, access: Access) -> None:
-        """Raises InvalidArgument for what is no address, Unavailable when nothing listens."""
+        """Raises InvalidArgument for an invalid address, Unavailable if nothing listens there."""
         host, port = split(access.address, "grpc")
         try:
             socket.create_connection((host, port), timeout=CONNECT_S).close()
@@ -97,10 +95,10 @@ class ChatClient:
             self._runner.close()
 
     def ask(self, conversation: Conversation, prompt: str, show: Callable[[str], None]) -> ChatTurn:
-        """The whole answer; `show` gets each piece of text as it comes.
+        """Returns the whole answer, and passes each piece of text to `show` as it arrives.
 
-        Ctrl-C stops the answer and returns what there is. Any other end raises BatonError. The
-        conversation is not changed.
+        Ctrl-C stops the answer and returns the part received so far. Any other failure raises
+        BatonError. The conversation is not changed.
         """
         turn = ChatTurn()
         began = time.monotonic()
@@ -130,23 +128,20 @@ class ChatClient:
 
 
 async def _connected(address: str, key: str, tls: bool | bytes) -> AsyncClient:
-    """Made on the loop that it is used on."""
+    """Connects on the event loop that uses the client."""
     return AsyncClient(address, api_key=key, tls=tls)
-
-
-# A conversation on a terminal: prompts in, text out as it comes.
 
 
 _HINT = "Ctrl-D ends, Ctrl-C stops an answer."
 
-# What a model says may hold escape sequences; a terminal must not obey them.
+# A model's text may contain escape sequences, which must not reach the terminal.
 _TERMINAL_SAFE = {
     code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
 }
 
 
 def converse(client: ChatClient, conversation: Conversation) -> None:
-    """Asks and answers until Ctrl-D."""
+    """Reads prompts and prints answers until Ctrl-D."""
     with suppress(ImportError):
         importlib.import_module("readline")  # gives input() a history and line editing
     print(_HINT, file=sys.stderr)
@@ -164,7 +159,7 @@ def converse(client: ChatClient, conversation: Conversation) -> None:
 
 
 def _turn(client: ChatClient, conversation: Conversation, prompt: str) -> None:
-    """One turn of a conversation. When all no longer fits the model, the oldest turns go."""
+    """Runs one turn. If the conversation no longer fits the model, the oldest turns are dropped."""
     while True:
         try:
             turn = answer(client, conversation, prompt)
@@ -182,7 +177,7 @@ def _turn(client: ChatClient, conversation: Conversation, prompt: str) -> None:
 
 
 def answer(client: ChatClient, conversation: Conversation, prompt: str) -> ChatTurn:
-    """Prints text to standard output, and how fast it came to a terminal's standard error."""
+    """Prints the text to standard output, and the speed to standard error if that is a terminal."""
     shown = False
 
     def show(text: str) -> None:
@@ -193,7 +188,7 @@ def answer(client: ChatClient, conversation: Conversation, prompt: str) -> ChatT
     try:
         turn = client.ask(conversation, prompt, show)
     except BatonError:
-        if shown:  # the error gets a line of its own
+        if shown:  # the error gets its own line
             print(flush=True)
         raise
     print(flush=True)
@@ -236,7 +231,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """130 when the answer was stopped, else 0. Raises BatonError."""
+    """Returns 130 if the answer was stopped, else 0. Raises BatonError."""
     from baton.client import Options
 
     options = Options()
@@ -258,14 +253,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(where: access.Access, prompt: str) -> None:
-    """Asks once and prints the answer as it comes. Raises BatonError."""
+    """Sends one prompt and prints the answer as it arrives. Raises BatonError."""
 
     with ChatClient(where) as client:
         answer(client, Conversation(), prompt)
 
 
 def _in_range(field: str, value: int, most: int) -> int:
-    """Before anything is connected."""
+    """Validates a value before a connection is made."""
     if not 0 <= value <= most:
         raise InvalidArgument(f"{field} must be from 0 to {most}", field=field)
     return value

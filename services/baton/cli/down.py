@@ -1,4 +1,4 @@
-"""`baton down`: stops what `baton up` started, within STOP_BOUND_S and a few seconds."""
+"""`baton down`: stops what `baton up` started, within STOP_BOUND_S plus a few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.cli import state
 from baton.cli.supervisor import KILL_S, STOP_BOUND_S
 
 PATIENCE_S = STOP_BOUND_S + 2.0
-"""What the supervisor gets to end everything by itself before it is killed."""
+"""Time for the supervisor to end all processes, before it is killed."""
 LOOK_S = 0.05
 
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if _gone([supervisor], PATIENCE_S):
         return 0
     print(f"baton down: process {supervisor['pid']} hangs and is killed", file=sys.stderr)
-    # Its children end with it, but for those whose system cannot do that.
+    # The children end with the supervisor, except on systems that cannot do that.
     everyone = [supervisor, *processes]
     for each in everyone:
         state.send(each, signal.SIGKILL)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gone(processes: Sequence[dict[str, Any]], timeout_s: float) -> bool:
-    """Whether all of them end in time."""
+    """Returns whether all processes end in time."""
     deadline = time.monotonic() + timeout_s
     while any(map(state.alive, processes)):
         if time.monotonic() > deadline:

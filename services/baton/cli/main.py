@@ -1,7 +1,7 @@
 """The `baton` command: finds the subcommand and runs it.
 
-Subcommands import what they need when they run, so that `baton --help` and `baton chat` never load
-torch.
+Subcommands import their dependencies when they run, so that `baton --help` and `baton chat` never
+load torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ COMMANDS = {
     "fetch": ("baton.cli.fetch", "put a model into a cache folder, once a node"),
     "batch": ("baton.cli.batch", "answer a file of requests while there is idle capacity"),
 }
-"""Each with the module that has it, and what it is for."""
+"""Each command with its module and its help text."""
 
-# Whatever measures, breaks, simulates or plans is a package of its own, which nothing here imports.
+# Commands of a separate package that measures and simulates; nothing here imports it.
 MEASURING = {
     "plan": ("baton_loadtest.planner.plan", "say what a model would take"),
     "simulate": ("baton_loadtest.simulator.command", "what a fleet would do with recorded traffic"),
@@ -45,17 +45,17 @@ MEASURING = {
     "bench": ("baton_loadtest.bench.command", "measure, and compare within one run"),
     "chaos": ("baton_loadtest.chaos.command", "break things on purpose, and count"),
 }
-"""The commands of that package, there where it is installed."""
+"""Commands that exist only if that package is installed."""
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Those that this installation has."""
+    """Returns the commands of this installation."""
     return COMMANDS | (MEASURING if find_spec("baton_loadtest") else {})
 
 
 def build_parser(wanted: Collection[str]) -> argparse.ArgumentParser:
-    """Knows the arguments of these commands, and the names of all: what is not wanted need not be
-    imported."""
+    """Builds the parser with the names of all commands, and the arguments of the wanted ones only:
+    the others need not be imported."""
     parser = argparse.ArgumentParser(
         prog="baton", description="A disaggregated LLM server: every stage in its own pool."
     )

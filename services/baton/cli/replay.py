@@ -1,4 +1,4 @@
-"""`baton replay`: makes a request's tokens again, and says whether they are; knows flags."""
+"""`baton replay`: generates a request's tokens again and compares them with a replay file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from baton.core.errors import InvalidArgument
 from baton.core.observe.request_record import digest
 from baton.router.api.http.answer_schema import ReplayFile
 
-# Makes the tokens of a replay file again on a router, and compares.
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Of one choice. expected: tokens to compare; made: how many came."""
+    """The outcome for one choice."""
 
     choice: int
     expected: int
+    """Number of tokens to compare."""
     made: int
+    """Number of tokens received."""
     same: bool
 
 
 def replay(client: Client, file: ReplayFile) -> list[ReplayOutcome]:
-    """Raises InvalidArgument for a file whose model is not served there or that lacks something,
-    and BatonError for what the router says."""
+    """Runs the request of a replay file on a router. Raises InvalidArgument if the model is not
+    served or the file is incomplete, and the router's BatonErrors."""
     model = _model(client, file)
     stream = client.generate(file.prompt_token_ids, model=model, **_options(file))
     made: dict[int, tuple[int, ...]] = {}
@@ -45,7 +45,8 @@ def replay(client: Client, file: ReplayFile) -> list[ReplayOutcome]:
 
 
 def _model(client: Client, file: ReplayFile) -> str:
-    """The name under which the router serves the file's weights. Raises InvalidArgument."""
+    """Returns the name under which the router serves the file's weights. Raises
+    InvalidArgument."""
     served = client.models()
     for model in served:
         if model.digest == file.model.digest:
@@ -61,7 +62,7 @@ def _model(client: Client, file: ReplayFile) -> str:
 def _options(file: ReplayFile) -> Options:
     """Raises InvalidArgument for a grammar without its text."""
     stop = file.stop
-    # What a stop string ended, or a client that left, went no further.
+    # An answer that a stop string or a client's disconnect ended has no more tokens than these.
     most = max(1, *(output.tokens for output in file.outputs))
     given = msgspec.structs.asdict(file.sampling) | {
         "n": file.n,
@@ -94,9 +95,6 @@ def _options(file: ReplayFile) -> Options:
     return options
 
 
-# `baton replay`: makes a request's tokens again, and says whether they are; knows flags.
-
-
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
@@ -116,7 +114,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the tokens are the same, 1 when they are not. Raises BatonError."""
+    """Returns 0 if the tokens are the same, else 1. Raises BatonError."""
     from baton.client import Client
 
     file = _read(args.file)
@@ -143,7 +141,7 @@ def _why(*, exact: bool) -> str:
 
 
 def _read(path: Path) -> Any:
-    """A ReplayFile. Raises InvalidArgument."""
+    """Reads a ReplayFile. Raises InvalidArgument."""
     import msgspec
 
     from baton.router.api.http.answer_schema import ReplayFile
@@ -153,5 +151,5 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", field="FILE") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        # msgspec's texts name what is wrong and where, and nothing else.
+        # msgspec's messages contain what is wrong and where, and no contents.
         raise InvalidArgument(f"{path} is no replay file: {error}", field="FILE") from None

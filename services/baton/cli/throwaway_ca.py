@@ -1,6 +1,6 @@
 """A CA for one `baton up --tls`, and a certificate for each role.
 
-Nobody can have more certificates from it: the CA's key is never written.
+The CA's key is never written to disk, so no further certificates can be issued.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ADDRESSES = ("127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ThrowawayCa:
-    """Files of one CA. A role's, or PUBLIC's, are NAME.pem and NAME.key."""
+    """The files of one CA. Those of a role, or of PUBLIC, are NAME.pem and NAME.key."""
 
     folder: Path
 
@@ -39,14 +39,14 @@ class ThrowawayCa:
         return self.folder / f"{name}.key"
 
     def flags(self, role: str) -> tuple[str, ...]:
-        """What makes a process of this role use it."""
+        """Returns the flags with which a process of this role uses it."""
         inside = ("--tls-cert", self.cert(role), "--tls-key", self.key(role), "--tls-ca", self.ca)
         public = ("--public-tls-cert", self.cert(PUBLIC), "--public-tls-key", self.key(PUBLIC))
         return tuple(map(str, inside + (public if role == "router" else ())))
 
 
 def make(parent: Path) -> ThrowawayCa:
-    """Writes a new CA and all certificates into a folder of their own, and returns where.
+    """Writes a new CA and all certificates into a new folder.
 
     Raises InvalidArgument without the `cryptography` package.
     """
@@ -102,7 +102,7 @@ def make(parent: Path) -> ThrowawayCa:
 
 
 def _usage(x509: Any, *, ca: bool) -> Any:
-    """Python 3.13 trusts no CA that does not say it is one for certificates."""
+    """Python 3.13 rejects a CA without this extension."""
     others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     never = dict.fromkeys((*others, "crl_sign", "encipher_only", "decipher_only"), False)
     return x509.KeyUsage(digital_signature=not ca, key_cert_sign=ca, **never)
@@ -126,6 +126,6 @@ def _private(key: Any) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Readable by its owner only, from the first moment."""
+    """Writes a file that is readable by its owner only, from the first moment."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,6 +1,6 @@
 """`baton top`: shows live what a running Baton does, from the metrics of its processes.
 
-Scraped on threads, kept as windows of the last seconds, and drawn as tables or as a document.
+Threads scrape the metrics, windows hold those of the last seconds, and tables or JSON show them.
 """
 
 from __future__ import annotations
@@ -32,42 +32,40 @@ from baton.cli.http_client import scrape, total, trust
 from baton.core.errors import InvalidArgument
 from baton.rpc.address import split
 
-# Rates and quantiles of the last seconds of what one process told; scrapes nothing, has no clock.
-#
-# A counter that is lower than before began anew, and so did all of a process that was started anew.
-
-
 Samples = Mapping[str, float]
-"""Values by name and labels, as /metrics has them."""
+"""Values by name and labels, as in /metrics."""
 
 STARTED = "process_start_time_seconds"
 
 
 class MetricsWindow:
-    """Readings of one process, the newest at most `length_s` after the oldest but one: it reaches
-    back at least that far once there are enough."""
+    """Readings of one process over at least the last `length_s` seconds, once there are enough.
+
+    A counter that is lower than before has restarted from 0, and so have all counters of a process
+    that was restarted.
+    """
 
     def __init__(self, length_s: float) -> None:
         self._length_s = length_s
         self._readings: deque[tuple[float, Samples]] = deque()
 
     def add(self, at: float, samples: Samples) -> None:
-        """at: a reading of a clock that never goes back, in seconds."""
+        """Adds a reading. at: seconds of a monotonic clock."""
         self._readings.append((at, samples))
         while len(self._readings) > 2 and at - self._readings[1][0] >= self._length_s:
             self._readings.popleft()
 
     @property
     def seconds(self) -> float:
-        """Between the first and the last reading."""
+        """The time between the first and the last reading."""
         return self._readings[-1][0] - self._readings[0][0] if self._readings else 0.0
 
     def value(self, name: str, *labels: str) -> float:
-        """The sum of a gauge's samples with these labels, as last read; 0 of none."""
+        """Returns the last sum of a gauge's samples with these labels; 0 if there are none."""
         return total(self._readings[-1][1], name, *labels) if self._readings else 0.0
 
     def increase(self, name: str, *labels: str) -> float:
-        """By how much a counter's samples with these labels grew, all together."""
+        """Returns the increase of the sum of a counter's samples with these labels."""
         return sum(
             grown
             for sample, grown in self._grown(name).items()
@@ -75,11 +73,11 @@ class MetricsWindow:
         )
 
     def rate(self, name: str, *labels: str) -> float:
-        """As `increase`, a second."""
+        """Returns the increase per second."""
         return self.increase(name, *labels) / self.seconds if self.seconds > 0 else 0.0
 
     def buckets(self, name: str) -> Counter[float]:
-        """By how much each bucket of a histogram grew, by its upper bound."""
+        """Returns the increase of each bucket of a histogram, by its upper bound."""
         found = Counter[float]()
         for sample, grown in self._grown(f"{name}_bucket").items():
             bound = sample.partition('le="')[2].partition('"')[0]
@@ -92,15 +90,15 @@ class MetricsWindow:
             anew = before.get(STARTED) != after.get(STARTED)
             for sample, value in after.items():
                 if sample.partition("{")[0] == name:
-                    # What was not there had never happened.
+                    # A sample that was absent counts as 0.
                     was = 0.0 if anew else before.get(sample, 0.0)
                     grown[sample] = grown.get(sample, 0.0) + value - (was if was <= value else 0.0)
         return grown
 
 
 def quantile(buckets: Sequence[Counter[float]], share: float) -> float | None:
-    """Of the histograms together, as Prometheus has it: within its bucket a value is as likely here
-    as there. None when nothing was counted; beyond the last bound, that bound."""
+    """Returns a quantile of several histograms together, with linear interpolation within a bucket
+    as in Prometheus. None without observations; values above the last bound count as that bound."""
     together = Counter[float]()
     for each in buckets:
         together.update(each)
@@ -118,9 +116,6 @@ def quantile(buckets: Sequence[Counter[float]], share: float) -> float | None:
         below = count
         lower = bound if bound != float("inf") else lower
     return lower
-
-
-# What `baton top` shows, as plain values; reads nothing and draws nothing.
 
 
 ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
@@ -141,34 +136,38 @@ NAMES = frozenset(
         "baton_step_seconds_count",
     }
 )  # fmt: skip
-"""All that is looked at: the rest need not be kept."""
+"""The metrics in use; others are discarded."""
 
 _STATES = ("serving", "starting", "draining", "kv_only", "silent", "gone")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
-    """One role. None: it has no such thing, or nobody who could tell was asked.
-
-    workers: how many are in each state that any is in, as routers see them. asked: whose metrics
-    were read. queue, running: sequences, of routers requests. waiting_tokens: prompt tokens not yet
-    computed. kv_use: share of the blocks. step_s: mean of the last seconds.
-    """
+    """One role. None: the role has no such value, or no process that reports it was scraped."""
 
     role: str
     workers: dict[str, int]
+    """Number of workers in each state, as the routers see them; states without workers are left
+    out."""
     asked: int
+    """Number of processes that were scraped."""
     queue: float | None
+    """Waiting sequences; for routers, requests."""
     waiting_tokens: float | None
+    """Prompt tokens that are not computed yet."""
     running: float | None
+    """Running sequences; for routers, requests."""
     kv_use: float | None
+    """Share of the KV blocks in use."""
     tokens_per_s: float | None
     step_s: float | None
+    """Mean over the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overall:
-    """What clients see. None: nothing was measured in the last seconds, or nobody was asked."""
+    """Figures as clients see them. None: no observations in the last seconds, or no process that
+    reports them was scraped."""
 
     requests_per_s: float
     open_requests: float
@@ -185,17 +184,18 @@ class Overall:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """seconds: that rates and quantiles are of. away: why nothing is known of a process, by its
-    address."""
+    """All that is shown."""
 
     seconds: float
+    """The period of rates and quantiles."""
     overall: Overall
     pools: tuple[PoolRow, ...]
     away: dict[str, str]
+    """Why a process could not be scraped, by its address."""
 
 
 def view(windows: Mapping[str, Sequence[MetricsWindow]], away: Mapping[str, str]) -> View:
-    """windows: of the processes that told something just now, by role."""
+    """Builds the view. windows: by role, of the processes that were just scraped."""
     routers = windows.get("router", ())
     every = [window for found in windows.values() for window in found]
     return View(
@@ -233,7 +233,7 @@ def _pool(role: str, asked: Sequence[MetricsWindow], routers: Sequence[MetricsWi
     if role == "router":
         states = {"serving": len(asked)} if asked else {}
     else:
-        # Each router sees all workers, and one that has just begun sees fewer.
+        # Each router sees all workers, except that one which has just started sees fewer.
         seen = {
             state: max(
                 (
@@ -284,11 +284,8 @@ def _increase(windows: Sequence[MetricsWindow], name: str) -> float:
     return sum(window.increase(name) for window in windows)
 
 
-# Reads all processes' metrics again and again.
-
-
 WINDOW_S = 10.0
-"""That rates and quantiles are of."""
+"""The period of rates and quantiles."""
 TIMEOUT_S = 2.0
 MAX_PROCESSES = 1024
 _THREADS = 16
@@ -297,7 +294,7 @@ _ROLE = re.compile(r'baton_process_info\{role="(\w+)",')
 
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
-    """Where one process's metrics are, whom to trust there and what key to show."""
+    """The address of one process's metrics, the CA to trust there and the key to send."""
 
     url: str
     trust: ssl.SSLContext | None = None
@@ -305,7 +302,7 @@ class MetricsSource:
 
 
 class Watch:
-    """sources: whose metrics are to be read, asked before every round. Close it."""
+    """Scrapes processes repeatedly. sources: called before every round. Close it."""
 
     def __init__(self, sources: Callable[[], Sequence[MetricsSource]]) -> None:
         self._sources = sources
@@ -313,7 +310,7 @@ class Watch:
         self._pool = ThreadPoolExecutor(_THREADS, "top")
 
     def look(self) -> View:
-        """Reads them all once, as many at a time as there are threads. Blocks."""
+        """Scrapes all processes once, as many at a time as there are threads. Blocks."""
         sources = list(self._sources())[:MAX_PROCESSES]
         told: dict[str, list[MetricsWindow]] = {}
         away: dict[str, str] = {}
@@ -335,7 +332,7 @@ class Watch:
 
 
 def _read(source: MetricsSource) -> tuple[Mapping[str, float] | None, str]:
-    """What it tells, or why it tells nothing."""
+    """Returns the samples, or None and the reason why there are none."""
     try:
         return scrape(source.url, trust=source.trust, key=source.key, timeout_s=TIMEOUT_S), ""
     except urllib.error.HTTPError as error:
@@ -354,19 +351,16 @@ def _role(samples: Mapping[str, float]) -> str:
     return next((found[1] for sample in samples if (found := _ROLE.match(sample))), "")
 
 
-# Draws a View for a terminal, and writes it as JSON; measures nothing.
-
-
 NOTHING = "-"
 
 
 def document(shown: View) -> dict[str, Any]:
-    """Seconds, shares and counts as they are; None where nothing is known."""
+    """Returns the view as JSON values: seconds, shares and counts; None for unknown values."""
     return asdict(shown)
 
 
 def drawn(shown: View) -> RenderableType:
-    """Fits the width it gets: a column that has no room is cut."""
+    """Returns the view as tables that fit the width: a column without room is cut."""
     lines: list[RenderableType] = [_overall_table(shown.overall), _pools(shown)]
     lines += [Text(f"{url} {why}", style="red") for url, why in sorted(shown.away.items())]
     lines.append(Text(f"over the last {shown.seconds:.0f} s", style="dim"))
@@ -447,9 +441,6 @@ def _bytes(value: float) -> str:
     return f"{value:.3g} GiB"
 
 
-# `baton top`: finds the processes, looks at them again and again, and shows what they do.
-
-
 SHORTEST_S, LONGEST_S = 0.1, 60.0
 
 
@@ -476,7 +467,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when no process answers, else 0."""
+    """Returns 1 if no process answers, else 0."""
     if not SHORTEST_S <= args.interval <= LONGEST_S:
         raise InvalidArgument(f"must be {SHORTEST_S:g} to {LONGEST_S:g}", field="interval")
     with closing(Watch(_sources(args))) as watch:
@@ -501,7 +492,7 @@ def _once(watch: Watch, args: argparse.Namespace) -> int:
 
 
 def _live(watch: Watch, interval_s: float) -> None:
-    """Until Ctrl-C. The terminal's size is asked for whenever it is drawn."""
+    """Draws until Ctrl-C. The terminal's size is read at each drawing."""
     console = Console(highlight=False)
     with Live(drawn(watch.look()), console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -510,7 +501,7 @@ def _live(watch: Watch, interval_s: float) -> None:
 
 
 def _sources(args: argparse.Namespace) -> Callable[[], Sequence[MetricsSource]]:
-    """Raises InvalidArgument when there is nothing to look at."""
+    """Raises InvalidArgument if there is no process to scrape."""
     named = [part.strip() for part in args.workers.split(",") if part.strip()]
     for address in named:
         split(address, "workers")
@@ -526,7 +517,7 @@ def _sources(args: argparse.Namespace) -> Callable[[], Sequence[MetricsSource]]:
         raise InvalidArgument("no Baton runs here: --http names a router, --workers the others")
 
     def running() -> list[MetricsSource]:
-        """Ports stay when a process is started again; the file goes when all have ended."""
+        """Ports stay the same when a process restarts; the state file is removed when all ended."""
         said = state.read() or {}
         return [
             MetricsSource(each["metrics"], trusted, said.get("token", ""))
