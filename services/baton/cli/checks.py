@@ -1,7 +1,7 @@
-"""What `baton doctor` looks at on this machine, one function a check; prints nothing.
+"""The checks of `baton doctor` on this machine, one function each.
 
-Every check answers with a Finding and raises nothing that is foreseen. What a check needs is
-imported inside it: a package that is missing or broken is a finding, not the end of the doctor.
+Every check returns a Finding and raises no expected errors. Dependencies of a check are imported
+inside it: a missing or broken package is a finding and does not end the doctor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from rich.console import Console
 from baton.cli.layout import resolve_model
 from baton.core.errors import BatonError, InvalidArgument
 
-# What a check of `baton doctor` answers, and how answers are shown; checks nothing.
-
 
 class Status(Enum):
     OK = "ok"
@@ -36,11 +34,12 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """advice: what to do about it; empty when all is well."""
+    """The result of a check."""
 
     status: Status
     detail: str
     advice: str = ""
+    """What to do; empty if all is well."""
 
 
 def ok(detail: str) -> Finding:
@@ -72,7 +71,7 @@ def show(console: Console, name: str, finding: Finding) -> None:
 
 
 def document(findings: Mapping[str, Finding]) -> dict[str, Any]:
-    """The findings as they go into JSON."""
+    """Returns the findings as JSON values."""
     return {
         "ok": not failed(findings),
         "checks": [
@@ -127,7 +126,7 @@ def transformers() -> Finding:
 
 
 def nixl() -> Finding:
-    """Two processes, two agents: one reads 1 MiB of the other's registered memory."""
+    """One of two processes, each with an agent, reads 1 MiB of the other's registered memory."""
     from baton.transfer.nixl import available
 
     without = "or move KV without it: baton up --transport loopback"
@@ -135,7 +134,7 @@ def nixl() -> Finding:
         return fail("NIXL is not installed", f"{ENGINE_ADVICE}, {without}")
     command = [sys.executable, "-m", "baton.cli.nixl_probe"]
     try:
-        # A process of its own: UCX ends the process that it cannot work in.
+        # In its own process: UCX ends a process in which it cannot work.
         probe = subprocess.run(command, capture_output=True, timeout=NIXL_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return fail(f"no transfer within {NIXL_TIMEOUT_S:.0f} s", f"check UCX_*, {without}")
@@ -166,7 +165,7 @@ def gpu() -> Finding:
 
 
 def shared_memory() -> Finding:
-    """UCX moves KV between processes of one machine through it."""
+    """UCX transfers KV between processes of one machine through shared memory."""
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
@@ -185,7 +184,7 @@ def open_files() -> Finding:
 
 
 def model(name: str) -> Callable[[], Finding]:
-    """Whether a model could be served, without reading its weights."""
+    """Checks whether a model could be served, without reading its weights."""
 
     def check() -> Finding:
         advice = "choose a folder with config.json, tokenizer.json and *.safetensors"

@@ -1,4 +1,4 @@
-"""`baton doctor`: checks this machine, a model and a running Baton, and says what to do."""
+"""`baton doctor`: checks this machine, a model and a running Baton, and gives advice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when a check failed, else 0."""
+    """Returns 1 if a check failed, else 0."""
     if args.about == "kv":
         return kv.run(args)
     if args.about == "cluster":
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def running(there: access.Access) -> Finding:
-    """Whether a Baton answers, also with the key if there is one. None running is fine unless one
-    was named.
+    """Checks whether a Baton answers, and accepts the key if there is one. It is no fault if none
+    runs, unless an address was given.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -103,7 +103,7 @@ def running(there: access.Access) -> Finding:
 
 
 def _checked(name: str, check: Callable[[], Finding]) -> Finding:
-    """A check that breaks is a finding of its own, and the others still run."""
+    """Runs a check. An exception becomes a finding, so that the other checks still run."""
     try:
         return check()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`baton doctor cluster`: asks the API, this pod and the workers, and shows findings."""
+"""`baton doctor cluster`: checks the Kubernetes API, this pod and the workers."""
 
 from __future__ import annotations
 
@@ -41,36 +41,30 @@ from baton.rpc.worker import description_from_proto
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerStub
 
-# What each preset of the chart needs of a cluster.
-
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """pod_security: the strictest level of a namespace that admits its pods."""
+    """What a preset of the chart needs of a cluster."""
 
     gpu: bool = False
     rdma: bool = False
     pod_security: str = "restricted"
+    """The strictest pod security level of a namespace that admits its pods."""
 
 
 PRESETS = {
     "cpu": Needs(),
     "gpu-tcp": Needs(gpu=True),
-    # Locking memory (IPC_LOCK) is in no stricter level.
+    # Stricter levels do not allow locking memory (IPC_LOCK).
     "gpu-rdma": Needs(gpu=True, rdma=True, pod_security="privileged"),
 }
 
 LEVELS = ("privileged", "baseline", "restricted")
-"""Of pod security, each stricter than the one before."""
-
-
-# Asks a Kubernetes API for plain JSON, from a pod or from a laptop; judges nothing.
-#
-# The client is an optional part of the installation (`baton[k8s]`), imported where it is used.
+"""Levels of pod security, from the least to the most strict."""
 
 
 TIMEOUT_S = (3.0, 10.0)
-"""To connect, and to be answered."""
+"""Time to connect, and time to receive the answer."""
 
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -78,9 +72,10 @@ Json = dict[str, Any]
 
 
 class ApiAnswer(NamedTuple):
-    """status: as HTTP has it."""
+    """An answer of the Kubernetes API."""
 
     status: int
+    """The HTTP status."""
     body: Json
 
     @property
@@ -89,8 +84,12 @@ class ApiAnswer(NamedTuple):
 
 
 class Api:
-    """A way to the API. namespace: the pod's own, or the kubeconfig's. in_pod: whether this runs in
-    the cluster, with a service account."""
+    """A connection to the Kubernetes API, from a pod or from outside. The client library is an
+    optional dependency (`baton[k8s]`), imported where it is used.
+
+    namespace: that of the pod or of the kubeconfig. in_pod: whether this runs in the cluster, with
+    a service account.
+    """
 
     def __init__(self, client: Any, namespace: str, *, in_pod: bool) -> None:
         self._client = client
@@ -99,8 +98,9 @@ class Api:
 
     @classmethod
     def open(cls, kubeconfig: str = "") -> Api:
-        """From a kubeconfig file; without one from the pod's service account, else from the usual
-        kubeconfig. Raises InvalidArgument, and Unavailable where the client is not installed."""
+        """Connects with a kubeconfig file if given, else with the pod's service account, else with
+        the default kubeconfig. Raises InvalidArgument, and Unavailable without the client
+        library."""
         try:
             from kubernetes import client, config
         except ImportError:
@@ -119,7 +119,7 @@ class Api:
 
     @staticmethod
     def _configure(config: Any, made: Any, kubeconfig: str) -> tuple[str, bool]:
-        """Fills in how the API is reached. Returns the namespace, and whether this is a pod."""
+        """Configures the connection. Returns the namespace, and whether this is a pod."""
         if not kubeconfig:
             try:
                 config.load_incluster_config(client_configuration=made)
@@ -131,11 +131,11 @@ class Api:
         return str(context["context"].get("namespace") or "default"), False
 
     def get(self, path: str, **query: str) -> ApiAnswer:
-        """Raises Unavailable when nobody answers; a refusal is an answer."""
+        """Raises Unavailable if there is no answer; a refusal is an answer."""
         return self._ask("GET", path, query, None)
 
     def post(self, path: str, body: Json) -> ApiAnswer:
-        """As `get`."""
+        """See `get`."""
         return self._ask("POST", path, {}, body)
 
     def close(self) -> None:
@@ -169,14 +169,11 @@ class Api:
         return ApiAnswer(int(answer.status), found if isinstance(found, dict) else {})
 
 
-# What this pod has that a worker's pod would have, and what that means; asks no API.
-
-
 API_NAME = "kubernetes.default.svc"
 
 
 def local_dns(names: Sequence[str]) -> Finding:
-    """names: of Services, in this cluster's DNS."""
+    """names: DNS names of Services in this cluster."""
     missing = [name for name in (API_NAME, *names) if not _resolves(name)]
     if API_NAME in missing:
         return fail(
@@ -192,7 +189,7 @@ def local_dns(names: Sequence[str]) -> Finding:
 
 
 def local_memory_lock(needs: Needs, limit: int | None = None) -> Finding:
-    """limit: bytes, -1 for none; None: this process's own."""
+    """limit: in bytes, -1 for unlimited; None: this process's own limit."""
     found = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if found in (-1, resource.RLIM_INFINITY):
         return ok("no limit on locked memory")
@@ -262,9 +259,6 @@ def _resolves(name: str) -> bool:
         return False
 
 
-# Why pods of an installed Baton are not ready, in words and with what to do; asks nobody.
-
-
 MOST_TOLD = 8
 
 ADVICE = {
@@ -288,11 +282,11 @@ EXIT_CODES = {
     4: "its KV ring was worn out",
     137: "killed: a memory limit, or a liveness probe",
 }
-"""Of Baton's processes, and of who is killed."""
+"""Exit codes of Baton's processes, and of killed ones."""
 
 
 def pods(found: Sequence[Json], events: Iterable[Json]) -> Finding:
-    """found: the pods of a release."""
+    """Explains why pods of a release are not ready. found: the pods."""
     if not found:
         return ok("none is installed here")
     warnings = _newest_warnings(events)
@@ -317,7 +311,7 @@ def pods(found: Sequence[Json], events: Iterable[Json]) -> Finding:
 
 
 def why(pod: Json, warning: Json | None = None) -> list[tuple[str, str]]:
-    """What keeps a pod from being ready, most telling first: kinds, and sentences."""
+    """Returns kinds and sentences of what keeps a pod from being ready, most specific first."""
     found: list[tuple[str, str]] = []
     status = pod.get("status", {})
     for condition in status.get("conditions") or ():
@@ -348,7 +342,7 @@ def _of_container(container: Json) -> list[tuple[str, str]]:
 
 
 def _newest_warnings(events: Iterable[Json]) -> Mapping[str, Json]:
-    """By pod."""
+    """Returns the newest warning of each pod."""
     found: dict[str, Json] = {}
     for event in sorted(events, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime"))):
         about = event.get("involvedObject") or {}
@@ -382,7 +376,7 @@ def _restarts(pod: Json) -> int:
 
 
 def _last_word(found: Iterable[Json]) -> str:
-    """Why the first of those that restarted did."""
+    """Returns why the first restarted container ended."""
     for pod in found:
         for container in _containers(pod.get("status", {})):
             for kind, said in _of_container(container):
@@ -390,13 +384,8 @@ def _last_word(found: Iterable[Json]) -> str:
     return "see 'kubectl logs --previous'"
 
 
-# What answers of a cluster's API mean for Baton, as findings; asks nobody.
-#
-# All take parts of the API's own JSON, so that they can be tried on any cluster's answers.
-
-
 OLDEST_MINOR = 30
-"""As the chart asks for (kubeVersion)."""
+"""The chart's minimum (kubeVersion)."""
 
 GPU = "nvidia.com/gpu"
 EXTENSIONS = {
@@ -405,7 +394,7 @@ EXTENSIONS = {
     "gateway.networking.k8s.io": "Gateway API (routes)",
     "cert-manager.io": "cert-manager (TLS)",
 }
-"""API groups of what the chart can use, and what it uses them for."""
+"""API groups that the chart can use, and what for."""
 
 ENFORCE = "pod-security.kubernetes.io/enforce"
 
@@ -448,7 +437,7 @@ def judge_namespace(name: str, answer: ApiAnswer, needs: Needs) -> Finding:
 
 
 def judge_access(account: str, reviews: Sequence[tuple[str, bool | None]]) -> Finding:
-    """reviews: of each verb on EndpointSlices, whether the account has it; None: not known."""
+    """reviews: whether the account has each verb on EndpointSlices; None: unknown."""
     missing = [verb for verb, allowed in reviews if allowed is False]
     if missing:
         return fail(
@@ -517,7 +506,8 @@ def judge_extensions(groups: Collection[str]) -> Finding:
 
 
 def judge_images(wanted: Sequence[str], nodes: ApiAnswer) -> Finding:
-    """Only nodes that have one tell of it; whether another can pull it, only a pod shows."""
+    """Only nodes that have pulled an image list it; whether others can pull it is seen only when a
+    pod starts."""
     if nodes.status != 200:
         return _unseen("nodes", nodes.status, needed=False)
     missing = []
@@ -535,7 +525,7 @@ def judge_images(wanted: Sequence[str], nodes: ApiAnswer) -> Finding:
 
 
 def _counted(nodes: Iterable[Json], wanted: Callable[[str], bool]) -> dict[str, dict[str, int]]:
-    """Of each node that has any: how many of each resource can be given out."""
+    """Returns the allocatable amount of each resource on each node that has any."""
     found = {}
     for node in nodes:
         offers = node.get("status", {}).get("allocatable") or {}
@@ -560,9 +550,6 @@ def _unseen(what: str, status: int, *, needed: bool) -> Finding:
     return warn(said, advice) if needed else ok(f"{said}; none is needed")
 
 
-# What workers of an installed Baton say they are, and how they differ.
-
-
 ASK_S = 3.0
 
 Told = Mapping[str, WorkerDescription | None]
@@ -578,7 +565,7 @@ class Where(NamedTuple):
 async def ask(
     where: Iterable[Where], certificates: Certificates | None = None, token: str = ""
 ) -> Told:
-    """All at once; takes a few seconds at most."""
+    """Asks all workers for their descriptions at once; takes a few seconds at most."""
     places = list(where)
     channels = Channels(certificates, token=token)
     try:
@@ -589,7 +576,7 @@ async def ask(
 
 
 def workers(told: Told) -> Finding:
-    """Differences are no fault while an upgrade is under way: what does not fit is not paired."""
+    """Differences are no fault during an upgrade: incompatible workers are not paired."""
     if not told:
         return ok("none is there to be asked")
     known = {pod: one for pod, one in told.items() if one is not None}
@@ -627,7 +614,7 @@ async def _ask(channels: Channels, place: Where) -> WorkerDescription | None:
 
 
 def _models(known: Mapping[str, WorkerDescription]) -> list[str]:
-    """Tokenizers have no model's digest to tell."""
+    """Tokenizers have no model digest."""
     found = []
     for name in ("digest", "tokenizer_digest"):
         groups: dict[str, list[str]] = defaultdict(list)
@@ -641,7 +628,7 @@ def _models(known: Mapping[str, WorkerDescription]) -> list[str]:
 
 
 def _pairs(known: Mapping[str, WorkerDescription]) -> Sequence[str]:
-    """How KV layouts differ besides the model, each difference once."""
+    """Returns how KV layouts differ except in the model, each difference once."""
     found: dict[str, str] = {}
     having = [(pod, one) for pod, one in sorted(known.items()) if one.layout is not None]
     for (pod, one), (other_pod, other) in combinations(having, 2):
@@ -650,9 +637,6 @@ def _pairs(known: Mapping[str, WorkerDescription]) -> Sequence[str]:
         if said:
             found.setdefault(said, f"{pod} and {other_pod}: {said}")
     return list(found.values())
-
-
-# `baton doctor cluster`: asks the API, this pod and the workers, and shows findings.
 
 
 log = logging.getLogger(__name__)
@@ -689,12 +673,12 @@ def add_parser(subparsers: Any) -> None:
             f"--{name}", default=os.environ.get(f"BATON_{name.upper().replace('-', '_')}", ""),
             metavar="FILE", help="to ask workers that use TLS; the certificate is a doctor's",
         )  # fmt: skip
-    # The parent command has --json, too; a default here would undo it.
+    # The parent parser also has --json; a default here would override it.
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when a needed thing is missing, else 0. Raises InvalidArgument."""
+    """Returns 1 if something required is missing, else 0. Raises InvalidArgument."""
     console = Console(highlight=False, soft_wrap=True)
     found: dict[str, Finding] = {}
     for name, check in _checks(args):
@@ -702,7 +686,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             show(console, name, found[name])
         if name == "api" and failed(found):
-            # Of the rest nothing can be known.
+            # Without the API the other checks have no data.
             break
     if args.json:
         print(json.dumps(document(found), indent=2))
@@ -772,7 +756,7 @@ def _reached(api: Api) -> Finding:
 
 
 def _access(api: Api, namespace: str, account: str, found: list[Json]) -> Finding:
-    """Of the router's service account, if there is a name; else of whoever asks, in a pod."""
+    """Reviews the router's service account if its name is known, else, in a pod, the caller's."""
     routers = [pod for pod in found if _component(pod) == "router"]
     account = account or next((str(pod["spec"]["serviceAccountName"]) for pod in routers), "")
     if not account and not api.in_pod:
@@ -789,7 +773,7 @@ def _access(api: Api, namespace: str, account: str, found: list[Json]) -> Findin
         path = SELF_REVIEWS
         if account:
             spec["user"] = f"system:serviceaccount:{namespace}:{account}"
-            # What everybody may do, and every service account, it may, too.
+            # The account also has the rights of these groups.
             spec["groups"] = [
                 "system:authenticated",
                 "system:serviceaccounts",
@@ -843,7 +827,7 @@ def _selector(release: str) -> str:
 
 
 def _checked(name: str, check: Callable[[], Finding]) -> Finding:
-    """A check that breaks is a finding of its own, and the others still run."""
+    """Runs a check. An exception becomes a finding, so that the other checks still run."""
     try:
         return check()
     except InvalidArgument:

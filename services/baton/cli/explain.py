@@ -1,4 +1,4 @@
-"""`baton explain`: one request as a picture; knows flags and addresses."""
+"""`baton explain`: shows one request as a timeline, as a router recorded it."""
 
 from __future__ import annotations
 
@@ -28,31 +28,28 @@ from baton.router.api.http.answer_schema import (
 )
 from baton.rpc.address import join, split
 
-# Asks routers what they remember of a request, one after the other.
-
-
 ASK_S = 10.0
 
 
 def ask(routers: list[Access], path: str) -> bytes:
-    """What the first router that knows says.
+    """Returns the answer of the first router that has the request; asks one after the other.
 
-    Raises NotFound when all were asked and none knows, Unavailable when some could not be asked,
+    Raises NotFound if no router has it, Unavailable if some could not be reached, and
     Unauthenticated.
     """
     return asyncio.run(_ask(routers, path))
 
 
 def path_of(request_id: str, query: str = "") -> str:
-    """Raises InvalidArgument for what is no id."""
+    """Returns the path of a request's record. Raises InvalidArgument for an invalid id."""
     if not request_id or len(request_id) > 256 or not request_id.isprintable():
         raise InvalidArgument("must be a request's id", field="ID")
     return f"/requests/{quote(request_id, safe='')}{query}"
 
 
 def everyone(access: Access) -> list[Access]:
-    """All addresses of a name, as a headless service has one for each replica. With TLS the name
-    itself: it is what the certificate is for. Raises InvalidArgument."""
+    """Returns one Access per address of a name: a headless service has one for each replica. With
+    TLS it returns the name, for which the certificate is issued. Raises InvalidArgument."""
     host, port = split(access.address, "http")
     if access.ca is not None:
         return [access]
@@ -87,7 +84,7 @@ async def _ask(routers: list[Access], path: str) -> bytes:
 
 
 async def _try(router: Access, path: str) -> HttpAnswer | None:
-    """None when nobody answers."""
+    """Returns None if the router cannot be reached."""
     client = HttpClient(router)
     try:
         return await client.get(path, ASK_S)
@@ -98,7 +95,7 @@ async def _try(router: Access, path: str) -> HttpAnswer | None:
 
 
 def _of_replay(body: bytes) -> bool:
-    """Whether the request is known, and only its replay is not."""
+    """Returns whether the request is known and only its replay is missing."""
     return _error(body).get("param") == "replay"
 
 
@@ -114,13 +111,8 @@ def _error(body: bytes) -> dict[str, Any]:
     return {}
 
 
-# Draws one explained request in a terminal; asks nobody.
-#
-# Plain text where the output is no terminal; bars of ASCII where its encoding has no others.
-
-
 BAR = 48
-"""Characters of the request's whole time."""
+"""Characters for the duration of the whole request."""
 
 _COLOURS = {
     "tokenize": "cyan",
@@ -136,7 +128,8 @@ _STATES = {"finished": "green", "running": "blue", "failed": "red"}
 
 
 def show(told: Explained, console: Console | None = None) -> None:
-    """Prints it."""
+    """Prints a request: plain text if the output is no terminal, ASCII bars if its encoding has no
+    block characters."""
     out = console or Console(highlight=False, soft_wrap=True)
     full = "█" if "utf" in out.encoding.lower() else "#"
     _say(out, _headline(told), _STATES[told.state])
@@ -176,7 +169,7 @@ def _tokens(told: Explained) -> str:
 
 
 def _stages(out: Console, told: Explained, full: str) -> None:
-    """One line a stage, each beginning where the one before ends."""
+    """Prints one line per stage; each bar begins where the one before ends."""
     passed = 0.0
     for field, seconds in told.stages.items():
         stage = field.removesuffix("_s")
@@ -259,7 +252,7 @@ def _worker(worker: ServedBy) -> str:
 
 
 def _bar(began: float, seconds: float, total: float, full: str) -> str:
-    """At least one character: what took no time was passed, too."""
+    """Returns a bar of at least one character, so that a stage of no duration is visible."""
     if total <= 0.0:
         return ""
     start = min(BAR - 1, round(began / total * BAR))
@@ -277,12 +270,9 @@ def _bytes(count: int) -> str:
 
 
 def _say(out: Console, text: str, style: str = "") -> None:
-    """Nothing that a router says may steer the terminal."""
+    """Prints a text without markup, so that a router's answer cannot control the terminal."""
     safe = "".join(c for c in text if c.isprintable() or c == "\n")
     out.print(safe, style=style or None, markup=False)
-
-
-# `baton explain`: one request as a picture; knows flags and addresses.
 
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
@@ -320,7 +310,7 @@ def add_router_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def routers_of(args: argparse.Namespace) -> list[access.Access]:
-    """Every router that was named. Raises InvalidArgument."""
+    """Returns all routers in the arguments. Raises InvalidArgument."""
 
     found = []
     for address in (args.http or "").split(","):
@@ -331,7 +321,7 @@ def routers_of(args: argparse.Namespace) -> list[access.Access]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when a router knows it. Raises BatonError."""
+    """Returns 0 if a router has the request. Raises BatonError."""
     import msgspec
 
     from baton.router.api.http.answer_schema import Explained
@@ -355,7 +345,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, document: bytes) -> None:
-    """For its owner alone: it holds a prompt. Raises InvalidArgument."""
+    """Writes a file that only its owner can read: it contains a prompt. Raises InvalidArgument."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:

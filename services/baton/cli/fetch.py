@@ -1,6 +1,6 @@
-"""`baton fetch`: puts a model into a folder that a node's pods share, once, and prints where it is.
+"""`baton fetch`: copies a model into a folder that a node's pods share, once.
 
-Needs no torch. Prints the model's folder on stdout and how far it is on stderr.
+Needs no torch. Prints the model's folder on stdout and the progress on stderr.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises BatonError."""
-    # Theirs would be drawn over ours, a line for each file.
+    # The library's progress bars would be drawn over this command's, a line for each file.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     source = source_of(args.model, args.revision)
     try:

@@ -1,6 +1,6 @@
-"""Sends requests over HTTP/1.1 on connections that are kept alive.
+"""An HTTP/1.1 client with kept-alive connections.
 
-Many at a time, each on a connection of its own; whoever calls bounds how many.
+Concurrent requests each have their own connection; the caller limits their number.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ CLOSE_S = 1.0
 
 
 class Unreachable(ConnectionError):
-    """No connection can be made: the request was not sent."""
+    """No connection can be made; the request was not sent."""
 
 
 class ConnectionLost(ConnectionError):
-    """The connection ended, or said nonsense, before the answer did."""
+    """The connection ended, or was not valid HTTP, before the answer was complete."""
 
 
 @asynccontextmanager
 async def connecting() -> AsyncIterator[None]:
-    """Bounds the making of a connection. Raises Unreachable, or InvalidArgument for a certificate
-    that is not trusted."""
+    """Limits the time to connect. Raises Unreachable, or InvalidArgument for a certificate that is
+    not trusted."""
     try:
         async with asyncio.timeout(CONNECT_S):
             yield
@@ -51,18 +51,19 @@ async def connecting() -> AsyncIterator[None]:
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """headers: names in lower case."""
+    """An answer with any status."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    """Names are in lower case."""
     body: bytes = b""
 
 
 class HttpClient:
-    """Of one server. Close it."""
+    """A client of one server. Close it."""
 
     def __init__(self, access: Access) -> None:
-        """Raises InvalidArgument for what is no address, and for a CA that is none."""
+        """Raises InvalidArgument for an invalid address or CA."""
         self.address = access.address
         self._host, self._port = split(access.address, "http")
         self._trust = trust(access.ca)
@@ -71,13 +72,13 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def post(self, path: str, body: bytes, timeout_s: float) -> HttpAnswer:
-        """The whole answer, whatever its status. Raises Unreachable, ConnectionLost, or
-        TimeoutError; then its connection is gone."""
+        """Returns the whole answer, whatever its status. Raises Unreachable, ConnectionLost, or
+        TimeoutError, and closes the connection then."""
         head = f"POST {path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n"
         return await self._ask(head.encode() + body, timeout_s)
 
     async def get(self, path: str, timeout_s: float) -> HttpAnswer:
-        """As `post`."""
+        """See `post`."""
         return await self._ask(f"GET {path} HTTP/1.1\r\n{self._head}\r\n".encode(), timeout_s)
 
     async def _ask(self, request: bytes, timeout_s: float) -> HttpAnswer:
@@ -111,7 +112,7 @@ class HttpClient:
 
 
 class _Connection:
-    """For one request at a time."""
+    """A connection, for one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -119,7 +120,7 @@ class _Connection:
 
     @property
     def usable(self) -> bool:
-        """As far as is known: the server may be closing it at this moment."""
+        """Whether it seems open; the server may be closing it at this moment."""
         return self._keep and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def ask(self, request: bytes) -> HttpAnswer:
@@ -150,7 +151,7 @@ class _Connection:
 
 
 class _Reading:
-    """What the parser calls."""
+    """The parser's callbacks."""
 
     def __init__(self) -> None:
         self.answer = HttpAnswer()
@@ -168,16 +169,13 @@ class _Reading:
 
 
 def trust(ca: bytes | None) -> ssl.SSLContext | None:
-    """ca: as Access has it. Raises InvalidArgument."""
+    """Returns the TLS context for a CA as in Access. Raises InvalidArgument."""
     if ca is None:
         return None
     try:
         return ssl.create_default_context(cadata=ca.decode() if ca else None)
     except (ssl.SSLError, ValueError):
         raise InvalidArgument("is no PEM file of a CA", field="ca") from None
-
-
-# Reads a process's /metrics.
 
 
 TIMEOUT_S = 10.0
@@ -191,8 +189,8 @@ def scrape(
     key: str = "",
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, float]:
-    """All samples by name and labels, as they are written there. Blocks. Raises OSError, and
-    ValueError for what is no metrics.
+    """Returns all samples of a process's /metrics, by name and labels as written there. Blocks.
+    Raises OSError, and ValueError for text that is not in the metrics format.
 
     key: an API key, the token of Baton's own processes, or "".
     """
@@ -204,7 +202,7 @@ def scrape(
 
 
 def total(found: Mapping[str, float], name: str, *labels: str) -> float:
-    """The sum of a metric's samples that have these labels, each as `key="value"`."""
+    """Returns the sum of a metric's samples that have all these labels (`key="value"`)."""
     return sum(
         value
         for sample, value in found.items()
@@ -213,7 +211,8 @@ def total(found: Mapping[str, float], name: str, *labels: str) -> float:
 
 
 def met(url: str, trust: ssl.SSLContext | None, key: str = "") -> Counter[str]:
-    """How many workers of each role a router knows; none while it does not answer. Blocks."""
+    """Returns how many workers of each role a router is connected to; none if it does not answer.
+    Blocks."""
     try:
         found = scrape(url, trust=trust, key=key, timeout_s=2.0)
     except (OSError, HTTPException, ValueError):

@@ -1,7 +1,7 @@
-"""`baton keys`: makes, lists and removes the API keys in a router's file; starts nothing.
+"""`baton keys`: creates, lists and removes the API keys in a router's file.
 
-A running router takes the file over by itself. A key is shown once, when it is made: the file has
-only its hash.
+A running router reloads the file by itself. A key is printed once, when it is created: the file
+contains only its hash.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _list(file: Path) -> None:
 
 @contextmanager
 def _changing(file: Path, *, create: bool = False) -> Iterator[KeyBook]:
-    """The book while nobody else changes it. Locks the folder: the file itself is replaced."""
+    """Yields the book and holds a lock on the folder; the file itself is replaced."""
     try:
         folder = os.open(file.parent, os.O_RDONLY)
     except OSError as error:
@@ -129,7 +129,8 @@ def _read(file: Path) -> KeyBook:
 
 
 def _replace(file: Path, book: KeyBook) -> None:
-    """In one go, so that a router never reads half of it; for its owner's eyes only."""
+    """Replaces the file atomically, so that a router never reads a part. Only its owner can read
+    it."""
     try:
         fd, fresh = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     except OSError as error:
@@ -140,7 +141,7 @@ def _replace(file: Path, book: KeyBook) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         if file.exists():
-            # A router of another user reads what it could read before.
+            # A router of another user can still read it.
             os.chmod(fresh, file.stat().st_mode & 0o777)
         os.replace(fresh, file)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Which processes `baton up` runs and with what flags; starts nothing itself."""
+"""Plans which processes `baton up` runs and with which flags. It starts none."""
 
 from __future__ import annotations
 
@@ -18,23 +18,18 @@ from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.memory import host_free_bytes, size
 
-# How much KV memory each engine process of `baton up` may take; starts nothing, loads no torch.
-#
-# The processes start together and one may start again later, when the others have taken theirs. So
-# the amount is fixed once, for all of them, from what is free before the first one starts: a worker
-# that comes back has the pool, and the longest sequence, that it had before.
-
-
 GPU = Path("/dev/nvidia0")
 _FLOAT32_BYTES = 4
 _SHARE = EngineConfig("any").memory_share
 
 
 def memory_flags(folder: Path, engines: int) -> tuple[str, ...]:
-    """Flags for each of so many engine processes that serve a model together.
+    """Returns the flags for the KV memory of each of `engines` processes that serve a model.
 
-    On a GPU, whose free memory only torch can read, that is an equal share. Raises InvalidArgument
-    when their weights alone do not fit.
+    The amount is fixed once for all of them, from the free memory before the first one starts, so
+    that a restarted worker has the same pool and the same longest sequence as before. On a GPU,
+    whose free memory only torch can read, each gets an equal share. Raises InvalidArgument if the
+    weights alone do not fit.
     """
     if GPU.exists():
         return ("--memory-share", f"{_SHARE / engines:.3f}")
@@ -51,12 +46,12 @@ def memory_flags(folder: Path, engines: int) -> tuple[str, ...]:
 
 
 def num_weights(folder: Path) -> int:
-    """Elements of all tensors in a folder's safetensors files, from their headers."""
+    """Returns the number of elements of all tensors in a folder's safetensors files."""
     return sum(_elements(file) for file in folder.glob("*.safetensors"))
 
 
 def _elements(file: Path) -> int:
-    """A header is the length of a JSON object, 8 bytes little-endian, and the object."""
+    """A file's header is the length of a JSON object, 8 bytes little-endian, and the object."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(min(length, file.stat().st_size))
@@ -64,20 +59,20 @@ def _elements(file: Path) -> int:
         tensors = json.loads(header)
         return sum(prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
     except (ValueError, KeyError, TypeError, AttributeError):
-        return 0  # not a sound file: the workers refuse it by name
+        return 0  # an invalid file: the workers report it by name
 
 
 BUNDLED = "baton-tiny"
 APART = 32
-"""For `local_prefill_tokens` where hand-overs are what is tried: all but tiny prompts have one,
-though on one machine it may well take less time to do without."""
+"""`local_prefill_tokens` if hand-overs are to be tried: all but tiny prompts are handed over,
+although on one machine local prefill may be faster."""
 
 ENGINE_ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What the user asked of `baton up`."""
+    """The user's options of `baton up`."""
 
     model: str = ""
     prefill: int = 1
@@ -86,39 +81,39 @@ class UpOptions:
     detokenizer: int = 1
     routers: int = 1
     router_flags: tuple[str, ...] = ()
-    """More of them for every router."""
+    """Additional flags of every router."""
     engine_flags: tuple[str, ...] = ()
-    """More of them for every prefill and decode worker."""
+    """Additional flags of every prefill and decode worker."""
     decode_flags: tuple[str, ...] = ()
-    """More of them for every decode worker."""
+    """Additional flags of every decode worker."""
     http_port: int = 8000
-    """Of the first router; the others have the ports above it. 0: free ones."""
+    """Port of the first router; the others have the ports above it. 0: free ports."""
     grpc_port: int = 50051
-    """As http_port."""
+    """See http_port."""
     transport: str = "nixl"
     exact: bool = True
     dtype: str = "auto"
     quantize: str = "none"
     threads: int = 0
     runner: str = "torch"
-    """fake: prefill and decode are those of `baton.testing.worker`."""
+    """fake: prefill and decode workers are those of `baton.testing.worker`."""
     kv_memory_mib: int = 0
-    """Of each engine process; 0: an equal share of what is free."""
+    """Per engine process; 0: an equal share of the free memory."""
     engine_cpus: str = ""
-    """Cores that prefill and decode are pinned to, as taskset writes them; empty: not pinned."""
+    """Cores for prefill and decode, in taskset's notation; empty: not pinned."""
     other_cpus: str = ""
     """Cores for router, tokenizer and detokenizer."""
     keys: str = ""
-    """File of API keys that routers ask for; empty: they ask for none."""
+    """File of the API keys that routers accept; empty: no keys are required."""
     vllm_engine: bool = False
-    """Routers serve gateways, and give them the model's tokenizer."""
+    """Routers serve gateways and give them the model's tokenizer."""
     local_prefill_tokens: int = -1
-    """As the router has it; below 0: what the router is told otherwise."""
+    """The router's option; below 0: its default here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process: its role and number, its command line and its addresses."""
+    """One process: its role and index, its command line and its addresses."""
 
     role: str
     index: int
@@ -140,21 +135,21 @@ class Layout:
     grpc: str
     threads: int
     ca: str = ""
-    """File of the CA that all of them trust; empty: no TLS."""
+    """File of the CA that all processes trust; empty: no TLS."""
     peer_token: str = field(default="", repr=False)
-    """What the processes show each other, by the option of that name; empty: nothing. It is given
-    to them in their environment, because everybody can read command lines."""
+    """The token by which the processes authenticate to each other; empty: none. It is passed in the
+    environment, because every user can read command lines."""
 
     def metrics_url(self, spec: ProcessSpec) -> str:
-        """A router's are its HTTP face's; those of the others are not for strangers to reach."""
+        """A router's metrics are on its public HTTP port; those of others are not public."""
         scheme = "https" if self.ca and spec.role == "router" else "http"
         return f"{scheme}://{spec.metrics}/metrics"
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
-    """The folder of a model and the name clients use for it. Downloads a hub id.
+    """Returns the folder of a model and the name that clients use for it. Downloads a hub id.
 
-    Raises InvalidArgument when there is no such model.
+    Raises InvalidArgument if there is no such model.
     """
     if not model:
         return Path(str(files("baton"))) / "models" / BUNDLED, BUNDLED
@@ -176,9 +171,9 @@ def resolve_model(model: str) -> tuple[Path, str]:
 
 
 def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
-    """Gives every process its flags and its own free ports. Raises InvalidArgument.
+    """Assigns flags and free ports to every process. Raises InvalidArgument.
 
-    ca: whose certificates they use; None: no TLS.
+    ca: the issuer of their certificates; None: no TLS.
     """
     for role in ("decode", "tokenizer", "detokenizer", "routers"):
         if getattr(options, role) < 1:

@@ -1,6 +1,6 @@
-"""Where a model's files come from, a folder or the hub: names, sizes, and how each is copied.
+"""Copies a model's files from a folder or the hub into a folder that the pods of a node share.
 
-Whoever asks says where the files go. Copies that were cut short are gone on with.
+A model appears in the shared folder complete or not at all. Interrupted copies are resumed.
 """
 
 from __future__ import annotations
@@ -22,56 +22,52 @@ from typing import Protocol
 from baton.core.errors import InvalidArgument, Overloaded, Unavailable
 from baton.engine.digest import MANIFEST, model_digest
 
-# Where a model's files come from, a folder or the hub: names, sizes, and how each is copied.
-#
-# Whoever asks says where the files go. Copies that were cut short are gone on with.
-
-
 WEIGHTS = "*.safetensors"
 OTHERS = ("*.json", "*.jinja")
 PATH_DIGITS = 12
-"""Of the SHA-256 of a folder's path, in hex. The Helm chart makes the same names."""
+"""Digits of the SHA-256 of a folder's path, in hex. The Helm chart makes the same names."""
 _COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a model, as its source describes it."""
+    """A file of a model, as described by its source."""
 
     name: str
     size: int
     sha256: str = ""
-    """In hex; "" where the source does not say."""
+    """In hex; "" if the source has none."""
     git_id: str = ""
-    """In hex, as git names a file's contents; "" where the source does not say."""
+    """Git's blob id in hex; "" if the source has none."""
     mtime_ns: int = 0
-    """When the source's file was changed; 0 where the source does not say."""
+    """When the source's file was modified; 0 if the source has no such time."""
 
 
 class ModelSource(Protocol):
-    """name: of the folder that its files belong into. No other source has it."""
+    """A place that models are copied from."""
 
     name: str
+    """Name of the folder for its files, unique among sources."""
 
     def files(self, *, weights: bool) -> list[File]:
-        """What a server of the model reads. Raises BatonError."""
+        """Returns the files that a server of the model reads. Raises BatonError."""
 
     def copy(self, file: File, into: Path) -> str:
-        """Returns the file's SHA-256 in hex, and the whole file is there, or raises BatonError."""
+        """Copies a whole file and returns its SHA-256 in hex. Raises BatonError."""
 
     def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
-        """Whether a file is another one than the one that is known, or none is known of its name;
-        as far as this machine can tell."""
+        """Returns whether a file differs from the known one of its name, or is not known, as far as
+        this machine can tell."""
 
 
 def may_be_hub_id(model: str) -> bool:
-    """Of a model that is no folder: whether the hub may be asked for it."""
+    """Returns whether a model that is no folder may be a hub id."""
     is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
     return not is_path and model.count("/") == 1
 
 
 def source_of(model: str, revision: str = "") -> ModelSource:
-    """A folder that exists, else what may be a hub id. Raises InvalidArgument."""
+    """Returns the source: an existing folder, else a possible hub id. Raises InvalidArgument."""
     path = Path(model).expanduser()
     if path.is_dir():
         if revision:
@@ -83,9 +79,10 @@ def source_of(model: str, revision: str = "") -> ModelSource:
 
 
 class FolderSource:
-    """A folder that is slow, or that pods on other nodes share.
+    """A folder, for example a slow one or one that pods on other nodes share.
 
-    Its name ends with a digest of its path, because many models lie in folders of one name.
+    The source's name ends with a digest of the path, because folders of different models may have
+    the same name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,7 +100,7 @@ class FolderSource:
         return found
 
     def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
-        """Files that are gone are no difference: what was copied is still that model."""
+        """A file missing in the source is no difference: the copy is still that model."""
         return any(self._differs(file, known) for file in self.files(weights=weights))
 
     def _differs(self, file: File, known: Mapping[str, File]) -> bool:
@@ -133,12 +130,12 @@ class FolderSource:
 
 
 class HubSource:
-    """A model of the hub, at the commit that a revision stands for when `files` is called. Takes
+    """A model of the hub, at the commit to which the revision refers when `files` is called. Uses
     HF_TOKEN and HF_ENDPOINT from the environment, as the hub's library does.
     """
 
     def __init__(self, model: str, revision: str) -> None:
-        # The hub's ids have no "--". Of revisions, "a/b" and "a-b" may both be there.
+        # Hub ids contain no "--". Both revisions "a/b" and "a-b" may exist, so "/" is escaped.
         escaped = revision.replace("%", "%25").replace("/", "%2F")
         self.name = model.replace("/", "--") + (f"@{escaped}" if revision else "")
         self._model = model
@@ -155,7 +152,7 @@ class HubSource:
             raise InvalidArgument(f"{self._model!r} is no hub id", field="model") from error
         except HfHubHTTPError as error:
             raise _refused(self._model, error.response.status_code) from error
-        except Exception as error:  # the library's releases differ in what they raise
+        except Exception as error:  # the exceptions differ between releases of the library
             raise Unavailable("the hub cannot be reached") from error
         self._commit = info.sha or ""
         found = []
@@ -170,7 +167,7 @@ class HubSource:
         return found
 
     def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
-        """Only the hub could tell, and it is not asked for what is there."""
+        """Always False: only the hub could tell, and it is not asked about existing files."""
         return False
 
     def copy(self, file: File, into: Path) -> str:
@@ -218,14 +215,6 @@ def _refused(model: str, status: int) -> InvalidArgument | Unavailable:
     return Unavailable(f"the hub answered {status}; try again")
 
 
-# A folder of models that the pods of one node share: each is there whole, or not at all.
-#
-# What is being fetched lies in a folder whose name begins with a dot, and gets its name when every
-# file was checked. Its manifest is written last: it says what each file is, and is compared with
-# what is there whenever the folder is asked for. Who fetches holds a lock that the kernel drops
-# with its process, so that others wait for it, and go on with what it left if it dies.
-
-
 COPIES = 4
 SAY_EVERY_S = 5.0
 LOOK_EVERY_S = 0.5
@@ -235,9 +224,16 @@ Say = Callable[[str], None]
 
 
 def fetched(source: ModelSource, into: Path, say: Say, *, weights: bool, wait_s: float) -> Path:
-    """The folder with all of a source's files. Raises BatonError, and OSError for `into`.
+    """Returns the folder with all of a source's files, and copies them if necessary. Raises
+    BatonError, and OSError for `into`.
 
-    What is there whole is taken without asking a hub. wait_s: for somebody else who fetches.
+    A complete folder is used without asking the hub. wait_s: how long to wait for another process
+    that fetches the model.
+
+    Files are copied into a folder whose name begins with a dot, which is renamed when every file
+    was verified. The manifest is written last; it describes each file and is compared with the
+    files at each use. The fetching process holds a lock that the kernel releases at its end, so
+    that others wait and, if it dies, resume.
     """
     into.mkdir(parents=True, exist_ok=True)
     name = source.name if weights else f"{source.name}.tokenizer"
@@ -267,7 +263,7 @@ def fetched(source: ModelSource, into: Path, say: Say, *, weights: bool, wait_s:
 
 
 def whole(folder: Path) -> bool:
-    """Whether all files are there as they were checked. Only one that was touched since is read."""
+    """Returns whether all files are as verified. Only files modified since then are read."""
     known = _known(folder)
     try:
         return bool(known) and all(
@@ -293,7 +289,7 @@ def _is(path: Path, file: File, checked_ns: int) -> bool:
 
 
 def _known(folder: Path) -> dict[str, tuple[File, int]]:
-    """By name: each file, and when it was changed here last; {} without a manifest of this form."""
+    """Returns each file and its modification time here, by name; {} without a valid manifest."""
     try:
         entries = json.loads((folder / MANIFEST).read_text())["files"]
         return {
@@ -305,8 +301,8 @@ def _known(folder: Path) -> dict[str, tuple[File, int]]:
 
 
 def _write_manifest(folder: Path, files: list[File]) -> None:
-    """What is in the folder, and the digest that workers of these weights have, who compare it when
-    they load them."""
+    """Writes which files are in the folder, and the model's digest, with which workers compare the
+    weights that they load."""
     entries = [
         {"file": asdict(file), "checked_ns": (folder / file.name).stat().st_mtime_ns}
         for file in files
@@ -321,7 +317,7 @@ def _write_manifest(folder: Path, files: list[File]) -> None:
 
 
 def _check_room(partial: Path, files: list[File]) -> None:
-    """Raises Overloaded: nothing is begun that cannot be ended."""
+    """Raises Overloaded if the files do not fit on the disk."""
     missing = sum(file.size for file in files) - _size(partial)
     free = shutil.disk_usage(partial).free
     if missing + SPARE_BYTES > free:
@@ -331,11 +327,11 @@ def _check_room(partial: Path, files: list[File]) -> None:
 
 
 def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> list[File]:
-    """The files, with their digests."""
+    """Copies the files. Returns them with their digests."""
     total = sum(file.size for file in files)
     began, at_first, said = time.monotonic(), _size(partial), time.monotonic()
     pool = ThreadPoolExecutor(COPIES, "fetch")
-    # The largest first, so that none is left alone at the end.
+    # Largest first, so that no large file remains alone at the end.
     ordered = sorted(files, key=lambda file: -file.size)
     running = [pool.submit(_one, source, file, partial) for file in ordered]
     copied = []
@@ -364,7 +360,7 @@ def _one(source: ModelSource, file: File, partial: Path) -> File:
 
 @contextmanager
 def _locked(path: Path, say: Say, wait_s: float) -> Iterator[None]:
-    """Raises Unavailable when somebody else has it for longer than wait_s."""
+    """Holds a lock. Raises Unavailable if another process holds it for longer than wait_s."""
     give_up, told = time.monotonic() + wait_s, False
     with path.open("w") as file:
         while True:
@@ -382,7 +378,7 @@ def _locked(path: Path, say: Say, wait_s: float) -> Iterator[None]:
 
 
 def _size(folder: Path) -> int:
-    """Of all that is there already, also of parts of files that the hub's library keeps."""
+    """Returns the size of all that was copied, including the hub library's partial files."""
     total = 0
     for path in folder.rglob("*"):
         try:

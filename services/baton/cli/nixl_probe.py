@@ -1,6 +1,6 @@
-"""Moves 1 MiB between two NIXL agents in two processes and says so in one JSON line.
+"""Transfers 1 MiB between two NIXL agents in two processes and prints the result as a JSON line.
 
-Run as `python -m baton.cli.nixl_probe`; it starts its own peer. Knows the KV transport only.
+Run as `python -m baton.cli.nixl_probe`; it starts its own peer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEADLINE_S = 30.0
 
 
 def give() -> int:
-    """The peer: fills a buffer, says where it is, and stays until its standard input ends."""
+    """The peer: fills a buffer, prints its address, and waits until its standard input ends."""
     ring = StagingPool(2, SIZE)
     transport = _open(ring, "sender")
     try:
@@ -45,7 +45,7 @@ def give() -> int:
 
 
 def collect() -> int:
-    """Reads the peer's buffer. Returns 0 when every byte is right."""
+    """Reads the peer's buffer. Returns 0 if every byte is right."""
     command = [sys.executable, "-m", "baton.cli.nixl_probe", PEER_FLAG]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         assert peer.stdin is not None and peer.stdout is not None
@@ -68,7 +68,7 @@ def collect() -> int:
 
 
 def _read(transport: NixlTransport, ring: StagingPool, theirs: dict[str, Any]) -> bool:
-    """Whether the peer's buffer 0 arrives in our buffer 1 as it is."""
+    """Reads the peer's buffer 0 into buffer 1. Returns whether the contents are right."""
     description = pb.StagingPoolDescription(
         base_address=theirs["base_address"], buffer_bytes=SIZE, num_buffers=2
     )
@@ -77,7 +77,7 @@ def _read(transport: NixlTransport, ring: StagingPool, theirs: dict[str, Any]) -
     deadline = time.monotonic() + DEADLINE_S
     while transport.poll(handle) is ReadState.RUNNING:
         if time.monotonic() > deadline:
-            # A running transfer may still write: only the end of the process stops it.
+            # A running transfer may still write; only the end of the process stops it.
             os._exit(_failed("the transfer does not end"))
         time.sleep(0.001)
     transport.release(handle)

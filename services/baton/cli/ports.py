@@ -1,10 +1,10 @@
-"""Finds ports for worker processes that nothing else takes before they do; listens on none itself.
+"""Finds free ports for worker processes. It listens on none itself.
 
-Only ports that the system does not hand out by itself: a router that keeps asking for a worker
-which is not there yet could else be given that very port as its own end, connect to itself, and
-leave the worker nothing to bind. A worker with a large model listens minutes after its port was
-chosen: what one process has been given, no other process on this machine is given while the first
-one lives.
+It uses only ports that the system does not assign by itself. Otherwise a router that tries to
+connect to a worker which does not listen yet could be assigned that port as its own local port and
+connect to itself, and the worker could not bind the port. A worker with a large model listens
+minutes after its port was chosen. So a port given to one process is given to no other process on
+this machine while the first one lives.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ HOST = "127.0.0.1"
 LOWEST = 15000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL = (32768, 60999)
-# The descriptor of an abstract Unix socket for each port given, newest last. Such names live in the
-# network namespace, as ports do, and go with the process whatever ends it. So many at most: a test
-# process asks for many.
+# The descriptor of an abstract Unix socket for each port given, newest last. Abstract names belong
+# to the network namespace, as ports do, and disappear with the process however it ends. Their
+# number is limited because a test process asks for many ports.
 _given: deque[int] = deque()
 _MOST_GIVEN = 256
 
 
 def free_ports(count: int, avoid: Collection[int] = ()) -> list[int]:
-    """Different ports on this machine's loopback that nobody listens on or was given.
+    """Returns different loopback ports on which no process listens and which no process was given.
 
-    avoid: those that somebody is about to listen on.
+    avoid: ports that are about to be used.
     """
     first, last = _handed_out()
     candidates = [
@@ -47,7 +47,7 @@ def free_ports(count: int, avoid: Collection[int] = ()) -> list[int]:
 
 
 def free_row(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on now."""
+    """Returns the first of `count` consecutive ports on which no process listens now."""
     while True:
         (first,) = free_ports(1)
         if all(_free(port) for port in range(first, first + count)):
@@ -63,9 +63,9 @@ def _handed_out() -> tuple[int, int]:
 
 
 def _give(port: int) -> bool:
-    """Whether no other process was given this port; it is this process's then."""
+    """Reserves a port for this process. Returns False if another process has it."""
     if not sys.platform.startswith("linux"):
-        return True  # Nobody else has abstract names.
+        return True  # Other systems have no abstract names.
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         mark.bind(f"\0baton-port-{port}")

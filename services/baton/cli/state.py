@@ -1,9 +1,9 @@
-"""Where `baton up` keeps what it writes, which of them runs, and what it says of itself.
+"""The folder where `baton up` keeps its files, the lock of the running one, and its state.
 
-The folder and all in it are the user's alone, because the state holds the run's token. A running
-`baton up` holds a lock in it, which the kernel drops with the process. A process is named by its
-number and the moment of its start, so that a later process with the same number is never taken for
-it; where there is no /proc, by its number alone.
+The folder is accessible to its user only, because the state contains the run's token. A running
+`baton up` holds a lock in it, which the kernel releases when the process ends. A process is
+identified by its pid and start time, so that a later process with the same pid is not mistaken for
+it; without /proc, by its pid alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class AlreadyRuns(BatonError):
-    """Another `baton up` of this user runs, or starts."""
+    """Another `baton up` of this user runs or is starting."""
 
 
 def folder() -> Path:
-    """Where state and logs of `baton up` live, by the XDG base directory rules."""
+    """Returns the folder of the state and logs, by the XDG base directory rules."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "baton"
 
@@ -46,23 +46,23 @@ def lock_file() -> Path:
 
 
 def make_folder() -> Path:
-    """The folder, made and closed to others. Raises OSError."""
+    """Creates the folder, accessible to the user only. Raises OSError."""
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    # One of an earlier version could be read by all.
+    # Earlier versions created it readable for all users.
     folder().chmod(0o700)
     return folder()
 
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """Nobody else runs Baton with this folder meanwhile. Raises AlreadyRuns, and OSError."""
+    """Holds the lock of the folder. Raises AlreadyRuns, and OSError."""
     make_folder()
     with open(os.open(lock_file(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AlreadyRuns(who_runs() or "another 'baton up' runs with this folder") from None
-        # What a run that was killed left behind.
+        # Files of a run that was killed.
         for stale in (state_file(), *folder().glob(".up.*")):
             stale.unlink(missing_ok=True)
         file.truncate(0)
@@ -75,7 +75,7 @@ def locked() -> Iterator[None]:
 
 
 def who_runs() -> str:
-    """In words, with how to stop it; "" when none runs."""
+    """Describes the running `baton up` and how to stop it; "" if none runs."""
     if (running := read()) is not None:
         where, pid = f"already running at {running['http']}", running["pid"]
     elif (owner := _owner()) is not None:
@@ -86,7 +86,7 @@ def who_runs() -> str:
 
 
 def write(state: dict[str, Any]) -> None:
-    """Replaces the file in one go, so that a reader never sees half of it. Raises OSError."""
+    """Replaces the file atomically, so that a reader never sees a part of it. Raises OSError."""
     descriptor, fresh = tempfile.mkstemp(prefix=".up.", dir=make_folder())
     try:
         with open(descriptor, "w") as file:
@@ -99,13 +99,14 @@ def write(state: dict[str, Any]) -> None:
 
 
 def read() -> dict[str, Any] | None:
-    """What the running `baton up` wrote when it was ready; None when none runs, or it starts."""
+    """Returns what the running `baton up` wrote when it was ready; None if none runs or it is still
+    starting."""
     return _of_a_running_process(state_file())
 
 
 def stop() -> dict[str, Any] | None:
-    """Asks the running `baton up` to end, also one that starts or that is stopped by a signal.
-    Returns which process that is, or None when none runs.
+    """Sends SIGTERM to the running `baton up`, even if it is starting or suspended. Returns its
+    process, or None if none runs.
     """
     owner = _owner() or read()
     if owner is None or not send(owner, signal.SIGTERM):
@@ -115,13 +116,13 @@ def stop() -> dict[str, Any] | None:
 
 
 def process(pid: int) -> dict[str, Any]:
-    """What tells a running process from all others."""
+    """Returns the identity of a running process."""
     return {"pid": pid, "started": started(pid)}
 
 
 def started(pid: int) -> str:
-    """When a process did, in words that no other process of this number has; "" where it cannot be
-    known."""
+    """Returns a text with boot id and start time, unique among processes with this pid; "" if that
+    cannot be read."""
     try:
         boot = _BOOT.read_text().strip()
         return f"{boot} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
@@ -130,7 +131,7 @@ def started(pid: int) -> str:
 
 
 def alive(known: dict[str, Any]) -> bool:
-    """Whether a process of `process` runs. A zombie does not."""
+    """Returns whether a process runs, given its identity. A zombie does not."""
     pid = int(known["pid"])
     if known.get("started", "") != started(pid):
         return False
@@ -148,8 +149,8 @@ def alive(known: dict[str, Any]) -> bool:
 
 
 def send(known: dict[str, Any], number: signal.Signals) -> bool:
-    """Sends a signal to a process of `process`, and to no other that has its number meanwhile.
-    False when it has ended.
+    """Sends a signal to a process, given its identity, and never to another one with the same pid.
+    Returns False if it has ended.
     """
     pid = int(known["pid"])
     try:
@@ -157,7 +158,7 @@ def send(known: dict[str, Any], number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     except (AttributeError, OSError):
-        descriptor = -1  # Only Linux has them, and not every sandbox.
+        descriptor = -1  # Only Linux has pidfds, and not every sandbox allows them.
     try:
         if not alive(known):
             return False
@@ -174,7 +175,7 @@ def send(known: dict[str, Any], number: signal.Signals) -> bool:
 
 
 def _owner() -> dict[str, Any] | None:
-    """Who holds the lock, as far as the file says."""
+    """Returns the process that holds the lock, as recorded in the file."""
     return _of_a_running_process(lock_file())
 
 

@@ -1,11 +1,11 @@
-"""Runs all processes of a layout, restarts a dead one with back-off; prints nothing itself.
+"""Runs all processes of a layout, and restarts those that end, with back-off.
 
-What happens is told through `notify`: ("started", name, pid), ("loading", name, done, total),
-("serving", name), ("restarting", name, exit code), ("ready",). The first start must succeed: a
-process that ends before everything is ready ends the supervisor with `StartFailed`, because a wrong
-flag does not heal.
+Events are reported through `notify`: ("started", name, pid), ("loading", name, done, total),
+("serving", name), ("restarting", name, exit code), ("ready",). The first start must succeed: if a
+process ends before all are ready, the supervisor ends with `StartFailed`, because a restart does
+not fix a wrong flag.
 
-Whatever state the children are in, `run` returns at most STOP_BOUND_S after `stop`.
+In whatever state the children are, `run` returns at most STOP_BOUND_S after `stop`.
 """
 
 from __future__ import annotations
@@ -30,28 +30,24 @@ from baton.cli.layout import Layout, ProcessSpec
 from baton.core.errors import BatonError
 from baton.rpc.peers import PEER_TOKEN_VARIABLE
 
-# The log of `baton up`: one file for all processes, bounded in size, that keeps nobody waiting.
-#
-# Lines are written by a thread of this module's own. A disk that is full, slow or stuck costs lines
-# and nothing else: what could not be written is counted, and the first line that can be written
-# again is preceded by one that says how much is missing.
-
-
 FILE_BYTES = 32 << 20
-"""A file that would become larger is renamed to NAME.1, and that one to NAME.2, and so on."""
+"""A file that would exceed this is renamed to NAME.1, the one before to NAME.2, and so on."""
 OLD_FILES = 3
-"""The file that would be NAME.4 is deleted."""
+"""The file that would become NAME.4 is deleted."""
 WAITING_BYTES = 4 << 20
-"""Lines that wait to be written take no more memory than this; more of them are lost."""
+"""Limit of the memory for lines that wait to be written; further lines are lost."""
 WRITE_BYTES = 64 << 10
-"""Lines are written so many bytes at a time, and are lost so many at a time when that fails."""
+"""Lines are written in pieces of this size. If that fails, the whole piece is lost."""
 CLOSE_S = 2.0
 
 
 class LogFile:
-    """An open log. Close it.
+    """The log of `baton up`: one file for all processes, bounded in size. Close it.
 
-    path: the file that is written now. Files of an earlier run are kept as older ones.
+    A thread of its own writes the lines, so writers never wait. A full, slow or stuck disk costs
+    only lines: lost bytes are counted, and a line with their number precedes the next written one.
+
+    path: the current file. Files of earlier runs are kept as older ones.
     """
 
     def __init__(
@@ -68,12 +64,12 @@ class LogFile:
         self._descriptor = -1
         with suppress(OSError):
             self._rotate()
-        # A daemon: a disk that is stuck must not keep the process from ending.
+        # A daemon thread: a stuck disk must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def write(self, line: bytes) -> None:
-        """Takes a line with its end. Returns at once and raises nothing."""
+        """Queues a line, which includes its end. Returns at once and raises nothing."""
         with self._changed:
             if self._waiting_bytes + len(line) > WAITING_BYTES:
                 self._lost_bytes += len(line)
@@ -106,7 +102,7 @@ class LogFile:
             self._release()
 
     def _next(self) -> bytes:
-        """Takes lines that wait, as many as are written in one go."""
+        """Takes the waiting lines that are written in one piece."""
         taken = bytearray()
         while self._waiting and (not taken or len(taken) + len(self._waiting[0]) <= WRITE_BYTES):
             taken += self._waiting.popleft()
@@ -114,7 +110,7 @@ class LogFile:
         return bytes(taken)
 
     def _append(self, lines: bytes) -> None:
-        """Writes the lines, after what has to be said of lost ones; or counts them as lost."""
+        """Writes the lines, after the number of lost bytes if any; or counts them as lost."""
         with self._changed:
             lost, reason = self._lost_bytes, self._reason
         said = f"baton up: {lost} bytes of log are missing here: {reason}\n" if lost else ""
@@ -127,16 +123,16 @@ class LogFile:
                 self._reason = error.strerror or "the file cannot be written"
             return
         with self._changed:
-            # More may have been lost meanwhile: the next line tells of them.
+            # More may have been lost meanwhile: the next piece reports them.
             self._lost_bytes -= lost
             self._reason = self._reason if self._lost_bytes else ""
 
     def _write(self, data: bytes) -> None:
-        """All of it or nothing. Raises OSError."""
+        """Writes all of the data or nothing. Raises OSError."""
         if not data:
             return
         if self._descriptor >= 0 and not os.fstat(self._descriptor).st_nlink:
-            self._release()  # Somebody deleted the file, to have its room.
+            self._release()  # The file was deleted, to free its space.
         if self._descriptor < 0:
             self._open()
         size = os.fstat(self._descriptor).st_size
@@ -150,7 +146,7 @@ class LogFile:
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
         except OSError:
-            # The file ends with a whole line, also where there was room for half of one.
+            # The file ends with a complete line even if half of another would have fitted.
             with suppress(OSError):
                 os.ftruncate(self._descriptor, size)
             raise
@@ -166,10 +162,10 @@ class LogFile:
             self._descriptor = -1
 
     def _rotate(self) -> None:
-        """Renames all files, so that there is none at `path`."""
+        """Renames all files, so that `path` is free."""
         if not self.path.exists():
             return
-        # Earlier versions made it readable for all.
+        # Earlier versions created it readable for all users.
         os.chmod(self.path, 0o600)
         for number in range(self._old_files - 1, 0, -1):
             with suppress(FileNotFoundError):
@@ -180,34 +176,31 @@ class LogFile:
         return self.path.with_name(f"{self.path.name}.{number}")
 
 
-# One child process of the supervisor: starts it, reads what it announces, notices its end.
-#
-# A child announces itself by JSON lines on stdout: `{"loading": done, "total": all}` in bytes while
-# it loads, a line with "role" once it serves. Its stderr goes to the log. Both pipes are read for
-# as long as the child writes, whatever it writes: a child whose pipe is full stands still.
-
-
 LAST_LINES = 20
 LINE_BYTES = 64 << 10
-"""Of a longer line, the rest is left out."""
+"""The rest of a longer line is dropped."""
 PIPES_S = 1.0
-"""What is still in the pipes is read for so long after a child's end. A process that the child
-started may hold them open for ever."""
+"""How long the pipes are read after a child's end. A process that the child started may hold them
+open for ever."""
 
 OnLoading = Callable[[str, int, int], None]
 _STDOUT, _STDERR = 1, 2
 
 
 class ChildProcess:
-    """One life of one process. `wait` for its end, or `close` it.
+    """One run of one process. `wait` for its end, or `close` it.
 
-    serving: set when it said so. last_words: of its log.
+    A child reports by JSON lines on stdout: `{"loading": done, "total": all}` in bytes while it
+    loads, and a line with "role" when it serves. Its stderr goes to the log. Both pipes are read as
+    long as the child writes anything: a child whose pipe is full blocks.
     """
 
     def __init__(self, spec: ProcessSpec, log: LogFile, on_loading: OnLoading) -> None:
         self.spec = spec
         self.serving = asyncio.Event()
+        """Set when the process reported that it serves."""
         self.last_words: deque[str] = deque(maxlen=LAST_LINES)
+        """The last lines of its log."""
         self._log = log
         self._on_loading = on_loading
         self._ended, self._drained = asyncio.Event(), asyncio.Event()
@@ -222,18 +215,18 @@ class ChildProcess:
         on_loading: OnLoading,
         variables: Mapping[str, str] | None = None,
     ) -> ChildProcess:
-        """Raises OSError. variables: more of the child's environment, which other users cannot
-        read, as they can its command line.
+        """Starts the process. Raises OSError. variables: additional environment variables, which
+        other users cannot read, unlike a command line.
         """
         environment = {
             **os.environ,
             "BATON_PARENT_PID": str(os.getpid()),
-            # Must be set before torch is imported: idle threads would else spin on the other
+            # Must be set before torch is imported: idle threads would otherwise spin on the other
             # engine's core.
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONUNBUFFERED": "1",
-            # gRPC tells every goodbye of a peer as if it were news.
+            # gRPC logs each graceful disconnect of a peer as if it were an error.
             "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
             **(variables or {}),
         }
@@ -253,7 +246,7 @@ class ChildProcess:
         return self._transport.get_pid()
 
     async def wait(self) -> int:
-        """The exit code, after what the child wrote was read."""
+        """Returns the exit code, after all output of the child was read."""
         await self._ended.wait()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._drained.wait(), PIPES_S)
@@ -263,7 +256,7 @@ class ChildProcess:
         return code
 
     def terminate(self) -> None:
-        """Asks it to end; also a child that is stopped, which would not see the signal."""
+        """Sends SIGTERM; also resumes a stopped child, which would not receive the signal."""
         with contextlib.suppress(ProcessLookupError):
             self._transport.terminate()
             self._transport.send_signal(signal.SIGCONT)
@@ -273,7 +266,7 @@ class ChildProcess:
             self._transport.kill()
 
     def close(self) -> None:
-        """Kills it if it runs, and reads no more of it. Idempotent."""
+        """Kills the process if it runs, and stops reading its output. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             self._transport.close()
 
@@ -293,7 +286,7 @@ class ChildProcess:
 
 
 class _Protocol(asyncio.SubprocessProtocol):
-    """ended: set when the process has. drained: set when nothing can come from its pipes."""
+    """ended: set when the process has ended. drained: set when all its pipes are closed."""
 
     def __init__(
         self, pipes: Mapping[int, _Lines], ended: asyncio.Event, drained: asyncio.Event
@@ -316,7 +309,7 @@ class _Protocol(asyncio.SubprocessProtocol):
 
 
 class _Lines:
-    """Cuts what comes from a pipe into lines, and gives each to `take`, with its end."""
+    """Splits a pipe's output into lines and passes each, including its end, to `take`."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take = take
@@ -352,9 +345,9 @@ LONGEST_BACKOFF_S = 5.0
 HEALTHY_AFTER_S = 10.0
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 25.0
-"""What routers, and then all others, get to end by themselves before they are killed."""
+"""Time for the routers, and then for all others, to end before they are killed."""
 KILL_S = 3.0
-"""What the kernel gets to end what was killed. A process that hangs in it may never end."""
+"""Time for the kernel to end killed processes. A process that hangs in the kernel may never end."""
 STOP_BOUND_S = 2 * (STOP_TIMEOUT_S + KILL_S) + CLOSE_S
 POLL_S = 0.05
 
@@ -362,13 +355,13 @@ Notify = Callable[..., None]
 
 
 class StartFailed(BatonError):
-    """A process ended, or took too long, before everything was ready."""
+    """A process ended, or took too long, before all were ready."""
 
 
 class Supervisor:
-    """Owns the child processes. `run` returns when `stop` was called; no child outlives it.
+    """Owns the child processes. `run` returns after `stop` was called; no child outlives it.
 
-    longest_backoff_s: before a process that keeps dying is started again. stop_timeout_s: as
+    longest_backoff_s: the longest pause before a failing process is restarted. stop_timeout_s: see
     STOP_TIMEOUT_S.
     """
 
@@ -395,24 +388,24 @@ class Supervisor:
         self._failure: StartFailed | None = None
 
     def stop(self) -> None:
-        """Lets the processes end; the second time, kills those that have not."""
+        """Ends the processes gracefully; the second call kills those that still run."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
 
     def child(self, name: str) -> ChildProcess:
-        """The present life of a process, or its last one."""
+        """Returns the current run of a process, or its last one."""
         return self._children[name]
 
     def withhold(self, name: str) -> None:
-        """Once it has ended, a process is not started again until `release`."""
+        """Prevents restarts of a process after it has ended, until `release`."""
         self._wanted[name].clear()
 
     def release(self, name: str) -> None:
         self._wanted[name].set()
 
     def description(self) -> dict[str, Any]:
-        """The JSON of `--detach`, with the supervisor's own pid."""
+        """Returns the JSON of `--detach`, with the supervisor's own pid."""
         return {
             "http": self._layout.http,
             "grpc": self._layout.grpc,
@@ -431,7 +424,7 @@ class Supervisor:
         }
 
     async def run(self) -> None:
-        """Runs until stopped. Raises StartFailed, also where another runs with this folder."""
+        """Runs until stopped. Raises StartFailed, also if another supervisor uses this folder."""
         try:
             with state.locked():
                 await self._run()
@@ -450,7 +443,7 @@ class Supervisor:
             await self._stop.wait()
         finally:
             self._stop.set()
-            # Before the children are ended, so that no new one is started meanwhile.
+            # First, so that no child is restarted while the others are ended.
             for task in (watcher, *keepers):
                 task.cancel()
             await asyncio.gather(watcher, *keepers, return_exceptions=True)
@@ -477,7 +470,7 @@ class Supervisor:
             await self._wanted[spec.name].wait()
 
     async def _live(self, spec: ProcessSpec, log: LogFile) -> tuple[str, int]:
-        """One life of a process, to its end: why it ended, in words, and its exit code."""
+        """Runs a process until it ends. Returns why it ended, in words, and its exit code."""
         try:
             child = await ChildProcess.start(
                 spec,
@@ -491,7 +484,7 @@ class Supervisor:
         self._children[spec.name] = child
         self._notify("started", spec.name, child.pid)
         if self._ready.is_set():
-            # Without room on the disk it is not written: `baton down` does without it.
+            # Without space on the disk the file is not written; `baton down` works without it.
             with suppress(OSError):
                 self._write_state()
         serving = asyncio.create_task(self._announce(child))
@@ -507,7 +500,7 @@ class Supervisor:
         self._notify("serving", child.spec.name)
 
     async def _watch_start(self) -> None:
-        """Ready is when every process serves and every router has met every worker."""
+        """Reports ready when every process serves and every router is connected to every worker."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 for serving in self._serving.values():
@@ -523,7 +516,7 @@ class Supervisor:
             self._notify("ready")
 
     def _write_state(self) -> None:
-        """Raises OSError."""
+        """Writes the state file. Raises OSError."""
         said = self.description()
         processes = [each | state.process(each["pid"]) for each in said["processes"]]
         token = self._layout.peer_token
@@ -535,7 +528,8 @@ class Supervisor:
         self._stop.set()
 
     async def _end_children(self) -> None:
-        """Routers first, so that no request meets a missing worker; then the rest; then force."""
+        """Ends routers first, so that no request needs a missing worker; then the others. Kills
+        what remains."""
         children = list(self._children.values())
         routers = [child for child in children if child.spec.role == "router"]
         for group in (routers, [child for child in children if child not in routers]):
@@ -566,16 +560,16 @@ class Supervisor:
 
 
 async def _wait_for_routers(layout: Layout) -> None:
-    """Returns when every router has met every worker.
+    """Returns when every router is connected to every worker.
 
-    A router is healthy without a prefill worker, because decode can prefill; whoever asks then
-    would get an answer, but not the relay that was started.
+    A router is healthy without a prefill worker, because decode workers can prefill. Requests would
+    then be answered without the hand-overs that were asked for.
     """
     workers = Counter(spec.role for spec in layout.processes if spec.role != "router")
     urls = [layout.metrics_url(spec) for spec in layout.processes if spec.role == "router"]
     trust = ssl.create_default_context(cafile=layout.ca) if layout.ca else None
     while True:
-        # One look at a time in a thread: a thread that waits longer would keep `run` from ending.
+        # One short call at a time in a thread: a thread that waits longer would delay `run`'s end.
         for url in list(urls):
             if workers <= await asyncio.to_thread(met, url, trust, layout.peer_token):
                 urls.remove(url)

@@ -1,7 +1,7 @@
 """`baton up`: runs all five stages on this machine.
 
-In front it is the supervisor itself. With --detach it starts itself once more in a session of its
-own, passes on what that one reports, and prints one JSON line when everything is ready.
+In the foreground this process is the supervisor. With --detach it starts the supervisor as another
+process in a new session, forwards its reports, and prints one JSON line when everything is ready.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from baton.cli.layout import BUNDLED, Layout, UpOptions, plan
 from baton.cli.supervisor import KILL_S, START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
 from baton.core.errors import InvalidArgument
 
-# What `baton up` says once everything is ready: how to ask it; asks nothing itself.
-
 
 def greeting(description: dict[str, Any], model: str, *, keys: bool) -> str:
-    """description: as `Supervisor.description` gives it. keys: clients have to show one."""
+    """Returns the text that shows how to use the running Baton. description: see
+    `Supervisor.description`. keys: whether clients need an API key."""
     name = os.path.basename(sys.argv[0]) if sys.argv[0].endswith("baton") else "baton"
     command = sys.argv[0] if "/" in sys.argv[0] and name == "baton" else name
     http, ca = description["http"], description.get("ca", "")
@@ -65,11 +64,8 @@ Chat in a browser at {http}/, or ask from here:
 Stop it: {command} down      Logs: {state.log_file()}"""
 
 
-# Shows on stderr what a start of Baton is doing; knows only the supervisor's notices.
-
-
 class Progress:
-    """One line a process on a terminal, plain lines elsewhere."""
+    """Shows the start on stderr: a line per process on a terminal, otherwise plain lines."""
 
     def __init__(self, num_processes: int) -> None:
         self._console = Console(file=sys.stderr)
@@ -126,9 +122,9 @@ def _ending(code: object) -> str:
 
 DEMO_PROMPT = "Tell me a story about yourself."
 NOTICES = 1024
-"""So many things that happened wait to be told; older ones are then dropped."""
+"""How many notices may wait to be delivered; beyond that the oldest are dropped."""
 NOTICES_S = 2.0
-"""How long the end waits for them to be told."""
+"""How long the end waits for their delivery."""
 _COUNTS = ("prefill", "decode", "tokenizer", "detokenizer", "routers")
 
 
@@ -194,7 +190,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _best_transport() -> str:
-    """NIXL wherever it is installed."""
+    """Returns NIXL if it is installed."""
     return "nixl" if importlib.util.find_spec("nixl") else "loopback"
 
 
@@ -211,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
         code = asyncio.run(_supervise(args, notices))
     finally:
         if not notices.close():
-            os._exit(code)  # Nobody reads what this process writes.
+            os._exit(code)  # The output of this process is not read any more.
     return code
 
 
@@ -242,7 +238,7 @@ async def _supervise(args: argparse.Namespace, notices: _Notices) -> int:
 
 
 async def _run(layout: Layout, notices: _Notices, reader: _Report | _Terminal) -> None:
-    """Until it is stopped. Raises StartFailed, and what the reader raises once all is ready."""
+    """Runs until stopped. Raises StartFailed, and the reader's errors once all is ready."""
     loop = asyncio.get_running_loop()
     shown: asyncio.Future[None] = loop.create_future()
 
@@ -272,7 +268,7 @@ def _tell(
     reader: _Report | _Terminal,
     description: dict[str, Any],
 ) -> None:
-    """On the thread of notices: says where Baton is, and then resolves `shown`."""
+    """Runs on the notices' thread: reports that all is ready, then resolves `shown`."""
 
     def settle(error: Exception | None) -> None:
         if shown.done():
@@ -287,15 +283,15 @@ def _tell(
         reader.ready(description)
     except Exception as error:
         failure = error
-    with contextlib.suppress(RuntimeError):  # the loop is closed: everything was stopped meanwhile
+    with contextlib.suppress(RuntimeError):  # the loop is closed: stopped meanwhile
         loop.call_soon_threadsafe(settle, failure)
 
 
 class _Notices:
-    """Runs what tells somebody something on a thread of its own.
+    """Delivers notices on a thread of its own.
 
-    Who reads a terminal or a pipe may be slow, stopped or gone; the supervisor does not wait for
-    it. The oldest notices are dropped when too many wait.
+    The reader of a terminal or pipe may be slow, stopped or gone, and the supervisor must not wait
+    for it. If too many notices wait, the oldest are dropped.
     """
 
     def __init__(self) -> None:
@@ -311,7 +307,7 @@ class _Notices:
             self._changed.notify()
 
     def close(self) -> bool:
-        """Whether all was told, within NOTICES_S."""
+        """Returns whether all notices were delivered within NOTICES_S."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -326,14 +322,13 @@ class _Notices:
                 if not self._waiting:
                     return
                 notice = self._waiting.popleft()
-            # A closed terminal or pipe: nobody is there to be told.
+            # A closed terminal or pipe has no reader.
             with contextlib.suppress(OSError, ValueError):
                 notice()
 
 
 class _Report:
-    """Tells the process that started this one, by JSON lines, what happens. Its absence stops
-    nothing."""
+    """Reports to the parent process by JSON lines. If the parent is gone, this process goes on."""
 
     def __init__(self, fd: int) -> None:
         self._file = os.fdopen(fd, "w", buffering=1)
@@ -352,7 +347,7 @@ class _Report:
 
 
 class _Terminal:
-    """Tells the user of this terminal what happens."""
+    """Reports to the user of this terminal."""
 
     def __init__(self, args: argparse.Namespace, layout: Layout) -> None:
         self._args = args
@@ -368,7 +363,7 @@ def _detach(args: argparse.Namespace) -> int:
     layout = plan(_options(args))
     reader, writer = os.pipe()
     flags = [a for a in sys.argv[1:] if a not in ("--detach", "--demo")]
-    # Not a pipe: the supervisor would wait for whoever does not read it.
+    # A file, not a pipe: the supervisor would block on a pipe that is not read.
     with tempfile.TemporaryFile() as complaints, os.fdopen(reader, "rb", buffering=0) as reports:
         try:
             supervisor = subprocess.Popen(
@@ -405,7 +400,7 @@ def _detach(args: argparse.Namespace) -> int:
 
 
 def _reported(reports: int) -> Iterator[list[Any]]:
-    """What a supervisor says, to its end. Raises StartFailed when it says nothing for too long."""
+    """Yields the supervisor's reports. Raises StartFailed if none arrives for too long."""
     deadline = time.monotonic() + START_TIMEOUT_S + STOP_BOUND_S
     held = b""
     while True:

@@ -1,1 +1,1 @@
-"""`baton doctor kv`: how KV would travel between two machines."""
+"""`baton doctor kv`: checks how KV would be transferred between two machines."""

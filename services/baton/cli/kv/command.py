@@ -1,7 +1,7 @@
-"""`baton doctor kv`: starts the probe or the listener with the right settings and shows findings.
+"""`baton doctor kv`: runs the probe or the listener with the right settings and shows findings.
 
-The probe runs in a process of its own with a deadline: whatever UCX or the peer does, this command
-ends and says how far things went.
+The probe runs in its own process with a deadline, so that this command ends and reports the stage
+reached, whatever UCX or the peer does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRANSPORTS = ("auto", "nixl", "loopback")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Options that a worker has too are read from its BATON_ variables, as in its own container."""
+    """Options that workers also have default to their BATON_ variables, as in a container."""
     parser = subparsers.add_parser(
         "kv", help="move KV chunks between two machines and say how it went"
     )
@@ -65,12 +65,12 @@ def add_parser(subparsers: Any) -> None:
         "--peer-role", choices=("prefill", "decode", DOCTOR), default="prefill",
         help="what the peer's certificate must say, with TLS (default %(default)s)",
     )  # fmt: skip
-    # The parent command has --json, too; a default here would undo it.
+    # The parent parser also has --json; a default here would override it.
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when a check failed, else 0. Raises InvalidArgument naming the option at fault."""
+    """Returns 1 if a check failed, else 0. Raises InvalidArgument with the option's name."""
     from baton.rpc.options import TlsOptions
     from baton.transfer.ucx import Ucx, choose, inherited
     from baton.worker.process import network_of
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | None]:
-    """The facts that the probe printed, and a finding when it did not end as it should."""
+    """Returns the facts that the probe printed, and a finding if it did not end normally."""
     command = [sys.executable, "-m", "baton.cli.kv.probe", json.dumps(task)]
     environment = {
         **os.environ,
@@ -148,7 +148,7 @@ def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | N
             )
     facts: dict[str, Any] = {}
     for line in output.splitlines():
-        # UCX may write to standard output, too.
+        # UCX may also write to standard output.
         if line.startswith("{"):
             facts.update(json.loads(line))
     if stuck is None and not facts.keys() & {"done", "error"}:
@@ -161,7 +161,7 @@ def _probe(task: dict[str, Any], log: Path) -> tuple[dict[str, Any], Finding | N
 
 
 def _accepts(address: str) -> bool:
-    """Whether anything at all takes connections there."""
+    """Returns whether the address accepts connections."""
     try:
         with socket.create_connection(split(address, "peer"), timeout=CONNECT_S):
             return True

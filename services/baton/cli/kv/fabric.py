@@ -1,8 +1,8 @@
-"""What network hardware this machine has, what this process may do with it, and which way UCX took.
+"""Reads this machine's network hardware, this process's access to it, and the path that UCX chose.
 
-Hardware is read from /sys, /dev and /proc; what is not there is left out. The way of remote reads
-is read from UCX's own log: UCX is made to write tables of the protocols that it selects
-(UCX_PROTO_INFO). A table's first line names the endpoint, its second the operation; its rows are
+Hardware is read from /sys, /dev and /proc; missing entries are left out. The path of remote reads
+is read from UCX's log: with UCX_PROTO_INFO UCX writes tables of the protocols that it selects. A
+table's first line names the endpoint, its second the operation; its rows are
 `range | description | way`, the way as transport/device.
 """
 
@@ -18,42 +18,44 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True, slots=True)
 class NetDevice:
-    """A network interface. mbit: speed of its link, 0 when not known."""
+    """A network interface."""
 
     name: str
     mtu: int
     mbit: int
+    """Speed of the link; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RdmaPort:
-    """name: device:port, as UCX names it. mbit: speed of its link, 0 when not known."""
+    """A port of an RDMA device."""
 
     name: str
+    """device:port, as in UCX."""
     active: bool
     mbit: int
+    """Speed of the link; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """rdma_files: whether /dev/infiniband has what user space talks to RDMA ports through.
-
-    memlock: bytes that this process may lock in memory, None for no limit.
-    """
+    """This machine's network hardware and this process's access to it."""
 
     net: tuple[NetDevice, ...] = ()
     rdma: tuple[RdmaPort, ...] = ()
     rdma_files: bool = False
+    """Whether /dev/infiniband has the files through which user space uses RDMA ports."""
     memlock: int | None = None
+    """Bytes of memory that this process may lock; None: no limit."""
 
     @property
     def active(self) -> list[str]:
-        """The RDMA ports that work."""
+        """The names of the active RDMA ports."""
         return [port.name for port in self.rdma if port.active]
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that UCX_NET_DEVICES may have here."""
+        """All names that UCX_NET_DEVICES may have here."""
         ports = [port.name for port in self.rdma]
         return frozenset({*ports, *(p.split(":")[0] for p in ports), *(d.name for d in self.net)})
 
@@ -61,13 +63,13 @@ class Fabric:
         return next((device for device in self.net if device.name == name), None)
 
     def mbit(self, name: str) -> int:
-        """Speed of a device's link; 0 when not known."""
+        """Returns the speed of a device's link; 0 if unknown."""
         links: list[NetDevice | RdmaPort] = [*self.net, *self.rdma]
         return next((link.mbit for link in links if link.name == name), 0)
 
 
 def look(root: Path = Path("/")) -> Fabric:
-    """Reads it all. root: where /sys, /dev and /proc are."""
+    """Reads all of it. root: the parent of /sys, /dev and /proc."""
     rdma = tuple(
         RdmaPort(f"{p.parent.parent.name}:{p.name}", "ACTIVE" in _text(p / "state"), _rate(p))
         for p in sorted((root / "sys/class/infiniband").glob("*/ports/*"))
@@ -89,7 +91,7 @@ def _memlock(root: Path) -> int | None:
 
 
 def _rate(port: Path) -> int:
-    """Of a text like "100 Gb/sec (4X EDR)"."""
+    """Parses a text like "100 Gb/sec (4X EDR)"."""
     found = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))
     return round(float(found[1]) * 1000) if found else 0
 
@@ -98,7 +100,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        # Some interfaces have a speed and refuse to tell it.
+        # Some interfaces have the file of their speed but do not allow reading it.
         return ""
 
 
@@ -116,22 +118,23 @@ _WAY = re.compile(r"([a-z_0-9]+)/([^\s,|]+)")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """transport: UCX's name of it. device: as UCX_NET_DEVICES names it. software: the peer's
-    processor serves the read; it is not read out of the peer's memory.
-    """
+    """The path of remote reads."""
 
     transport: str
+    """UCX's name."""
     device: str
+    """Name as in UCX_NET_DEVICES."""
     software: bool
+    """Whether the peer's CPU serves the read, rather than its network hardware."""
 
 
 def environment(log: Path) -> dict[str, str]:
-    """What makes UCX write its choices to a file."""
+    """Returns the variables with which UCX writes its choices to a file."""
     return {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": str(log)}
 
 
 def way_of_reads(log: Path) -> Way | None:
-    """The way of the largest reads; None when the log does not tell."""
+    """Returns the path of the largest reads; None if the log does not contain it."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:

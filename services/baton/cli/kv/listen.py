@@ -1,4 +1,4 @@
-"""`baton doctor kv --listen`: a worker with a ring and no model, for a doctor elsewhere."""
+"""`baton doctor kv --listen`: a worker with staging buffers and no model, as a doctor's peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def listen(
     certificates: Certificates | None,
     token: str = "",
 ) -> int:
-    """Serves until it is stopped. Returns the exit code; raises as a worker's start does."""
+    """Serves until stopped and returns the exit code. Raises the errors of a worker's start."""
     me = WorkerIdentity("doctor", new_instance_id(), address)
     async with AsyncExitStack() as ends:
         staging = await Staging.open(
@@ -71,4 +71,4 @@ async def listen(
 
 
 async def _nothing() -> None:
-    """There is no work to finish."""
+    """Has no work to finish."""

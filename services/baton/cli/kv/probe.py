@@ -1,7 +1,7 @@
-"""Collects probes from a worker and prints, in JSON lines, what it met and how fast it was.
+"""Receives test chunks from a worker and prints facts and speeds as JSON lines.
 
-Run by `baton doctor kv` as `python -m baton.cli.kv.probe JSON`, in a process of its own, because
-UCX ends a process that it cannot work in. `verdicts` judges what is printed here.
+`baton doctor kv` runs it as `python -m baton.cli.kv.probe JSON` in its own process, because UCX
+ends a process in which it cannot work. `verdicts` judges what is printed here.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ READ_S = 5.0
 MEASURE_S = 0.2
 SLOW_S = 0.5
 AT_ONCE = 4
-"""As many reads as a hand-over has under way."""
+"""As many concurrent reads as a hand-over has."""
 SIZES = (64 << 10, 1 << 20, 4 << 20)
 
 
 class Watched(SenderConnection):
-    """The real connection; notes by which transport the two met and where a probe lies."""
+    """A connection that records the transport of the handshake and the buffer of a test chunk."""
 
     transport = ""
     buffer = 0
@@ -77,9 +77,7 @@ class _WatchedStream(CollectStream):
 
 
 class Sampler:
-    """positions: of a KV chunk. round_trip_s: median of reading a header. reads: per size the
-    median time of one read, and the rate of several at once.
-    """
+    """Measures transfers. positions: number of positions in a KV chunk."""
 
     def __init__(
         self,
@@ -93,13 +91,16 @@ class Sampler:
         self._staging, self._connection, self._receiver = staging, connection, receiver
         self.kv_chunk_bytes = 0
         self.round_trip_s = 0.0
+        """Median time of reading a header."""
         self.reads: list[dict[str, Any]] = []
+        """Per size, the median time of one read and the rate of several at once."""
 
     async def kv_chunk(self, measure: bool = False) -> float:
-        """Collects one and compares every byte. Seconds from opening the stream to the end.
+        """Receives one chunk and compares every byte. Returns the seconds from opening the stream
+        to its end.
 
-        measure: reads it again and again before it is confirmed, while its buffer is held for us.
-        Raises HandoverFailed and Incompatible.
+        measure: reads it repeatedly before confirming it, while the peer holds its buffer. Raises
+        HandoverFailed and Incompatible.
         """
         handover_id = secrets.token_bytes(16)
 
@@ -133,14 +134,14 @@ class Sampler:
             raise HandoverFailed(f"a KV chunk could be read once, not again: {error}") from None
 
     async def _read(self, size: int, at_once: int) -> tuple[float, float]:
-        """Median seconds of a read, and bytes a second of all together."""
+        """Returns the median seconds of a read, and the bytes per second of all together."""
         ring, peer = self._staging.ring, self._sender.instance_id
         reader = self._staging.readers[self._connection.transport]
         began = time.monotonic()
         times: list[float] = []
 
         async def again() -> None:
-            # In the doctor's own name: the share under the sender's is the hand-over's.
+            # Under the doctor's own name: the sender's share of buffers is the hand-over's.
             buffer = await ring.wait("doctor")
             try:
                 before = now = time.monotonic()
@@ -156,7 +157,7 @@ class Sampler:
 
 
 def memcpy_rate(ring: StagingPool) -> float:
-    """Bytes a second from buffer to buffer on this machine. Takes milliseconds; both are free."""
+    """Returns the bytes per second of a copy between two free buffers. Takes milliseconds."""
     source = np.frombuffer(ring.view(0), np.uint8)
     target = np.frombuffer(ring.view(1), np.uint8)
     times: list[float] = []
@@ -177,9 +178,10 @@ Tell = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """peer: host:port of a worker. The rest is as a worker's options name it."""
+    """The task of a probe. Options are named as those of a worker."""
 
     peer: str
+    """host:port of a worker."""
     kv_network: str
     transport: str = "auto"
     ucx_transports: tuple[str, ...] = ()
@@ -190,7 +192,7 @@ class ProbeTask:
 
 
 async def probe(task: ProbeTask, tell: Tell) -> None:
-    """Raises BatonError at the first thing that fails; what was printed before stands."""
+    """Raises BatonError at the first failure; facts printed before it remain valid."""
     ucx = choose(
         KvNetwork(task.kv_network),
         transports=task.ucx_transports,
@@ -261,7 +263,7 @@ async def probe(task: ProbeTask, tell: Tell) -> None:
 
 
 async def _who(channel: grpc.aio.Channel) -> WorkerDescription:
-    """What answers there. Raises Unavailable, Unimplemented and what else a stranger answers."""
+    """Returns the peer's description. Raises Unavailable, Unimplemented and other gRPC errors."""
     watch: Any = WorkerStub(channel).Watch(worker_pb2.WatchRequest())
     try:
         async with asyncio.timeout(ASK_S):
@@ -278,7 +280,8 @@ async def _who(channel: grpc.aio.Channel) -> WorkerDescription:
 
 
 async def _meet(connection: Watched, request: pb.MeetRequest) -> tuple[pb.MeetResponse, float]:
-    """The sender's answer and the median time of several. The first one connects."""
+    """Returns the sender's response and the median time of several calls. The first one
+    connects."""
     times: list[float] = []
     clock = asyncio.get_running_loop().time
     try:

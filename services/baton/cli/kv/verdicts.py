@@ -1,8 +1,7 @@
-"""What `baton doctor kv` makes of the facts of its probe and of this machine: findings and advice.
+"""Findings and advice of `baton doctor kv`, from the facts of its probe and of this machine.
 
-Pure functions of plain facts; nothing is measured here. Facts are as `baton.cli.kv.probe` prints
-them, stage by stage: peer, meeting, ours, transport, memcpy_bytes_per_s, kv_chunks, round_trip_s,
-reads, and done or error at the end.
+Pure functions. The facts are those that `baton.cli.kv.probe` prints, stage by stage: peer, meeting,
+ours, transport, memcpy_bytes_per_s, kv_chunks, round_trip_s, reads, and done or error at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _DIFFERENT = "not what was announced"
 
 
 def failure(address: str, stage: str, facts: Facts) -> Finding:
-    """stage: the first thing that the probe did not come to tell of."""
+    """stage: the first one for which the probe has no facts."""
     reason, message = Reason[facts["error"]["reason"]], str(facts["error"]["message"])
     if stage == "peer":
         if reason is Reason.UNAVAILABLE and facts.get("accepts"):
@@ -95,7 +94,7 @@ def _unreachable(message: str, facts: Facts) -> Finding:
 
 ENOUGH_MEMLOCK = 64 << 20
 SLOW_LINK, SLOW_COPY = 0.4, 0.2
-"""Below these shares of a link's speed, and of memcpy for shared memory, something is wrong."""
+"""Shares of a link's speed, and of memcpy's for shared memory, below which something is wrong."""
 
 _SHARED = frozenset(["posix", "sysv", "xpmem", "knem", "cma", "mm"])
 _STAGES = ("peer", "meeting", "transport", "kv_chunks", "done")
@@ -104,7 +103,7 @@ _STAGES = ("peer", "meeting", "transport", "kv_chunks", "done")
 def judge(
     address: str, facts: Facts, way: Way | None, fabric: Fabric, devices: Sequence[str]
 ) -> dict[str, Finding]:
-    """Findings by name, in order. devices: those that the operator named."""
+    """Returns findings by name, in order. devices: those that the operator selected."""
     reached = [stage for stage in _STAGES if stage in facts]
     missing = next((stage for stage in _STAGES if stage not in facts), "")
     found: dict[str, Finding] = {}
@@ -214,7 +213,7 @@ def _speed_up(way: Way | None, fabric: Fabric) -> str:
 
 
 def _machine(fabric: Fabric, devices: Sequence[str]) -> dict[str, Finding]:
-    """Findings of what is wrong with this machine, whoever the peer is."""
+    """Returns findings of what is wrong with this machine, independent of the peer."""
     found: dict[str, Finding] = {}
     unknown = [name for name in devices if name not in fabric.names]
     if unknown:
