@@ -1,6 +1,6 @@
 """What all of Baton's processes share at their edges: configuration, gRPC, TLS, telemetry.
 
-In come options, certificates and services; out go a server with health and metrics, channels to
-peers, and core's values as messages of baton.v1 and back. Failures cross every wire by the one
-table of `errors`.
+The package takes options, certificates and services, and provides a server with health and metrics,
+channels to peers, and the conversion between core's values and messages of baton.v1. `errors` holds
+the one table by which failures cross every wire.
 """

@@ -31,7 +31,7 @@ def join(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, whatever network it is on. Of names only localhost is."""
+    """Whether a host is a loopback address. localhost is the only name that counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -46,7 +46,7 @@ def check_listen(address: str, field: str) -> None:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            # Skips TIME_WAIT only: a port that somebody listens on is still refused.
+            # SO_REUSEADDR only skips TIME_WAIT: a port that is in use is still refused.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
             probe.listen(1)
@@ -55,7 +55,7 @@ def check_listen(address: str, field: str) -> None:
 
 
 def refusal(error: OSError, address: str, field: str) -> InvalidArgument:
-    """A failed bind or look-up, in words."""
+    """The InvalidArgument for a failed bind or name look-up."""
     if error.errno == errno.EADDRINUSE:
         return PortInUse(
             f"{address} is already in use; stop the other process or choose another port",
@@ -75,7 +75,7 @@ _OWN = ("localhost", "127.0.0.1", "::1")
 
 
 class AllowedHosts:
-    """The names of one listening address."""
+    """The Host headers that one listening address accepts."""
 
     def __init__(self, listen: str, named: Sequence[str] = ()) -> None:
         """listen: "host:port". named: names and addresses without ports; "*.name" stands for
@@ -90,7 +90,7 @@ class AllowedHosts:
             self._names.add(host.lower())
 
     def allow(self, hosts: Sequence[bytes]) -> bool:
-        """hosts: every Host header of one request. None at all is no name that is known."""
+        """Whether all are allowed. hosts: every Host header of one request; none is refused."""
         return bool(hosts) and (self._any or all(map(self._allows, hosts)))
 
     def _allows(self, header: bytes) -> bool:
@@ -108,7 +108,7 @@ class AllowedHosts:
 
 
 def _entry(name: str) -> str:
-    """As a Host would have it. Raises InvalidArgument."""
+    """The entry in the form of a Host header. Raises InvalidArgument naming allowed_hosts."""
     entry = name.strip().lower().removesuffix(".")
     try:
         return str(ipaddress.ip_address(entry.strip("[]")))

@@ -1,5 +1,5 @@
-"""What grpc.aio leaves open about calls: whose cancellation it is, how a call ends for good, and
-when one step of a call takes too long."""
+"""Helpers for calls of grpc.aio: cancelling them for good, telling a call's cancellation from a
+task's, and a timeout for each step of a call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ABANDONED = "The caller left."
 
 
 async def abandon(call: Any) -> None:
-    """Cancels a call of grpc.aio, also one that it takes for over already. Idempotent; never waits.
+    """Cancels a call of grpc.aio, also one that grpc.aio counts as ended. Idempotent; never waits.
 
-    A write that meets a call which the peer has just ended makes grpc.aio write the call off
-    ("Internal error from Core") without ending it: `cancel()` does nothing then, and when answers
-    were left unread, the task that waits for the status never ends. Only the call underneath can
-    still be cancelled, and there is no public way to it. Calls that ended well are left alone:
-    cancelling one of those holds the event loop up for milliseconds.
+    When a write meets a call that the peer has just ended, grpc.aio marks the call as failed
+    ("Internal error from Core") without ending it: `cancel()` then does nothing, and with unread
+    responses the task that waits for the status never ends. Only the underlying call can still be
+    cancelled, and there is no public way to it. Calls that ended normally are left alone:
+    cancelling one blocks the event loop for milliseconds.
     """
     if not call.cancel() and await call.code() is grpc.StatusCode.INTERNAL:
         call._cython_call.cancel(ABANDONED)
@@ -42,11 +42,11 @@ def cancelled_here() -> bool:
 
 
 class StepLimit:
-    """Ends the block that it is entered for, with TimeoutError, when one step within takes
-    timeout_s on a clock. When its timer is due, the clock decides.
+    """A context manager that ends its block with TimeoutError when one step within takes longer
+    than timeout_s on `clock`, which need not be the event loop's.
 
-    One timer watches all steps of the block: a timer for each step would cost as much as what is
-    read or written.
+    One timer watches all steps of the block: a timer for each would cost as much as the read or
+    write itself.
     """
 
     def __init__(self, timeout_s: float, clock: Clock) -> None:
@@ -54,7 +54,7 @@ class StepLimit:
         self._clock = clock
         self._cut = asyncio.timeout(None)
         self._since: float | None = None
-        """When the step began that is under way."""
+        """When the current step began; None between steps."""
 
     async def __aenter__(self) -> Self:
         await self._cut.__aenter__()
@@ -71,15 +71,15 @@ class StepLimit:
         await self._cut.__aexit__(kind, error, trace)
 
     async def watch(self, step: Awaitable[T]) -> T:
-        """Waits for one step."""
+        """Awaits one step, and returns its result."""
         self._since = self._clock()
         done = await step
         self._since = None
         return done
 
     def _look(self) -> None:
-        """Now, or when the step under way will have taken too long, or one that is still to come
-        could have."""
+        """Ends the block if the current step is too long; otherwise sets the timer to the earliest
+        time at which this or a later step can be."""
         left = self._timeout_s - (self._clock() - self._since if self._since is not None else 0.0)
         loop = asyncio.get_running_loop()
         if left > 0:
@@ -89,7 +89,7 @@ class StepLimit:
 
 
 class WriteTimeout(StepLimit):
-    """Ends the block with Cancelled when a client takes nothing for timeout_s."""
+    """Ends the block with Cancelled when one write to a client takes longer than timeout_s."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s, asyncio.get_running_loop().time)

@@ -1,6 +1,6 @@
-"""gRPC channels of Baton's processes and clients: their arguments, TLS, token and end.
+"""gRPC channels of Baton's processes and clients: their arguments, TLS, token and closing.
 
-A process opens channels to peers through one `Channels`; a client opens its own.
+A process opens channels to its peers through one `Channels`; a client opens its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from baton.rpc.tls import Certificates, Pems, channel_credentials
 Arguments = tuple[tuple[str, int | str], ...]
 
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
-"""Bounds a fault, not work: a prompt of a million tokens is 4 MiB, KV never travels in gRPC."""
+"""A bound for faults that no real message reaches: a prompt of a million tokens is 4 MiB, and KV
+never travels in gRPC."""
 
 _CLIENT: Arguments = (
     ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-    # A peer that vanished without a word is noticed after 15 s even on a channel without calls.
+    # An unreachable peer is detected after 15 s, even on a channel without calls.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -30,35 +31,36 @@ _CLIENT: Arguments = (
     # A worker restarted on the same port is found within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Peers are reached directly, whatever proxy the environment names for the outside world.
+    # Peers are reached directly, even if the environment names a proxy.
     ("grpc.enable_http_proxy", 0),
-    # Back-off of one Channels is not another one's.
+    # Channels objects do not share connections, and so neither their back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 _CONNECT = "grpc.min_reconnect_backoff_ms"
-"""What gRPC calls the shortest back-off is how long one attempt to connect may take."""
+"""gRPC's name for the timeout of one connection attempt."""
 
 INTERNAL_CLIENT: Arguments = (
     *_CLIENT,
-    # Whoever waits for this peer has others to go to.
+    # Short, because the caller can choose another peer.
     (_CONNECT, 1_000),
 )
 
 PUBLIC_CLIENT: Arguments = (
     *_CLIENT,
-    # As long as a router waits for a greeting. Its own took 1.2 s on a node short of processors,
-    # and a call fails with the attempt that it waits for.
+    # The same as a router's handshake timeout. A handshake took 1.2 s on a node short of CPUs, and
+    # a call fails when the connection attempt that it waits for does.
     (_CONNECT, 10_000),
 )
 
 
 LONGEST_CALL_S = 24 * 3600.0
-"""What calls that began with an older certificate get to end."""
+"""The time that calls on a channel with an older certificate get to end."""
 
 
 def bind(server: grpc.aio.Server, listen: str, certificates: Certificates | None = None) -> int:
-    """Opens a port before the server is started. Raises RuntimeError when it cannot be had."""
+    """Binds a port of a server that is not started yet, and returns it. Raises RuntimeError when it
+    cannot be bound."""
     if certificates is None:
         return server.add_insecure_port(listen)
     return server.add_secure_port(listen, certificates.server_credentials())
@@ -72,9 +74,10 @@ def open_channel(
     token: str = "",
     plain: Arguments = INTERNAL_CLIENT,
 ) -> grpc.aio.Channel:
-    """A channel to "host:port". role: of the peer, which its certificate has to name. token: shown
-    with every call, see `baton.rpc.peers`; empty: none. plain: the arguments of a channel
-    without certificates.
+    """A channel to "host:port".
+
+    role: the peer's, which its certificate must name. token: sent with every call, see
+    `baton.rpc.peers`; empty: none. plain: the arguments of a channel without certificates.
     """
     if certificates is None and not token:
         return grpc.aio.insecure_channel(target, options=plain)
@@ -82,8 +85,10 @@ def open_channel(
 
 
 def open_blocking_channel(target: str, ca: bytes | None = None) -> grpc.Channel:
-    """A client's channel to a router. ca: PEM of whom to trust, empty for gRPC's own list; the
-    router's certificate then has to name the host of target. None: plain.
+    """A client's channel to a router, for threads.
+
+    ca: the trusted CAs as PEM, empty for gRPC's own list; the router's certificate must then name
+    the host of target. None: plain text.
     """
     if ca is None:
         return grpc.insecure_channel(target, options=PUBLIC_CLIENT)
@@ -93,7 +98,7 @@ def open_blocking_channel(target: str, ca: bytes | None = None) -> grpc.Channel:
 
 
 def open_client_channel(target: str, ca: bytes | None = None) -> grpc.aio.Channel:
-    """As `open_blocking_channel`, for the running event loop."""
+    """Like `open_blocking_channel`, for the running event loop."""
     if ca is None:
         return grpc.aio.insecure_channel(target, options=PUBLIC_CLIENT)
     credentials = grpc.ssl_channel_credentials(ca or None)
@@ -101,10 +106,10 @@ def open_client_channel(target: str, ca: bytes | None = None) -> grpc.aio.Channe
 
 
 class PeerChannel(grpc.aio.Channel):
-    """A channel whose calls begin with the certificate that is current then, and show the token.
+    """A channel whose calls use the current certificate and send the token.
 
-    gRPC gives a channel its certificate for good. So there is a new one beneath when it changed:
-    calls that are open stay on the old one until they end, and it is closed after them.
+    A gRPC channel's certificate is fixed. When the files change, this opens a new gRPC channel for
+    new calls; open calls stay on the old one, which is closed when they have ended.
     """
 
     def __init__(
@@ -123,10 +128,10 @@ class PeerChannel(grpc.aio.Channel):
         self._channel: grpc.aio.Channel | None = None
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self.metadata = ((PEER_TOKEN_KEY, token),) if token else ()
-        """Of every call, besides its own."""
+        """Metadata added to every call."""
 
     def current(self) -> grpc.aio.Channel:
-        """The channel beneath, for one call that begins now."""
+        """The gRPC channel for a call that begins now."""
         pems = None if self._certificates is None else self._certificates.current()
         if self._channel is None or pems is not self._pems:
             if self._channel is not None:
@@ -180,7 +185,7 @@ class PeerChannel(grpc.aio.Channel):
 
 
 class _Method:
-    """One method of a stub, on whichever channel is current."""
+    """One method of a stub, always called on the current channel."""
 
     def __init__(
         self, owner: PeerChannel, kind: str, args: tuple[Any, ...], options: dict[str, Any]
@@ -203,8 +208,8 @@ class Channels:
     """Owns its channels until `drop` or `close`. Used on one event loop."""
 
     def __init__(self, certificates: Certificates | None = None, *, token: str = "") -> None:
-        """certificates: what this process shows its peers; None: there is no TLS inside Baton.
-        token: what it shows them with every call, see `baton.rpc.peers`.
+        """certificates: what this process presents to its peers; None: no TLS inside Baton.
+        token: what it sends with every call, see `baton.rpc.peers`.
         """
         self._certificates = certificates
         self._token = token
@@ -212,9 +217,10 @@ class Channels:
         self._closed = False
 
     def get(self, target: str, role: str = "") -> grpc.aio.Channel:
-        """The channel to "host:port". It connects on first use and again by itself.
+        """The channel to "host:port". It connects on first use and reconnects by itself.
 
-        role: what the peer's certificate must say; needed with certificates only.
+        role: the one that the peer's certificate must name; required only with certificates. Raises
+        Unavailable after `close`.
         """
         if self._closed:
             raise Unavailable("this process is leaving")
@@ -233,7 +239,7 @@ class Channels:
             await channel.close()
 
     async def close(self) -> None:
-        """Closes all; their calls are cancelled. Idempotent."""
+        """Closes all channels and cancels their calls. Idempotent."""
         self._closed = True
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(channel.close() for channel in channels.values()))

@@ -1,9 +1,9 @@
 """Reads one process's configuration into its frozen dataclass.
 
-Defaults < `--config FILE` (TOML) < environment `BATON_<FIELD>` < flags `--field-name`. Everything
-is checked once, here; nothing reads `os.environ` afterwards. A wrong value ends the process with
-code 2 and one line that names the field, the value, where it came from and what is allowed.
-Variables of the environment that are no field are ignored: they may belong to another process.
+Precedence: defaults < `--config FILE` (TOML) < environment `BATON_<FIELD>` < flags `--field-name`.
+All values are checked once, here; nothing reads `os.environ` afterwards. A wrong value ends the
+process with code 2 and one line that names the field, the value, its source and what is allowed.
+Environment variables that match no field are ignored: they may belong to another process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BOOLS = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field: its name, its type, and what `option` was told about it."""
+    """One field of a configuration dataclass: its name, type, and the arguments of `option`."""
 
     name: str
     type: Any
@@ -46,7 +46,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """What a value may be, in words."""
+        """The allowed values, in words."""
         if self.type is bool:
             return "true or false"
         if names := self.choices or _members(self.type):
@@ -68,7 +68,7 @@ class Option:
 
 
 def parse(option: Option, value: object, source: str) -> Any:
-    """The value in the field's type. `value` is a text, or what TOML made of it.
+    """The value converted to the field's type. `value` is text or a value that TOML parsed.
 
     Raises InvalidArgument that names field, value, source and what is allowed.
     """
@@ -95,7 +95,7 @@ def render(option: Option, value: object) -> str:
 
 
 def _convert(option: Option, value: object) -> object:
-    """`value` in the option's type, or ValueError, KeyError, OverflowError."""
+    """`value` in the option's type. Raises ValueError, KeyError or OverflowError."""
     if option.type is bool:
         return value if isinstance(value, bool) else _BOOLS.get(_text(value).lower())
     if option.type is int:
@@ -116,7 +116,7 @@ def _convert(option: Option, value: object) -> object:
 
 
 def _check(option: Option, value: object) -> object:
-    """The value if it is in range, or ValueError."""
+    """The value if it is in range; otherwise raises ValueError."""
     if value is None:
         raise ValueError
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -155,7 +155,7 @@ def flag(name: str) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` when a known name is near, else nothing."""
+    """`; did you mean …?` when a known name is similar, otherwise ""."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -163,10 +163,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def read(
     options: Mapping[str, Option], argv: Sequence[str], prog: str, description: str
 ) -> dict[str, str]:
-    """The flags that were given, as texts by field name, and `config`.
+    """The given flags, as text by field name, and `config`.
 
     A bool may stand alone, take a value, or be negated: --exact, --exact false, --no-exact. Raises
-    InvalidArgument for a flag that is not known; --help prints all of them and exits with code 0.
+    InvalidArgument for an unknown flag; --help prints all flags and exits with code 0.
     """
     parser = _Parser(
         prog=prog,
@@ -199,7 +199,7 @@ def read(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print a usage and exit."""
+    """Raises InvalidArgument where argparse would print the usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidArgument(message)
@@ -234,8 +234,8 @@ def option(
 ) -> T:
     """A field of a configuration dataclass.
 
-    Its annotation is str, int, float, bool, tuple[str, ...] (comma separated) or an Enum. minimum
-    and maximum are inclusive. required: must be given and not empty. secret: never printed.
+    The field's annotation is str, int, float, bool, tuple[str, ...] (comma separated) or an Enum.
+    minimum and maximum are inclusive. required: must be given and not empty. secret: never printed.
     """
     metadata = {
         "help": help,
@@ -259,8 +259,8 @@ def load(
 ) -> T:
     """The configuration of one process. argv and environ default to the process's own.
 
-    Ends the process with code 2 on a wrong value, with code 0 after --help. A check over several
-    fields belongs into the dataclass's `__post_init__`, which raises InvalidArgument.
+    Ends the process with code 2 on a wrong value, with code 0 after --help. Checks over several
+    fields belong in the dataclass's `__post_init__`, which raises InvalidArgument.
     """
     options = options_of(cls)
     try:
@@ -286,7 +286,7 @@ def load(
 
 
 def describe(config: Any) -> str:
-    """All values on one line, as they are printed at start. Secrets are masked."""
+    """All values on one line, for the log at start. Secrets are masked."""
     options = options_of(type(config))
     return " ".join(f"{name}={render(o, getattr(config, name))}" for name, o in options.items())
 

@@ -1,8 +1,8 @@
-"""Core values to messages of baton.v1 and back, complete and total.
+"""Converts core values to messages of baton.v1 and back.
 
-Absent fields become core's defaults. What a message cannot mean is refused with InvalidArgument
-naming the field; ranges that only the model or the operator decides are checked where they are
-known. Token ids travel as little-endian int32.
+Absent fields become core's defaults. An invalid message raises InvalidArgument naming the field;
+ranges that depend on the model or the configuration are checked where those are known. Token ids
+travel as little-endian int32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SAMPLING_FIELDS = tuple(
     for field in fields(SamplingParams)
     if field.name not in ("logit_bias", "allowed_token_ids")
 )
-"""They have one name and one number in core and on the wire."""
+"""Fields with the same name and value in core and on the wire."""
 _FLOAT_FIELDS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, float))
 _LAYOUT_FIELDS = (
     "model_digest",
@@ -61,8 +61,9 @@ def token_ids_to_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def token_ids_from_bytes(data: bytes, field: str) -> tuple[int, ...]:
-    """The inverse. Raises InvalidArgument for a broken length or a negative id."""
-    # Nearly always it is one: what a step made for a sequence.
+    """The inverse of `token_ids_to_bytes`. Raises InvalidArgument for a wrong length or a negative
+    id."""
+    # The fast path for one token, the usual output of a sequence in a step.
     if len(data) == 4 and data[3] < 0x80:
         return (int.from_bytes(data, "little"),)
     if len(data) % 4:
@@ -91,7 +92,7 @@ def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
 
 def layout_from_proto(message: pb.KvLayout, field: str = "layout") -> KvLayout:
     if not message.dtype:
-        # One that is not known here fits nothing here, and may be what two newer workers have.
+        # An unknown dtype is accepted: two newer workers may both support it.
         raise InvalidArgument("must be set", field=f"{field}.dtype")
     for name in ("num_layers", "num_kv_heads", "key_size"):
         if getattr(message, name) == 0:
@@ -141,7 +142,7 @@ def _answer_format_from_proto(message: pb.AnswerFormat) -> AnswerFormat:
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Every field is set, so that no other process has to know the defaults."""
+    """Sets every field, so that other processes need not know the defaults."""
     return pb.SamplingParams(
         **{name: getattr(params, name) for name in _SAMPLING_FIELDS},
         logit_bias=[pb.LogitBias(token_id=t, bias=bias) for t, bias in params.logit_bias],
@@ -150,8 +151,8 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_proto(message: pb.SamplingParams, field: str = "sampling") -> SamplingParams:
-    """Absent fields take core's defaults (a seed: 0). Raises InvalidArgument for NaN, infinity."""
-    # ListFields names exactly the fields that are present, zeros among them.
+    """Absent fields take core's defaults (seed: 0). Raises InvalidArgument for NaN and infinity."""
+    # ListFields returns exactly the fields that are present, including zeros.
     present = {descriptor.name: value for descriptor, value in message.ListFields()}
     given = {name: present[name] for name in _SAMPLING_FIELDS if name in present}
     for name in _FLOAT_FIELDS:
@@ -176,7 +177,7 @@ def stop_to_proto(stop: StopParams) -> pb.StopParams:
 
 
 def stop_from_proto(message: pb.StopParams, field: str = "stop") -> StopParams:
-    """Raises InvalidArgument without max_tokens: its default needs the prompt and the model."""
+    """Raises InvalidArgument without max_tokens: its default depends on prompt and model."""
     if not message.HasField("max_tokens"):
         raise InvalidArgument("must be set", field=f"{field}.max_tokens")
     return StopParams(
@@ -210,7 +211,7 @@ def attempt_to_proto(attempt: Attempt) -> pb.Attempt:
 
 
 def attempt_from_proto(message: pb.Attempt) -> Attempt:
-    """Raises InvalidArgument for an attempt that names nothing to run or nothing to run from."""
+    """Raises InvalidArgument for a missing id, missing or repeated choices, or a bad input."""
     if not message.request_id:
         raise InvalidArgument("must be set", field="attempt.request_id")
     choices = tuple(message.choices)
@@ -248,7 +249,8 @@ def attempt_from_proto(message: pb.Attempt) -> Attempt:
 
 
 def _weight_from_proto(weight: float) -> float:
-    """0 is not set; what is no share of anything would stand all others still."""
+    """0 means not set: 1. Raises InvalidArgument outside 0.001 to 1000: an extreme weight would
+    starve all other tenants."""
     if not weight:
         return 1.0
     if not 1e-3 <= weight <= 1e3:
@@ -283,7 +285,7 @@ def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
 def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") -> ChoiceTokens:
     key = SequenceKey(message.request_id, message.choice, message.attempt)
     token_ids = token_ids_from_bytes(message.token_ids, f"{field}.token_ids")
-    # Nearly all are only that, and there is one for every token.
+    # The fast path: nearly all messages hold token ids only.
     if not (message.logprobs or message.finish_reason or message.HasField("stop_token_id")):
         return ChoiceTokens(key, message.position, token_ids)
     if message.logprobs and len(message.logprobs) != len(token_ids):
@@ -305,7 +307,7 @@ def prompt_logprobs_to_proto(told: PromptLogprobs | None) -> pb.PromptLogprobs |
 
 
 def prompt_logprobs_from_proto(message: pb.PromptLogprobs) -> PromptLogprobs:
-    """Raises InvalidArgument where lengths do not fit each other."""
+    """Raises InvalidArgument when the lengths are inconsistent."""
     told = PromptLogprobs(message.num_top, message.own, message.top_ids, message.top)
     if not told.fits:
         raise InvalidArgument("must have as many of each", field="prompt_logprobs")
@@ -317,7 +319,8 @@ def finish_reason_to_proto(reason: FinishReason | None) -> pb.FinishReason.Value
 
 
 def finish_reason_from_proto(value: pb.FinishReason.ValueType, field: str) -> FinishReason | None:
-    """None while not ended. Raises InvalidArgument for a reason this version does not know."""
+    """None for a choice that has not ended. Raises InvalidArgument for a reason that this version
+    does not know."""
     if value == pb.FINISH_REASON_UNSPECIFIED:
         return None
     if value not in _FINISH_FROM_PROTO:
@@ -335,7 +338,7 @@ def error_to_proto(error: BatonError) -> pb.Error:
 
 
 def error_from_proto(message: pb.Error) -> BatonError:
-    """A reason that this version does not know is taken as INTERNAL: it still is a failure."""
+    """A reason that this version does not know becomes INTERNAL: it is still a failure."""
     return from_reason(
         _REASON_FROM_PROTO.get(message.reason, Reason.INTERNAL),
         message.message,
@@ -345,7 +348,7 @@ def error_from_proto(message: pb.Error) -> BatonError:
 
 
 def to_ms(seconds: float) -> int:
-    """Whole milliseconds for a uint32 where 0 means "none": rounded up, at least 1."""
+    """Whole milliseconds for a uint32 field in which 0 means "none": rounded up, at least 1."""
     # Rounded to microseconds first: 4.001 * 1000 is a little more than 4001.
     return min(max(math.ceil(round(seconds * 1000, 3)), 1), _UINT32_MAX)
 
@@ -374,7 +377,7 @@ _REASON_FROM_PROTO = {value: reason for reason, value in _REASON_TO_PROTO.items(
 
 
 def chat_to_proto(chat: ChatPrompt) -> tokenizer_pb2.Chat:
-    """All that a chat template sees of it: no tools where none may be called."""
+    """The parts that a chat template uses. With tool_choice "none", tools are left out."""
     tools = chat.tools if chat.tool_choice.use is not ToolUse.NONE else ()
     return tokenizer_pb2.Chat(
         messages=[message_to_proto(message) for message in chat.messages],

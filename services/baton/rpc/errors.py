@@ -1,9 +1,9 @@
 """The one table from Baton's failures to gRPC codes, HTTP statuses and OpenAI errors, and back; and
-the interceptor with which a server answers a failure by that table.
+the interceptor that answers a failure by that table.
 
-What leaves a process is `BatonError.message`, `field` and `retry_after_s`, never the text of
-another exception: that becomes INTERNAL with a fixed text, and its own text goes to the log under
-the request's id. CancelledError passes through.
+Only `BatonError.message`, `field` and `retry_after_s` leave a process. Any other exception becomes
+INTERNAL with a fixed text; its own text goes to the log with the request's id. CancelledError
+passes through.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ _Code = grpc.StatusCode
 
 
 class Outcome(NamedTuple):
-    """What a client sees of a failure. openai_code is "" where OpenAI's API has none."""
+    """How one reason appears to a client."""
 
     grpc: grpc.StatusCode
     http: int
+    """The HTTP status."""
     openai_type: str
     openai_code: str
+    """Empty where OpenAI's API has none."""
 
 
 TABLE: dict[Reason, Outcome] = {
@@ -70,21 +72,21 @@ TABLE: dict[Reason, Outcome] = {
     Reason.OVERLOADED: Outcome(_Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "overloaded"),
     Reason.UNAVAILABLE: Outcome(_Code.UNAVAILABLE, 503, "server_error", "unavailable"),
     Reason.HANDOVER_FAILED: Outcome(_Code.ABORTED, 503, "server_error", "handover_failed"),
-    # Two workers that do not fit are the operator's doing, so HTTP says 500 and not 400.
+    # Incompatible workers are the operator's error, not the client's: HTTP 500 instead of 400.
     Reason.INCOMPATIBLE: Outcome(_Code.FAILED_PRECONDITION, 500, "server_error", "incompatible"),
     Reason.DEADLINE_EXCEEDED: Outcome(
         _Code.DEADLINE_EXCEEDED, 504, "server_error", "deadline_exceeded"
     ),
-    # 499: what proxies log for a client that left.
+    # 499 is what proxies log for a client that disconnected.
     Reason.CANCELLED: Outcome(_Code.CANCELLED, 499, "server_error", "cancelled"),
-    # The client's to look into, and nobody's to send again.
+    # The request itself is at fault and must not be sent again.
     Reason.QUARANTINED: Outcome(
         _Code.FAILED_PRECONDITION, 422, "invalid_request_error", "quarantined"
     ),
     Reason.INTERNAL: Outcome(_Code.INTERNAL, 500, "server_error", "internal_error"),
 }
 
-# A status without Baton's details was made by gRPC itself, or by something in between.
+# Meanings of statuses without Baton's details: gRPC itself or a proxy produced them.
 _FOREIGN: dict[grpc.StatusCode, tuple[Reason, str]] = {
     _Code.CANCELLED: (Reason.CANCELLED, "the call was cancelled"),
     _Code.DEADLINE_EXCEEDED: (Reason.DEADLINE_EXCEEDED, "the peer did not answer in time"),
@@ -93,7 +95,7 @@ _FOREIGN: dict[grpc.StatusCode, tuple[Reason, str]] = {
     _Code.PERMISSION_DENIED: (Reason.UNAUTHENTICATED, "the peer does not permit this call"),
     _Code.NOT_FOUND: (Reason.NOT_FOUND, "the peer does not know what was named"),
     _Code.INVALID_ARGUMENT: (Reason.INVALID_ARGUMENT, "the peer refused the request"),
-    # gRPC's own: a message over the size limit. Trying again would end the same way.
+    # gRPC sends it for a message over the size limit. A retry would fail the same way.
     _Code.RESOURCE_EXHAUSTED: (Reason.INTERNAL, "a message was larger than the peer accepts"),
 }
 
@@ -107,8 +109,7 @@ def http_status(error: BatonError) -> int:
 
 
 def with_hint(error: BatonError) -> BatonError:
-    """The same failure for a client: overload and absence pass, so it is told when to try again
-    even if nobody knows."""
+    """The same error with a retry delay: OVERLOADED and UNAVAILABLE without one get 1 s."""
     if error.retry_after_s is not None or error.reason not in _PASSING:
         return error
     return from_reason(
@@ -117,7 +118,7 @@ def with_hint(error: BatonError) -> BatonError:
 
 
 def openai_error(error: BatonError) -> dict[str, Any]:
-    """The JSON body of an OpenAI error, and whether the same request may do better."""
+    """The JSON body of an OpenAI error, with `retryable` added: whether a retry may succeed."""
     outcome = TABLE[error.reason]
     return {
         "error": {
@@ -131,7 +132,7 @@ def openai_error(error: BatonError) -> dict[str, Any]:
 
 
 def retry_after_headers(error: BatonError) -> dict[str, str]:
-    """`retry-after` (whole seconds, rounded up) and `retry-after-ms`, or nothing."""
+    """`retry-after` (whole seconds, rounded up) and `retry-after-ms`; empty without a delay."""
     if error.retry_after_s is None:
         return {}
     return {
@@ -141,9 +142,9 @@ def retry_after_headers(error: BatonError) -> dict[str, str]:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Of a failure that was answered, and of what caused it: which calls it came through. A frame
-    may refer to what refers to the failure, a task or a time-out; then all that the request held
-    would be held until the garbage collector comes."""
+    """Drops the tracebacks of an answered failure and of its causes. Their frames may form a
+    reference cycle with the failure (through a task or a timeout), which would keep everything that
+    the request held until the next garbage collection."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -153,7 +154,8 @@ def forget_frames(error: BaseException) -> None:
 
 
 def to_status(error: BatonError, request_id: str = "") -> status_pb2.Status:
-    """A Status with ErrorInfo always, BadRequest and RetryInfo where they help."""
+    """The error as a Status with ErrorInfo, plus BadRequest for a field and RetryInfo for a
+    delay."""
     code: int = grpc_code(error).value[0]
     message = error.message[:_MAX_TEXT]
     status = status_pb2.Status(code=code, message=message)
@@ -174,7 +176,7 @@ def to_status(error: BatonError, request_id: str = "") -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> BatonError | None:
-    """The error that `to_status` was given; None when the status was not made by Baton."""
+    """The inverse of `to_status`; None when Baton did not make the status."""
     info = error_details_pb2.ErrorInfo()
     bad = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -191,7 +193,7 @@ def from_status(status: status_pb2.Status) -> BatonError | None:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
-    """What a failed call means. The texts of gRPC (addresses, ports) are not taken over."""
+    """The BatonError of a failed call. gRPC's own texts are dropped: they hold addresses."""
     for key, value in error.trailing_metadata() or ():
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
@@ -207,19 +209,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
     return from_reason(reason, message)
 
 
-# What a call sent, checked to be a message at all.
-#
-# gRPC's server answers bytes that it cannot decode with UNKNOWN and the text of the exception, and
-# a call that asks without a message never. So the decoders given to it never raise, and the one
-# message of a call is read here, where there may be none.
-
 Decoder = Callable[[bytes], Any]
 
 _UNDECODABLE = object()
 
 
 def tolerant(decoder: Decoder | None) -> Decoder | None:
-    """The decoder, with a mark in place of DecodeError; `one` and `Each` look for it."""
+    """A decoder that returns a marker in place of DecodeError, which `one` and `Each` turn into
+    InvalidArgument. gRPC would answer undecodable bytes with UNKNOWN and the exception's text."""
     if decoder is None:
         return None
 
@@ -233,7 +230,8 @@ def tolerant(decoder: Decoder | None) -> Decoder | None:
 
 
 async def one(_: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> Any:
-    """The message of a call that sends one. Raises InvalidArgument."""
+    """Reads the one message of a call. Raises InvalidArgument when there is none or it cannot be
+    decoded. gRPC itself would never answer a unary call without a message."""
     message = await context.read()
     if message is aio.EOF:
         raise InvalidArgument("the call has no message")
@@ -241,16 +239,17 @@ async def one(_: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> 
 
 
 async def each(messages: AsyncIterator[Any], _: aio.ServicerContext[Any, Any]) -> Each:
-    """The messages of a call that sends many."""
+    """The messages of a client-streaming call."""
     return Each(messages)
 
 
 class Each:
-    """Iterates over messages as they come. Raises InvalidArgument at one that is none."""
+    """Iterates over messages as they arrive. Raises InvalidArgument for one that cannot be
+    decoded."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = messages
-        # gRPC's iterator complains when it is made and then never asked.
+        # gRPC's iterator warns when it is created and never awaited, so it is created late.
         self._open: AsyncIterator[Any] | None = None
 
     def __aiter__(self) -> Each:
@@ -269,7 +268,7 @@ def _checked(message: Any) -> Any:
 
 
 REQUEST_ID_KEY = "x-request-id"
-"""Metadata with which one Baton process tells another the request's id."""
+"""Metadata key that carries the request's id between Baton's processes."""
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -278,11 +277,11 @@ _Handler = Callable[[Any, _Context], Any]
 
 
 Check = Callable[[str, _Context], None]
-"""Raises BatonError when this caller may not call "/service/Method"."""
+"""Takes "/service/Method" and the context. Raises BatonError when the call is not permitted."""
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Wraps every handler of a server. checks: all are asked before each call."""
+    """Wraps every handler of a server. checks: all of them run before each call."""
 
     def __init__(self, *checks: Check) -> None:
         self._checks = checks
@@ -298,12 +297,12 @@ class ErrorInterceptor(aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        # The stubs describe the handlers of gRPC's other server, the one with threads.
+        # The type stubs describe the handlers of gRPC's threaded server.
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
         method = handler_call_details.method
-        # Also calls that send one message are taken as streams, so that none is noticed.
+        # Unary requests are registered as streams too, so that a missing message is detected.
         codecs = (tolerant(handler.request_deserializer), handler.response_serializer)
         if handler.unary_unary:
             return grpc.stream_unary_rpc_method_handler(
@@ -360,7 +359,7 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
     """Ends the call with the status of what its handler raised."""
     if isinstance(error, aio.AbortError):
         raise error
-    # A write that waited when the client left: gRPC reports it so, and not as a cancellation.
+    # gRPC raises InternalError, not CancelledError, in a write that waits when the client leaves.
     if isinstance(error, aio.InternalError):
         raise asyncio.CancelledError from error
     if isinstance(error, BatonError):
@@ -381,18 +380,18 @@ async def _fail(error: Exception, context: _Context, method: str) -> NoReturn:
             trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
         )
     except aio.InternalError:
-        # The status waits behind a message that nobody read, and then the client left.
+        # The client left while the status waited behind a message that it had not read.
         raise asyncio.CancelledError from error
 
 
 def about_call(context: _Context) -> dict[str, str]:
-    """The request and the trace that a call is for, as `extra` for a log line."""
+    """The ids of a call's request and trace, as `extra` for a log line."""
     trace = context_of(context.invocation_metadata() or ())
     return named(_request_id(context), trace.trace_id)
 
 
 def _request_id(context: _Context) -> str:
-    """The id the caller named, if it is harmless in a log; else a new one."""
+    """The id that the caller sent, if it is safe to log; otherwise a new one."""
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_KEY and isinstance(value, str) and _SAFE_ID.fullmatch(value):
             return value

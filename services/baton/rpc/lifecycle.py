@@ -1,9 +1,9 @@
-"""One process's life from start to exit: signals, drain, crash, and the death of its parent.
+"""A process from start to exit: signals, drain, crash, and the death of its parent.
 
-Exit codes: 0 drained, 1 crashed or not drained in time, 2 a wrong configuration, 3 another failure
-that start-up foresees, 4 worn out (it drained because only a new process helps), 128 + signal when
-told to stop twice, or before it serves. From the end of the drain on, the process has EXIT_S to be
-gone, whatever hangs: then it says where on stderr and ends with 1.
+Exit codes: 0 drained; 1 crashed or not drained in time; 2 wrong configuration; 3 another expected
+start-up failure; 4 exhausted (drained because only a new process helps); 128 + signal after a
+second signal, or one before the process serves. If the process has not ended EXIT_S after the end
+of its drain, it prints the tracebacks to stderr and exits with 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARENT_VARIABLE = "BATON_PARENT_PID"
 EXHAUSTED = 4
 EXIT_S = 20.0
 STOP_GRACE_S = 1.0
-"""What calls that are open after the drain get to end; streams that never end take all of it."""
+"""The time that calls get to end after the drain; endless streams take all of it."""
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -46,12 +46,12 @@ def new_instance_id() -> str:
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Runs a process's main on a `Loop` and returns its exit code.
 
-    A failure that `main` foresees becomes one line on stderr. With BATON_PARENT_PID set, the
+    A BatonError that `main` raises becomes one line on stderr. With BATON_PARENT_PID set, the
     process does not outlive that parent.
     """
     die_with_parent()
-    # The first process of a container is deaf to signals that it has no handler for. Nothing is
-    # torn down: a thread that reads gigabytes would have to be waited for.
+    # PID 1 of a container ignores signals without a handler. The handler exits without teardown,
+    # which would wait for a thread that reads gigabytes.
     signal.signal(signal.SIGTERM, lambda number, _: exit_at_once(128 + number))
     try:
         with asyncio.Runner(loop_factory=Loop) as runner:
@@ -75,13 +75,14 @@ async def run_until_stopped(
 ) -> int:
     """Serves until SIGTERM or SIGINT, drains, stops the server and returns the exit code.
 
-    On a signal the server turns not ready first and for good, then `drain` is awaited for at most
-    drain_timeout_s. Then `cut` lets what is left fail, and the server gives that STOP_GRACE_S to be
-    told. A second signal, or `fatal` being done, ends everything at once. `fatal` is
-    done when something the process cannot live without has ended, as an engine thread; with an
-    exception that is logged. `exhausted` is done, with the reason, when the process still works but
-    only a new one will do: it drains as on a signal, for good, and a signal that comes then changes
-    nothing.
+    On a signal the server first turns not ready for good, then `drain` is awaited for at most
+    drain_timeout_s. Then `cut` fails the remaining work, and calls get STOP_GRACE_S to deliver
+    that. A second signal ends the drain at once.
+
+    fatal: done when an essential part has ended, such as an engine thread; it ends the process at
+    once, and its exception is logged. exhausted: done, with the reason, when the process still
+    works but should be replaced; it drains as on a signal, and the first signal afterwards has no
+    effect.
     """
     loop = asyncio.get_running_loop()
     told: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -108,10 +109,10 @@ async def run_until_stopped(
 
 
 def exit_at_once(code: int) -> None:
-    """Ends the process without tearing anything down: no destructor, no waiting for threads.
+    """Ends the process without teardown: it runs no destructor and waits for no thread.
 
-    For a process with memory that something outside may still write to, and a library that would
-    pull that memory, or the peer's connection, from under it.
+    For a process whose memory a peer may still write to (RDMA): the library's destructors would
+    unregister that memory or close the connection during the write.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -123,7 +124,7 @@ def exit_at_once(code: int) -> None:
 async def _first(
     told: asyncio.Queue[signal.Signals], crash: asyncio.Future[None], worn: asyncio.Future[str]
 ) -> str | None:
-    """Why to drain, or None when the crash came first."""
+    """The reason to drain, or None when `crash` is done first."""
     getter = asyncio.ensure_future(told.get())
     try:
         await asyncio.wait((getter, crash, worn), return_when=asyncio.FIRST_COMPLETED)
@@ -141,7 +142,7 @@ async def _drain(
     crash: asyncio.Future[None],
     signals: int,
 ) -> int:
-    """signals: so many more end it at once."""
+    """Drains and returns the exit code. signals: how many more signals end it at once."""
     draining = asyncio.ensure_future(drain())
     second = asyncio.ensure_future(_last_of(told, signals))
     try:
@@ -180,12 +181,12 @@ def _crashed(crash: asyncio.Future[None]) -> int:
 
 
 def die_with_parent() -> None:
-    """Lets this process end as soon as its parent has, if BATON_PARENT_PID names one.
+    """Ends this process as soon as its parent ends, if BATON_PARENT_PID names one.
 
-    For the children of a supervisor: killed with -9 it could not stop them itself, and nobody is
-    left to ask them to drain. The kernel does it on Linux; a thread that looks twice a second does
-    it elsewhere. On Linux the parent must start its children from a thread that lives as long as it
-    does: the kernel watches that thread.
+    It is for the children of a supervisor, which cannot stop them when it is killed with -9. On
+    Linux the kernel does it; elsewhere a thread checks twice a second. On Linux the parent must
+    start its children from a thread that lives as long as the parent: the kernel watches that
+    thread.
     """
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent.isdecimal():

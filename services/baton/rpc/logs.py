@@ -1,7 +1,6 @@
 """Logs of one process to stderr, readable lines or JSON lines.
 
-Every line carries role and instance id. What is passed as `extra={"request_id": …}` comes along;
-`named` makes it.
+Every line carries role, instance id, and the fields of `extra`; `named` makes those of a request.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {
 
 
 def setup(role: str, level: str, json: bool = False, *, instance_id: str = "") -> None:
-    """Sends everything at `level` (debug, info, warning, error) or above to stderr.
+    """Logs everything at `level` (debug, info, warning, error) or above to stderr.
 
-    Replaces what was set up before.
+    Replaces an earlier setup.
     """
     handler = logging.StreamHandler(sys.stderr)
     formatter = JsonFormatter if json else LineFormatter
@@ -30,13 +29,13 @@ def setup(role: str, level: str, json: bool = False, *, instance_id: str = "") -
 
 
 def named(request_id: str, trace_id: str = "") -> dict[str, str]:
-    """The request that a line is about, and its trace if it has one, as `extra` for the line."""
+    """The ids of a request and of its trace, without empty ones, as `extra` of a log line."""
     names = {"request_id": request_id, "trace_id": trace_id}
     return {name: value for name, value in names.items() if value}
 
 
 class LineFormatter(logging.Formatter):
-    """`10:15:04.123 INFO decode 3f2a19c0 baton.decode.service: text request_id=r1`."""
+    """Formats `10:15:04.123 INFO decode 3f2a19c0 baton.decode.service: text request_id=r1`."""
 
     def __init__(self, role: str, instance_id: str) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        # One event is one line, whatever a client put into the values.
+        # Line breaks in a client's values are escaped, so that one event is one line.
         text = _printable(record.getMessage())
         extras = "".join(f" {name}={_printable(str(v))}" for name, v in _extras(record).items())
         line = (
@@ -55,7 +54,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; time is RFC 3339 in UTC."""
+    """Formats one JSON object per line; time is RFC 3339 in UTC."""
 
     def __init__(self, role: str, instance_id: str) -> None:
         super().__init__()

@@ -1,9 +1,4 @@
-"""The event loop of Baton's processes, and a clock of the time in which it ran.
-
-The loop is uvloop, with one change. A thread of grpc.aio writes a byte into a socket for each
-operation that is done. The reader handles all that are done, but takes one byte: after writes to 64
-streams the loop would come round 63 times more for nothing. Here the other bytes are taken first.
-"""
+"""The event loop of Baton's processes, a clock that leaves out its stalls, and a GC setting."""
 
 from __future__ import annotations
 
@@ -20,13 +15,20 @@ import uvloop
 log = logging.getLogger(__name__)
 
 SIGNALS = 4096
-"""Taken at a time, at most."""
+"""The most signal bytes that are read at once."""
 
 _READER = "PollerCompletionQueue"
-"""Of grpc.aio. Were it called otherwise one day, its signals would be taken one by one again."""
+"""A private class of grpc.aio. If it is renamed, its signals are read one by one again."""
 
 
 class Loop(uvloop.Loop):
+    """uvloop, with one change for grpc.aio.
+
+    A thread of grpc.aio writes a byte into a socket for each finished operation. Its reader handles
+    all finished operations but reads one byte: after writes to 64 streams the loop would iterate 63
+    times for nothing. This loop reads the other bytes first.
+    """
+
     def add_reader(  # type: ignore[override]  # as loosely typed as uvloop itself
         self, fd: Any, callback: Callable[..., Any], *args: Any
     ) -> None:
@@ -41,7 +43,7 @@ def _reads_signals(callback: Callable[..., Any]) -> bool:
 
 
 def _take_all_but_one(signals: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
-    """The last byte is the callback's own: it waits for one."""
+    """Reads all waiting bytes but one, then calls the callback, which reads the last one."""
     spare = len(signals.recv(SIGNALS, socket.MSG_PEEK)) - 1
     if spare > 0:
         signals.recv(spare)
@@ -53,30 +55,31 @@ Clock = Callable[[], float]
 
 TICK_S = 0.25
 LONGEST_TURN_S = 0.5
-"""What two ticks are apart counts up to this much. It has to be far below the silence after which
-a peer counts as dead, and above what a busy event loop takes to come round."""
+"""The time between two ticks counts up to this much. It must be far below the silence after which a
+peer counts as dead, and above one iteration of a busy event loop."""
 
 
 class AwakeClock:
-    """A `Clock` of one event loop; it goes between `start` and `stop`."""
+    """A `Clock` of one event loop that leaves out its stalls; it runs between `start` and
+    `stop`."""
 
     def __init__(self, clock: Clock) -> None:
         """clock: the event loop's own time."""
         self.stalls = 0
-        """How often the loop did not come round for longer than LONGEST_TURN_S."""
+        """How often two ticks were more than LONGEST_TURN_S apart."""
         self.stalled_s = 0.0
-        """What is missing on this clock, in all."""
+        """The total time that this clock left out."""
         self._clock = clock
         self._ticked_at = clock()
         self._awake_s = 0.0
-        """At the last tick."""
+        """This clock's time at the last tick."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __call__(self) -> float:
         return self._awake_s + min(self._clock() - self._ticked_at, LONGEST_TURN_S)
 
     def start(self) -> None:
-        """Runs on the running loop from now on."""
+        """Begins to tick on the running loop."""
         self._ticked_at = self._clock()
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._keep_ticking)
 
@@ -85,7 +88,7 @@ class AwakeClock:
             self._timer.cancel()
 
     def tick(self) -> None:
-        """The loop came round."""
+        """Adds the time since the last tick, and counts a stall where there was one."""
         now = self._clock()
         passed = now - self._ticked_at
         self._awake_s += min(passed, LONGEST_TURN_S)
@@ -104,10 +107,11 @@ _YOUNG_OBJECTS = 50_000
 
 
 def freeze_garbage() -> None:
-    """To be called once everything is loaded.
+    """Exempts all present objects from garbage collection; called once everything is loaded.
 
-    What loading made stays for good: no full collection needs to walk through it amid work. And a
-    step, or a frame of tokens, makes thousands of tuples that die without the collector's help.
+    Loaded objects live as long as the process, so that full collections need not walk through them.
+    The higher threshold spares collections for the thousands of tuples of a step or a frame of
+    tokens, which reference counting frees.
     """
     gc.collect()
     gc.freeze()

@@ -1,10 +1,10 @@
 """The metrics of every process, by name, and the port that serves them.
 
-There is one registry a process. Counters and histograms are added to where things happen. Gauges,
-and counts that the process keeps anyway, are read from a callable at each scrape, so that they are
-never out of date and cost nothing in between. Scrapes are answered on threads of their own, also
-while the event loop is busy, and need no key. On loopback only this machine's own names are
-answered, so that no web page reads here.
+There is one registry per process. Counters and histograms are updated where events happen. Gauges,
+and counts that the process keeps anyway, are read from a callable at each scrape: they are never
+out of date and cost nothing in between. Scrapes are answered on separate threads, also while the
+event loop is busy, and need no key. On loopback, only Host headers with this machine's own names
+are accepted, so that no web page can read the metrics (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
-"""At a time; each takes a thread. More are closed."""
+"""Simultaneous connections; each takes a thread. Further ones are closed."""
 
 
 _TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
-    """Serves until closed. address: the actual "host:port"."""
+    """Serves until closed."""
 
     def __init__(self, server: ThreadingHTTPServer, host: str) -> None:
         self.address = join(host, server.server_port)
+        """The actual "host:port"."""
         self._server = server
         self._thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -67,7 +68,7 @@ class MetricsServer:
 
 
 def serve(listen: str, registry: CollectorRegistry, field: str = "metrics_listen") -> MetricsServer:
-    """Raises PortInUse or InvalidArgument naming the field."""
+    """Serves a registry at "host:port". Raises PortInUse or InvalidArgument naming the field."""
     host, port = split(listen, field)
     server_class = _Server6 if ":" in host else _Server
     hosts = AllowedHosts(listen) if is_loopback(host) else None
@@ -100,8 +101,8 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def server_bind(self) -> None:
-        """Binds without looking up the own name, which may take seconds."""
-        # This only skips TIME_WAIT: a port that somebody listens on is still refused.
+        """Binds without looking up the machine's own name, which may take seconds."""
+        # SO_REUSEADDR only skips TIME_WAIT: a port that is in use is still refused.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_name, self.server_port = self.socket.getsockname()[:2]
@@ -143,17 +144,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not logged."""
+        """Does nothing: scrapes are not logged."""
 
 
-# Else every counter and histogram has a gauge beside it that tells when it began.
+# Otherwise every counter and histogram comes with a gauge of its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
 
 GaugeReader = Callable[[], Mapping[tuple[str, ...], float]]
-"""Label values (in the order of the spec's labels) to value. Called on the scrape's thread."""
+"""Returns values by label values (in the order of the spec's labels). Called on the scrape's
+thread."""
 
 TimingsReader = Callable[[], Mapping[tuple[str, ...], Durations]]
 """Like GaugeReader, for times that are kept as `Durations`."""
@@ -161,15 +163,15 @@ TimingsReader = Callable[[], Mapping[tuple[str, ...], Durations]]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric. Names of counters alone end in _total, those of times in _seconds.
-
-    labels: each has few values, that no client chooses.
-    """
+    """The declaration of one metric."""
 
     name: str
+    """Names of counters end in _total, those of times in _seconds."""
     help: str
     labels: tuple[str, ...] = ()
+    """Each label has few values, and no client chooses them."""
     buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets."""
 
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -274,13 +276,13 @@ HANDOVER_STAGE = Spec(
 
 @functools.cache
 def counter(spec: Spec, registry: CollectorRegistry = REGISTRY) -> Counter:
-    """The counter of a spec; always the same one."""
+    """The counter of a spec, created once per registry."""
     return Counter(spec.name, spec.help, spec.labels, registry=registry)
 
 
 @functools.cache
 def histogram(spec: Spec, registry: CollectorRegistry = REGISTRY) -> Histogram:
-    """The histogram of a spec; always the same one."""
+    """The histogram of a spec, created once per registry."""
     return Histogram(spec.name, spec.help, spec.labels, registry=registry, buckets=spec.buckets)
 
 
@@ -289,7 +291,7 @@ def gauge(
 ) -> Callable[[], None]:
     """Reads a gauge from `read` at every scrape, until the returned function is called.
 
-    Readers of the same spec are added up.
+    Values of several readers of one spec are added up.
     """
     readers = _gauges(registry).readers[spec]
     readers.append(read)
@@ -299,14 +301,14 @@ def gauge(
 def totals(
     spec: Spec, read: GaugeReader, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
-    """Like `gauge`, for counts that somebody keeps and that never go down."""
+    """Like `gauge`, for counters kept elsewhere, which never decrease."""
     readers = _gauges(registry).totals[spec]
     readers.append(read)
     return lambda: readers.remove(read)
 
 
 def tell_role(role: str) -> None:
-    """Says on /metrics what this process is."""
+    """Exports role and version of this process on /metrics."""
     labels = role, version("baton")
     gauge(PROCESS, lambda: {labels: 1})
 
@@ -314,8 +316,8 @@ def tell_role(role: str) -> None:
 def timings(
     spec: Spec, read: TimingsReader, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
-    """Shows as a histogram what `read` gives at every scrape, until the returned function is
-    called. Only one reader of a spec may tell of the same labels.
+    """Exports what `read` returns at every scrape as a histogram, until the returned function is
+    called. Several readers of one spec must not return the same label values.
     """
     readers = _gauges(registry).timings[spec]
     readers.append(read)
@@ -331,7 +333,7 @@ def serve_metrics(listen: str, registry: CollectorRegistry = REGISTRY) -> Metric
 
 
 class _Gauges(Collector):
-    """All that is read when somebody scrapes, of one registry."""
+    """All metrics of one registry that are read at each scrape."""
 
     def __init__(self) -> None:
         self.readers: defaultdict[Spec, list[GaugeReader]] = defaultdict(list)
@@ -370,7 +372,8 @@ def _gauges(registry: CollectorRegistry) -> _Gauges:
 
 
 def _sum(spec: Spec, readers: Iterable[GaugeReader]) -> dict[tuple[str, ...], float]:
-    """A reader that fails leaves its values out: one bad gauge must not hide all others."""
+    """The readers' values, added up by labels. The values of a reader that raises are left out and
+    the exception is logged: one bad gauge must not hide all others."""
     total: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for read in list(readers):
         try:
@@ -384,9 +387,8 @@ def _sum(spec: Spec, readers: Iterable[GaugeReader]) -> dict[tuple[str, ...], fl
 
 
 # Metrics under vLLM's names, for endpoint pickers of the Gateway API Inference Extension,
-# dashboards and autoscalers that were made for vLLM. There is no
-# `vllm:lora_requests_info`: there are no adapters.
-
+# dashboards and autoscalers that were made for vLLM. `vllm:lora_requests_info` is left out: Baton
+# serves no adapters.
 
 VLLM_RUNNING = Spec(
     "vllm:num_requests_running", "Requests that are being computed.", ("model_name",)

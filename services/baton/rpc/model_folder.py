@@ -1,6 +1,6 @@
-"""What tokenizer and detokenizer read of a model's folder besides the tokenizer itself.
+"""The files of a model's folder that tokenizer and detokenizer both read, and their digest.
 
-Both must agree on the special tokens, or a token that one hides is shown by the other.
+Both must agree on the special tokens, or one would hide a token that the other shows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _NAMES = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty when there is no file. Raises InvalidArgument naming `model`."""
+    """The file's JSON object; empty when there is no file. Raises InvalidArgument naming `model`
+    for anything else."""
     if not path.is_file():
         return {}
     try:
@@ -37,9 +38,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Texts of the tokens that tokenizer_config.json names, by name.
+    """The texts of the special tokens in tokenizer_config.json, by name.
 
-    A token is a text, or an object with its `content`. Older folders have a file for them.
+    A token is a string, or an object with its `content`. In older folders, special_tokens_map.json
+    comes first.
     """
     config = read_json(folder / "tokenizer_config.json")
     old = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
@@ -57,11 +59,11 @@ FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
 )
-"""All that tokenizer and detokenizer read."""
+"""All files that tokenizer and detokenizer read."""
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """BLAKE2b-128, hex, over name, length and bytes of each of FILES that exists."""
+    """The BLAKE2b-128 in hex over name, length and bytes of each file of FILES that exists."""
     digest = blake2b(digest_size=16)
     for name in FILES:
         path = folder / name

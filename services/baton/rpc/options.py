@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """What this process shows others of Baton, and whom it trusts. All processes have it or none.
+    """TLS and token between Baton's processes. Either all processes use TLS, or none.
 
     Files may be replaced at any time: connections made afterwards use the new ones.
     """
@@ -39,24 +39,25 @@ class TlsOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for a set with something missing, and for a token that cannot be
-        sent."""
+        """Raises InvalidArgument for an incomplete set of files, and for a token that cannot be
+        sent as metadata."""
         needs_all(self, ("tls_cert", "tls_key", "tls_ca"))
         if not all("!" <= letter <= "~" for letter in self.peer_token):
             raise InvalidArgument("must be printable ASCII without blanks", field="peer_token")
 
     def certificates(self) -> Certificates | None:
-        """None: no TLS inside. Raises InvalidArgument when the files cannot be used."""
+        """The certificates; None without TLS. Raises InvalidArgument when the files cannot be
+        used."""
         if not self.tls_cert:
             return None
-        # Reading options alone, as `baton --help` does, takes no gRPC.
+        # Imported late, because reading options, as `baton --help` does, needs no gRPC.
         from baton.rpc.tls import Certificates
 
         return Certificates(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 def needs_all(options: object, names: tuple[str, ...]) -> None:
-    """Raises InvalidArgument naming the first that is missing while another one is given."""
+    """Raises InvalidArgument naming the first missing option while another one is given."""
     missing = [name for name in names if not getattr(options, name)]
     if missing and len(missing) < len(names):
         given = next(name for name in names if name not in missing)
@@ -65,7 +66,7 @@ def needs_all(options: object, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions(TlsOptions):
-    """TLS inside, and where traces go."""
+    """TLS between Baton's processes, and the export of traces."""
 
     otlp_endpoint: str = option(
         "",
@@ -80,7 +81,7 @@ class ProcessOptions(TlsOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for what cannot be an endpoint."""
+        """Raises InvalidArgument for a malformed endpoint."""
         TlsOptions.__post_init__(self)
         if self.otlp_endpoint and not _is_endpoint(self.otlp_endpoint):
             raise InvalidArgument(
@@ -88,8 +89,9 @@ class ProcessOptions(TlsOptions):
             )
 
     def tracer(self, role: str, instance_id: str) -> Tracer:
-        """Its owner closes it. Raises InvalidArgument where what it needs is not installed."""
-        # Options are also read by commands that trace nothing.
+        """The process's tracer, which the caller closes. Raises InvalidArgument when OpenTelemetry
+        is not installed."""
+        # Imported late, because commands that trace nothing read options too.
         from baton.rpc.tracing import OFF
 
         if not self.otlp_endpoint:
@@ -131,7 +133,7 @@ class ServingOptions(ProcessOptions):
     log_json: bool = option(False, "log JSON lines")
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for a port that strangers could use by oversight."""
+        """Raises InvalidArgument for an open port without TLS, unless it is allowed explicitly."""
         ProcessOptions.__post_init__(self)
         host, _ = split(self.listen, "listen")
         if not (self.tls_cert or self.allow_anonymous or is_loopback(host)):
@@ -143,8 +145,8 @@ class ServingOptions(ProcessOptions):
             )
 
     def probes(self) -> Probes:
-        """Not opened yet."""
-        # Options are also read by commands that load no gRPC.
+        """The process's Probes, not opened yet."""
+        # Imported late, because commands that load no gRPC read options too.
         from baton.rpc.server import Probes
 
         return Probes(health_listen=self.health_listen, metrics_listen=self.metrics_listen)

@@ -1,7 +1,7 @@
-"""Spans that leave this process over OTLP: the only module that imports OpenTelemetry.
+"""Exports spans over OTLP. This is the only module that imports OpenTelemetry.
 
-It is loaded only where an endpoint is configured. The exporter itself reads the standard's own
-variables about the endpoint (OTEL_EXPORTER_OTLP_HEADERS, …_CERTIFICATE).
+It is imported only when an endpoint is configured. The exporter reads OpenTelemetry's own variables
+for the endpoint (OTEL_EXPORTER_OTLP_HEADERS, …_CERTIFICATE).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from baton.rpc.tracing import (
 log = logging.getLogger(__name__)
 
 EXPORT_EVERY_S = 5.0
-"""What a process that is killed takes with it is at most so old. As OpenTelemetry has it: a message
-costs 1.6 ms of processor time, however few spans are in it."""
+"""Export interval: a killed process loses the spans of at most so long. This is OpenTelemetry's
+default; a message costs 1.6 ms of processor time, however few spans it holds."""
 EXPORT_TIMEOUT_S = 5.0
 MAX_WAITING_SPANS = 8192
-"""While nobody takes them. Older ones go for newer ones."""
+"""Spans kept while the endpoint is unreachable. Newer ones replace older ones."""
 CLOSE_S = 2.0
-"""A process that ends tries so long to send what is left."""
+"""How long a process that ends tries to send its remaining spans."""
 GIVE_UP_S = 1.0
-"""And waits so long for a try that was cut off to be over, which takes milliseconds."""
+"""How long it then waits for an aborted export to end, which takes milliseconds."""
 
 _KINDS = {
     Kind.SERVER: trace.SpanKind.SERVER,
@@ -57,7 +57,7 @@ _HEADERS = TraceContextTextMapPropagator()
 
 
 def otlp_tracer(endpoint: str, sample_share: float, role: str, instance_id: str) -> OtelTracer:
-    """Sends to an OTLP endpoint over gRPC, in the background."""
+    """A tracer that exports to an OTLP endpoint over gRPC, in the background."""
     take_over()
     processor = _Sending(
         OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S),
@@ -70,7 +70,8 @@ def otlp_tracer(endpoint: str, sample_share: float, role: str, instance_id: str)
 def tracer_to(
     processor: SpanProcessor, sample_share: float, role: str, instance_id: str
 ) -> OtelTracer:
-    """Gives ended spans to a processor. sample_share: of traces that begin here."""
+    """A tracer that hands ended spans to a processor. sample_share: the share of traces that begin
+    in this process and are recorded, from 0 to 1."""
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(sample_share)),
         resource=_Process(
@@ -85,8 +86,9 @@ def tracer_to(
 
 
 class _Process(Resource):
-    """What all spans of a process come from. The exporter groups each batch by it, span by span,
-    and the library's own hash writes it out as JSON each time."""
+    """The resource of all spans of a process, compared and hashed by identity. The exporter hashes
+    it once per span to group a batch, and the library's own hash serializes it to JSON each
+    time."""
 
     __hash__ = object.__hash__
 
@@ -95,7 +97,7 @@ class _Process(Resource):
 
 
 class OtelTracer:
-    """See `Tracer`."""
+    """The recording implementation of `Tracer`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -137,7 +139,7 @@ class OtelTracer:
 
 
 class _Sending(BatchSpanProcessor):
-    """Its end leaves no thread behind, whether or not there is anybody to take what is left."""
+    """A batch processor whose shutdown is bounded, even when the endpoint is unreachable."""
 
     def shutdown(self) -> None:
         """Returns within CLOSE_S + GIVE_UP_S."""
@@ -145,15 +147,15 @@ class _Sending(BatchSpanProcessor):
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():
-            # Cuts off a try that is under way and the pause before the next one. What still waits
-            # is then refused batch by batch, at once.
+            # Aborts a running export and its retry delay. The remaining batches then fail at once.
             self.span_exporter.shutdown()
             closing.join(GIVE_UP_S)
 
 
 class OtelSpan:
-    """See `Span`. epoch_ns: what a reading of `now` is counted from; a trace's spans in one process
-    have one, so that their times fit whatever happens to the clock on the wall."""
+    """The recording implementation of `Span`. epoch_ns: the wall-clock time at which `now` is 0, in
+    ns. A span's children share it, so that their times stay consistent when the wall clock is
+    changed."""
 
     recording = True
 
@@ -166,7 +168,7 @@ class OtelSpan:
 
     @property
     def context(self) -> TraceContext:
-        # Written out when it is asked for: most spans are nobody's parent elsewhere.
+        # Computed on demand: most spans have no child in another process.
         if self._context is None:
             carrier: dict[str, str] = {}
             _HEADERS.inject(carrier, trace.set_span_in_context(self._span))
@@ -229,7 +231,7 @@ def _ns(seconds: float) -> int:
 
 
 SAY_EVERY_S = 60.0
-"""Of one kind of trouble; the next line says how many went unsaid."""
+"""Interval between log lines about one kind of trouble; each counts the lines left out since."""
 
 _TROUBLES = {
     "opentelemetry.exporter": "the OTLP endpoint takes no spans",
@@ -239,7 +241,7 @@ _OTHER_TROUBLE = "OpenTelemetry may lose spans"
 
 
 class OtelLogs(logging.Handler):
-    """Takes OpenTelemetry's records of WARNING and above."""
+    """Rewrites OpenTelemetry's records of WARNING and above, rate-limited, without their texts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
@@ -266,7 +268,7 @@ class OtelLogs(logging.Handler):
 
 
 def take_over() -> None:
-    """From now on OpenTelemetry's lines are told by OtelLogs and by nobody else."""
+    """Routes OpenTelemetry's log records to OtelLogs only. Idempotent."""
     theirs = logging.getLogger("opentelemetry")
     if not any(isinstance(handler, OtelLogs) for handler in theirs.handlers):
         theirs.handlers = [OtelLogs()]
@@ -274,7 +276,7 @@ def take_over() -> None:
 
 
 def _kind(record: logging.LogRecord) -> str:
-    """In one word, never its text."""
+    """The record's error in one word (a gRPC code or an exception's class), never its text."""
     args = record.args if isinstance(record.args, tuple) else ()
     for arg in args:
         if isinstance(arg, grpc.StatusCode):

@@ -1,10 +1,10 @@
-"""Who may call whom, and how a caller shows who it is.
+"""Authorization between Baton's processes, and of a router's clients.
 
-Inside Baton a certificate names its role as a DNS name, `ROLE.baton.internal`, and not its host:
-workers come and go with any address. The caller has gRPC check the role that it means to reach; the
-server checks the caller's role here, call by call. Where there are no certificates, a shared secret
-tells Baton's processes from other users of the machine; it protects nothing from readers of the
-network. Clients of a router show an API key.
+Inside Baton a certificate names a role as a DNS name, `ROLE.baton.internal`, not a host: workers
+come and go with any address. gRPC checks the server's role for the caller; the server checks the
+caller's role here, for each call. Without certificates, a shared secret distinguishes Baton's
+processes from other users of the machine; it gives no protection against eavesdropping. Clients of
+a router send an API key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 ROLE_DOMAIN = "baton.internal"
 DOCTOR = "doctor"
-"""`baton doctor kv`: meets a worker, and takes no KV but a probe's."""
+"""The role of `baton doctor kv`, which does a handshake with a worker and fetches only the KV of a
+probe."""
 
 ROLES = frozenset({"router", "tokenizer", "prefill", "decode", "detokenizer", DOCTOR})
 
@@ -37,13 +38,13 @@ CALLERS: dict[str, frozenset[str]] = {
     "grpc.health.v1.Health": ROLES,
     "grpc.reflection.v1alpha.ServerReflection": ROLES,
 }
-"""A service that is not here may be called by nobody."""
+"""The roles that may call each service. Calls of any other service are refused."""
 
 _PEER_NAMES = "peer_dns"
 
 
 def server_name(role: str) -> str:
-    """What a certificate of this role has among its DNS names."""
+    """The DNS name in a certificate of this role."""
     return f"{role}.{ROLE_DOMAIN}"
 
 
@@ -56,14 +57,14 @@ def check_caller(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> No
 
 
 PEER_TOKEN_VARIABLE = "BATON_PEER_TOKEN"
-"""Of the environment: the option `peer_token` of every process."""
+"""Environment variable of the option `peer_token` of every process."""
 PEER_TOKEN_KEY = "baton-peer-token"
-"""Of the metadata of a call."""
+"""Metadata key of the token."""
 _OPEN = "/grpc.health.v1.Health/"
 
 
 def check_token(token: str) -> Check:
-    """Raises Unauthenticated for a call that does not show the token; health needs none."""
+    """A check that raises Unauthenticated for a call without the token. Health needs none."""
 
     def check(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if method.startswith(_OPEN):
@@ -76,7 +77,7 @@ def check_token(token: str) -> Check:
 
 
 def token_matches(token: str, shown: Iterable[str | bytes]) -> bool:
-    """Whether the token was shown, and nothing beside it. An empty token matches nothing."""
+    """Whether `shown` is exactly the token, once. An empty token matches nothing."""
     values = [value.encode() if isinstance(value, str) else value for value in shown]
     return bool(token) and len(values) == 1 and hmac.compare_digest(values[0], token.encode())
 
@@ -85,13 +86,13 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def api_key_metadata(key: str) -> Metadata:
-    """Of every call; key: "" shows none."""
+    """Metadata for every call of a client; empty for the key ""."""
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 
 def check_api_key(key: str, host: str, *, tls: bool) -> None:
-    """Raises InvalidArgument for what is no key, and for one that would go to another machine in
-    plain text."""
+    """Raises InvalidArgument for a malformed key, and for one that would be sent to another machine
+    in plain text."""
     if key and not (key.isascii() and key.isprintable()):
         raise InvalidArgument("is no API key", field="api_key")
     if key and not tls and not is_loopback(host):

@@ -1,8 +1,8 @@
 """One process's gRPC server: its services, health, reflection and the progress of its start.
 
-`Probes` are the ports that are open from the beginning: health and /metrics. So a process that
-still starts does not look dead. Health is plain text there even where the process speaks TLS:
-probes show no certificate. `ProcessServer.start` binds the port for work when everything is loaded.
+`Probes` opens the ports for health and /metrics at once, so that a process that still starts does
+not look dead. Health is plain text there even when the process uses TLS: probes present no
+certificate. `ProcessServer.start` binds the port for work when everything is loaded.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ PUBLIC_RECEIVE_BYTES = 2**20
 PUBLIC_STREAMS = 100
 
 _SERVER: Arguments = (
-    # Two servers on one port would share its connections at random; that must be an error.
+    # With SO_REUSEPORT two servers on one port would share its connections at random; without it
+    # the second one fails.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Less than the clients' interval: gRPC's own default of 300 s answers pings with GOAWAY
+    # Below the clients' interval: with gRPC's default of 300 s the server answers pings with GOAWAY
     # too_many_pings, which ends every call of the connection. (The name has no "recv" in it.)
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -53,28 +54,32 @@ INTERNAL_SERVER: Arguments = (
     ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
 )
-"""No limit on streams: a cancel must never wait behind work. Work is bounded by the processes."""
+"""Streams are not limited: a cancel must never wait behind work. Admission bounds the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicLimits:
-    """What a public port bears of connections. idle_s: without a call. max_age_s: an older one
-    takes no new calls, and its client opens another, maybe to another server; varied by a tenth.
-    last_calls_s: what running calls get from then on. handshake_s: to the end of HTTP/2's greeting.
-    streams: calls of one connection at a time.
-    """
+    """Limits on the connections of a public port."""
 
     max_connections: int = 4096
     idle_s: float = 75.0
+    """A connection without calls is closed after so long."""
     max_age_s: float = 8.0
+    """An older connection takes no new calls, and its client opens another one, possibly to another
+    server. gRPC varies it by a tenth."""
     last_calls_s: float = 3600.0
+    """The time that running calls get from then on."""
     handshake_s: float = 10.0
+    """The time until HTTP/2's handshake must be complete."""
     streams: int = PUBLIC_STREAMS
+    """Simultaneous calls of one connection."""
 
 
 def public_server(limits: PublicLimits) -> Arguments:
-    """How far a stream runs ahead of a slow reader is the reader's own window: 4 MiB with gRPC's
-    defaults, and no argument of the server changes that (measured).
+    """The arguments of a public server.
+
+    How far a stream runs ahead of a slow reader is set by the reader's flow-control window: 4 MiB
+    with gRPC's defaults. No argument of the server changes that (measured).
     """
     return (
         *_SERVER,
@@ -91,7 +96,7 @@ def public_server(limits: PublicLimits) -> Arguments:
 
 
 def longest_age_s(limits: PublicLimits) -> float:
-    """After so long a connection takes no new calls. gRPC varies an age by a tenth."""
+    """The age after which no connection takes new calls: gRPC varies max_age_s by a tenth."""
     return 1.1 * limits.max_age_s
 
 
@@ -107,22 +112,23 @@ READY = "ready"
 
 
 class Startup:
-    """part: what it does now; READY once it took work. took: the parts that are done, in seconds.
-    ready_s: all of them together, once it took work for the first time.
-    """
+    """Progress and timings of one process's start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, age_s: float | None = None):
-        """age_s: of the process now; None: the kernel is asked."""
+        """age_s: the process's age now; None: read from the kernel."""
         self._clock = clock
         self._entered = clock() - (process_age_s() if age_s is None else age_s)
         self.took: dict[str, float] = {}
+        """Seconds that each finished part took."""
         self._done = self._total = 0
         self._said = clock()
         self.ready_s: float | None = None
+        """Seconds from the process's start until it was first ready; None before that."""
         self.part = IMPORT
+        """The current part; READY once the process was ready."""
 
     def enter(self, part: str) -> None:
-        """What was done so far is done. Without effect once it is ready."""
+        """Ends the current part and begins `part`. Without effect once the process is ready."""
         if self.part in (part, READY):
             return
         now = self._clock()
@@ -130,7 +136,7 @@ class Startup:
         self.part, self._entered = part, now
 
     def weights(self, done: int, total: int) -> None:
-        """So many bytes are in, of all; after the last of them they are checked."""
+        """Sets how many bytes of the weights are loaded. After the last of them CHECK begins."""
         self.enter(WEIGHTS)
         self._done, self._total = done, total
         if done >= total:
@@ -140,7 +146,7 @@ class Startup:
             log.info("%s", self.words)
 
     def ready(self) -> None:
-        """It takes work. Only the first time counts."""
+        """Marks the process as ready for work. Only the first call counts."""
         self.enter(READY)
         if self.ready_s is None:
             self.ready_s = sum(self.took.values())
@@ -149,7 +155,7 @@ class Startup:
 
     @property
     def progress(self) -> float:
-        """Of the weights, from 0 to 1; 1 once it is ready, whatever it had to load."""
+        """The loaded share of the weights, from 0 to 1; always 1 once the process is ready."""
         if self.part == READY:
             return 1.0
         return min(1.0, self._done / self._total) if self._total else 0.0
@@ -162,7 +168,7 @@ class Startup:
         return self.part if self.part == READY else f"starting: {self.part}"
 
     def export(self) -> Callable[[], None]:
-        """Puts it on /metrics, until the returned function is called."""
+        """Exports progress and timings on /metrics until the returned function is called."""
         ends = [
             gauge(metrics.LOAD_PROGRESS, lambda: {(): self.progress}),
             gauge(metrics.STARTUP, lambda: {(p,): s for p, s in dict(self.took).items()}),
@@ -177,26 +183,15 @@ class Startup:
 
 
 def process_age_s() -> float:
-    """Since the kernel started this process; 0 where it cannot be asked."""
+    """Seconds since the kernel started this process; 0 where that is not known."""
     try:
-        # The name, in brackets, may hold blanks.
+        # Fields are counted behind the process's name, which is in brackets and may hold blanks.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
     except (OSError, AttributeError, IndexError, ValueError):
         return 0.0
 
-
-# grpc.health.v1 of one process, which is asked three things by name.
-#
-# - "" is liveness: SERVING as long as the event loop answers at all, also while a model loads.
-# - "startup": SERVING once the process has finished starting, and from then on for good, whether or
-#   not others that it needs are there.
-# - A full service name is readiness: whether it takes work now.
-#
-# What is not SERVING comes with `baton-progress` among the answer's trailing metadata, in words for
-# people. Until it is told which services there are,
-# every name may be one of them, and is NOT_SERVING.
 
 MAX_WATCHERS = 64
 STARTUP = "startup"
@@ -206,8 +201,15 @@ _Response = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Serves the status of all services of a process; they change together. startup: how far it
-    has come; told when it is ready.
+    """grpc.health.v1 of one process. The service name selects what is checked:
+
+    - "" is liveness: SERVING as long as the event loop answers, also while a model loads.
+    - "startup" is SERVING, for good, once the process has finished starting, whether or not the
+      peers that it needs are there.
+    - A full service name is readiness: whether the process takes work now. All services change
+      together. Before `set_started`, every name is NOT_SERVING.
+
+    An answer of NOT_SERVING carries `baton-progress` in its trailing metadata, in words.
     """
 
     def __init__(self, startup: Startup) -> None:
@@ -220,20 +222,22 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._watchers = 0
 
     def set_started(self, services: Iterable[str]) -> None:
-        """All is loaded, and these are the services. They are not ready yet."""
+        """Marks the process as started, with these services. They are not ready yet."""
         self._services = frozenset(services)
         self._started = True
         self._tell()
 
     def set_serving(self, serving: bool) -> None:
-        """What the next Check and every Watch sees, at once; after `leave` always NOT_SERVING."""
+        """Sets the readiness of all services, for every Check and Watch. Without effect after
+        `leave`."""
         self._serving = serving and not self._leaving
         if self._serving:
             self._startup.ready()
         self._tell()
 
     def leave(self) -> None:
-        """Not serving from now on, whatever is said later by somebody who does not know."""
+        """Turns all services to NOT_SERVING for good; later calls of `set_serving` do not change
+        that."""
         self._leaving = True
         self.set_serving(False)
 
@@ -291,15 +295,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 class Probes:
-    """health: what is told, here and on the process's other gRPC ports. startup: how far the
-    process's start has come, which both tell.
-    """
+    """The ports for health and /metrics, which are open while the process starts."""
 
     def __init__(self, *, health_listen: str = "", metrics_listen: str = "") -> None:
-        """Empty: there is no such port."""
+        """Both are "host:port"; empty: there is no such port."""
         self.startup = Startup()
+        """The process's progress, which health and /metrics report."""
         self.health = Health(self.startup)
+        """The health service, also for the process's other gRPC ports."""
         self.health_address = ""
+        """The actual "host:port" of health, or ""."""
         self._health_listen = health_listen
         self._metrics_listen = metrics_listen
         self._server: grpc.aio.Server | None = None
@@ -313,8 +318,8 @@ class Probes:
         return self._metrics.address if self._metrics else ""
 
     async def open(self) -> None:
-        """Idempotent. Raises PortInUse or InvalidArgument naming the option; nothing stays bound
-        then.
+        """Opens the ports. Idempotent. Raises PortInUse or InvalidArgument naming the option; then
+        nothing stays bound.
         """
         if self._open:
             return
@@ -330,7 +335,7 @@ class Probes:
             raise
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Closes the ports. Idempotent."""
         self._open = False
         unexport, self._unexport = self._unexport, lambda: None
         unexport()
@@ -352,7 +357,7 @@ class Probes:
 
     async def _serve_health(self) -> grpc.aio.Server:
         host, _ = split(self._health_listen, "health_listen")
-        # Asked first, because gRPC does not say why a port cannot be had.
+        # Checked first, because gRPC does not report why a port cannot be bound.
         check_listen(self._health_listen, "health_listen")
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor()], options=public_server(PublicLimits())
@@ -367,15 +372,12 @@ class Probes:
         return server
 
 
-# Ends the listening of a port while its connections go on.
-#
-# gRPC for Python cannot do that: its `Server.stop` also throws away calls that have arrived and
-# were not begun, whose callers then read CANCELLED.
-
-
 def stop_listening(port: int) -> int:
-    """Whoever connects to a TCP port of this process from now on is refused. Returns how many
-    sockets listened there.
+    """Closes the listening sockets of a TCP port of this process, while its connections stay open.
+    Returns how many there were.
+
+    gRPC for Python has no such call: `Server.stop` also drops calls that have arrived and were not
+    begun, and their callers read CANCELLED.
     """
     return sum(_end(descriptor, port) for descriptor in _descriptors())
 
@@ -395,7 +397,7 @@ def _end(descriptor: int, port: int) -> bool:
             listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not listens or copy.getsockname()[1:2] != (port,):
                 return False
-            # Of the socket itself, so gRPC's own descriptor stops too.
+            # It acts on the socket, so that gRPC's own descriptor stops listening too.
             copy.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
@@ -403,19 +405,21 @@ def _end(descriptor: int, port: int) -> bool:
 
 
 SETTLE_S = 0.2
-"""What a goodbye takes to reach a client, and the client's last calls to reach us."""
+"""The time that a GOAWAY takes to reach a client, and the client's last calls to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """name: full gRPC service name, as "baton.v1.Decode". register: adds the servicer."""
+    """One gRPC service of a server."""
 
     name: str
+    """The full gRPC service name, such as "baton.v1.Decode"."""
     register: Callable[[grpc.aio.Server], None]
+    """Adds the servicer to a server."""
 
 
 class ProcessServer:
-    """Serves until stopped. Made, started and stopped on one event loop."""
+    """The gRPC server of one process. It is created, started and stopped on one event loop."""
 
     def __init__(
         self,
@@ -431,15 +435,14 @@ class ProcessServer:
         token: str = "",
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """public: others than Baton's own may call, so messages, streams and connections are
-        limited, by limits.
+        """public: clients call it, so that messages, streams and connections are limited, by
+        `limits`; otherwise callers are Baton's processes, which `baton.rpc.peers` authorizes by
+        certificate and token.
 
-        field: the option that `listen` came from, for errors to name. certificates: speaks TLS;
-        callers that are Baton's own are then held to `baton.rpc.peers`. token: what they have to
-        show, see `baton.rpc.peers`; empty: nothing. interceptors: see the call before the
-        services do; what they raise reaches the caller as a handler's error does.
-        probes: opened by `start` where they are not yet, and closed by `stop`. None: there are no
-        ports besides `listen`.
+        field: the option of `listen`, for errors. certificates: enables TLS. token: required of
+        Baton's processes; empty: none. interceptors: run before the services; an error that they
+        raise reaches the caller like a handler's. probes: opened by `start` unless they are open,
+        and closed by `stop`; None: there are no ports besides `listen`.
         """
         self._listen = listen
         self._field = field
@@ -465,9 +468,9 @@ class ProcessServer:
         return self._probes.metrics_address
 
     async def start(self) -> str:
-        """Binds and serves; not ready yet. Returns the actual "host:port".
+        """Binds and serves, not ready yet. Returns the actual "host:port".
 
-        Raises PortInUse or InvalidArgument naming the option; nothing stays bound.
+        Raises PortInUse or InvalidArgument naming the option; then nothing stays bound.
         """
         # The pure-Python parser recurses without a bound on hostile input.
         if api_implementation.Type() != "upb":
@@ -481,7 +484,7 @@ class ProcessServer:
                 "" if self._token else " and asks nobody who they are",
                 "reads the network" if self._token else "reaches it",
             )
-        # Asked first, because gRPC does not say why a port cannot be had.
+        # Checked first, because gRPC does not report why a port cannot be bound.
         check_listen(self._listen, self._field)
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor(*self._checks()), *self._interceptors],
@@ -511,24 +514,25 @@ class ProcessServer:
 
     @property
     def goodbye_s(self) -> float:
-        """What `send_away` takes."""
+        """How long `send_away` takes, in seconds."""
         return 0.0 if self._limits is None else longest_age_s(self._limits) + SETTLE_S
 
     def set_serving(self, serving: bool) -> None:
-        """Readiness of all services, as health tells it. Liveness is not touched. Without effect
-        after `leave`.
+        """Sets the readiness of all services in health; liveness stays. Without effect after
+        `leave`.
         """
         self._health.set_serving(serving)
 
     def leave(self) -> None:
-        """Not ready from now on, for good. Calls are still taken."""
+        """Turns not ready for good. Calls are still served."""
         self._health.leave()
 
     async def send_away(self) -> None:
-        """Refuses new connections, and returns when each of the others has been told to connect
-        elsewhere. What they send before they hear it is answered as ever.
+        """Refuses new connections, and returns when each open one has received a GOAWAY. Calls that
+        arrive until then are served as usual.
 
-        Takes as long as a public connection may grow old: that age is what tells them.
+        It takes as long as the maximum age of a public connection, because gRPC sends the GOAWAY
+        when a connection reaches that age.
         """
         if self._server is not None and self._limits is not None:
             stop_listening(self._port)
@@ -544,7 +548,7 @@ class ProcessServer:
             if server is not None:
                 await server.stop(grace_s)
         finally:
-            # Last, so that probes are answered for as long as anybody is.
+            # Last, so that probes are answered as long as calls are.
             await self._probes.close()
 
     def _checks(self) -> Iterator[Check]:

@@ -1,8 +1,8 @@
-"""One process's certificate, key and CA, as they are on disk now.
+"""One process's certificate, key and CA, reloaded from disk when the files change.
 
-Replaced files are used without a restart: `current` is called for each connection and looks at the
-files, at most once a second. New files that cannot be used leave the old ones in place; the log and
-a gauge show it. No task is needed for that.
+`current` is called for each connection and checks the files at most once a second, so that replaced
+files take effect without a restart or a background task. When new files cannot be used, the old
+contents stay in use, and the log and a gauge report it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What was read at one time. ca: empty when nobody has to show a certificate."""
+    """The contents of the files, read together."""
 
     cert: bytes
     key: bytes
     ca: bytes
+    """Empty when no certificate is required of peers."""
 
 
 class Certificates:
-    """Used from any thread, because gRPC's own ask it at every handshake."""
+    """Thread-safe: gRPC's own threads call it at every handshake."""
 
     def __init__(self, cert: str, key: str, ca: str = "", *, field: str = "tls_cert") -> None:
-        """Reads all files. ca: empty asks no peer for a certificate.
+        """Reads all files. ca: empty requires no certificate of peers.
 
         Raises InvalidArgument naming `field` when they cannot be used.
         """
         self.cert, self.key = Path(cert), Path(key)
         self.ca = Path(ca) if ca else None
-        """None: no peer has to show a certificate."""
+        """None: no certificate is required of peers."""
         self._paths = [path for path in (self.cert, self.key, self.ca) if path is not None]
         self._lock = threading.Lock()
         self._stale = False
@@ -56,7 +57,7 @@ class Certificates:
         gauge(TLS_STALE, lambda: {(): float(self._stale)})
 
     def current(self) -> Pems:
-        """The same object until the files change."""
+        """The current contents; the same object until the files change."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked >= LOOK_S:
@@ -69,11 +70,11 @@ class Certificates:
             return self._pems
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For one gRPC server, whose handshakes take over what is current."""
+        """Credentials for one gRPC server; each handshake uses the current files."""
         given = self.current()
         lock = threading.Lock()
 
-        # The stubs do not know that None, for no change, may be returned.
+        # Any: the type stubs miss that None is allowed and means no change.
         def fetch() -> Any:
             nonlocal given
             pems = self.current()
@@ -94,16 +95,16 @@ class Certificates:
             if not self._stale:
                 log.error("new certificate files cannot be used: %s", _why(error))
             self._stale = True
-            # Not seen yet, so it is tried again: files are often replaced one by one.
+            # `_seen` stays, so that it is tried again: files are often replaced one by one.
             return
         if signature(self._paths) == found:
             self._pems, self._seen, self._stale = pems, found, False
             log.info("took over new certificate files")
 
     def _read(self) -> Pems:
-        """Raises OSError, and ValueError for what is no certificate, or one of another key."""
+        """Raises OSError, or ValueError for an invalid certificate or one of another key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A key with a passphrase would else be asked for on the terminal.
+        # Otherwise OpenSSL would prompt for a key's passphrase on the terminal.
         context.load_cert_chain(self.cert, self.key, password=lambda: b"")
         ca = self.ca.read_bytes() if self.ca else b""
         if ca:
@@ -114,7 +115,7 @@ class Certificates:
 
 
 def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
-    """For a peer that has to show a certificate of this CA, and to whom ours is shown."""
+    """Mutual TLS: the peer must present a certificate of this CA, and receives this process's."""
     return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
 
@@ -123,7 +124,7 @@ def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
 
 
 def _why(error: Exception) -> str:
-    """In words that hold no key material."""
+    """The reason of an error, in words that hold no key material."""
     match error:
         case ssl.SSLError():
             reason = error.reason or "not PEM"
@@ -136,16 +137,16 @@ def _why(error: Exception) -> str:
 
 
 LOOK_S = 1.0
-"""How long a change may go unnoticed."""
+"""The shortest interval between two checks of the files."""
 
 Signature = tuple[tuple[int, int, int, int] | None, ...]
 
 
 def signature(paths: Sequence[Path]) -> Signature:
-    """Differs when any of the files was written, replaced, or put behind another symbolic link.
+    """A value that changes when a file is written, replaced, or reached over another symbolic link.
 
-    Links are followed, also those of folders: Kubernetes replaces a mounted Secret by turning the
-    link of a folder. A file that cannot be looked at counts as absent.
+    Links are followed, also those of folders: Kubernetes replaces a mounted Secret by repointing
+    the link of a folder. A file that cannot be read counts as absent.
     """
     return tuple(map(_of, paths))
 

@@ -1,6 +1,6 @@
-"""Spans of Baton's processes: their interface, the one that records nothing, and all names.
+"""Spans of Baton's processes: their interface, the no-op implementation, and all names.
 
-`baton.rpc.otel` has the real spans. Every time is a reading of `now`.
+`baton.rpc.otel` has the recording implementation. Every time is a reading of `now`, in seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.core.errors import BatonError, Reason
 from baton.core.observe.stages import UNTRACED, TraceContext
 
 now = time.perf_counter
-"""The clock of spans: it does not jump, and the stages of a request are timed by it."""
+"""The clock of spans and of a request's stages, in seconds. It is monotonic."""
 
 Value = str | int | float | bool | Sequence[str]
 
@@ -32,7 +32,8 @@ NOT_OURS = frozenset(
         Reason.MODEL_NOT_FOUND,
     )
 )
-"""Failures that are the caller's doing: they are told, and the span does not count as failed."""
+"""Failures that the caller causes. The span carries them as `error.type`, but its status is not
+ERROR."""
 
 
 class Kind(Enum):
@@ -44,16 +45,16 @@ class Kind(Enum):
 
 
 class Span(Protocol):
-    """Something that takes time. Whoever begins it ends it, on every way out; only the first `end`
-    counts, and what is said afterwards is dropped. Nothing here waits or raises."""
+    """One timed operation. The code that begins a span ends it on every path; only the first `end`
+    counts, and later changes are dropped. No method waits or raises."""
 
     @property
     def recording(self) -> bool:
-        """Whether anything of it is kept; attributes that cost something need not be made else."""
+        """Whether the span is recorded. If not, a caller can skip costly attributes."""
 
     @property
     def context(self) -> TraceContext:
-        """For others to go on with. UNTRACED unless it is recorded."""
+        """The context to pass to other processes. UNTRACED unless the span is recorded."""
 
     def child(
         self,
@@ -63,18 +64,18 @@ class Span(Protocol):
         kind: Kind = Kind.INTERNAL,
         at: float | None = None,
     ) -> Span:
-        """A part of it, which may outlive it. at: when it began; None: now."""
+        """Begins a child span, which may outlive this one. at: when it began; None: now."""
 
     def rename(self, name: str) -> None: ...
 
     def tell(self, attributes: Mapping[str, Value]) -> None:
-        """Adds attributes; a newer value takes an older one's place."""
+        """Adds attributes; a newer value replaces an older one."""
 
     def event(self, name: str, *, at: float | None = None) -> None:
-        """Something that happened at one moment of it."""
+        """Adds an event. at: when it happened; None: now."""
 
     def end(self, error: str = "", *, at: float | None = None) -> None:
-        """error: the kind of failure, as `error_type` names it; "": it went well."""
+        """Ends the span. error: the kind of failure, as `error_type` names it; "": success."""
 
 
 class Tracer(Protocol):
@@ -88,8 +89,8 @@ class Tracer(Protocol):
         parent: TraceContext = UNTRACED,
         at: float | None = None,
     ) -> Span:
-        """A call's span, of the caller's trace or, where it has none, of a new one. What is not
-        sampled is not recorded."""
+        """Begins a call's span, in the caller's trace or, without one, in a new trace. A span that
+        is not sampled is not recorded."""
 
     def go_on(
         self,
@@ -99,14 +100,14 @@ class Tracer(Protocol):
         parent: TraceContext,
         at: float | None = None,
     ) -> Span:
-        """A call's span, of the caller's trace; not recorded where that has none."""
+        """Begins a call's span in the caller's trace; without one, the span is not recorded."""
 
     def close(self) -> None:
-        """Sends what is left, in bounded time. The last thing a process does with it."""
+        """Sends the remaining spans, in bounded time. A process calls it last."""
 
 
 class NoSpan:
-    """The Span of what is not recorded."""
+    """The no-op Span, for operations that are not recorded."""
 
     recording = False
     context = UNTRACED
@@ -138,7 +139,7 @@ NO_SPAN = NoSpan()
 
 
 class NoTracer:
-    """The Tracer of a process that sends its spans nowhere."""
+    """The no-op Tracer, for a process that exports no spans."""
 
     def begin(
         self,
@@ -169,7 +170,7 @@ OFF = NoTracer()
 
 @contextmanager
 def ending(span: Span) -> Iterator[Span]:
-    """Ends a span with the block, however that ends."""
+    """Ends a span when the block ends, with `error_type` of an exception that leaves it."""
     try:
         yield span
     except BaseException as error:
@@ -180,7 +181,7 @@ def ending(span: Span) -> Iterator[Span]:
 
 
 def error_type(error: BaseException | None) -> str:
-    """The kind of a failure in one word, never its text; "" of none."""
+    """The kind of a failure in one word, never its text; "" for None."""
     match error:
         case None:
             return ""
@@ -193,7 +194,8 @@ def error_type(error: BaseException | None) -> str:
 
 
 def context_of(headers: Iterable[tuple[str, str | bytes]]) -> TraceContext:
-    """The context that gRPC metadata or HTTP headers carry; their names are in lower case."""
+    """The context in gRPC metadata or HTTP headers, whose names are in lower case. UNTRACED where
+    there is none, or where a header occurs twice."""
     found: dict[str, str] = {}
     for name, value in headers:
         if name in TraceContext._fields:
@@ -204,14 +206,13 @@ def context_of(headers: Iterable[tuple[str, str | bytes]]) -> TraceContext:
 
 
 def metadata_of(context: TraceContext) -> tuple[tuple[str, str], ...]:
-    """For a gRPC call. Empty where nothing is traced."""
+    """The context as metadata of a gRPC call; empty when UNTRACED."""
     return tuple((name, value) for name, value in context._asdict().items() if value)
 
 
-# The names of all spans, attributes and events. Those with `gen_ai.` are OpenTelemetry's
-# conventions for generative AI, which still change; ours begin with `baton`. No attribute holds
-# text of a client but the model's name and the request's parameters that are numbers.
-
+# The names of all spans, attributes and events. `gen_ai.` names follow OpenTelemetry's conventions
+# for generative AI, which still change; Baton's own begin with `baton`. Of a client's input,
+# attributes hold only the model's name and numeric parameters.
 
 SERVICE_NAME = "service.name"
 SERVICE_INSTANCE_ID = "service.instance.id"
@@ -243,13 +244,13 @@ MOVES = "baton.moves"
 KV_BYTES = "baton.transfer.bytes"
 
 FIRST_TOKEN = "baton.first_token"
-"""Event: the client's first text is there."""
+"""Event: the first text for the client is available."""
 
 SCORE = "score_prompt"
-"""Span of the router: how likely the prompt is, before its attempts."""
+"""Span of the router: computing the prompt's log probabilities, before the attempts."""
 
 ATTEMPT = "attempt"
-"""Span of the router, one an attempt; what its workers do is below it."""
+"""Span of the router, one per attempt; the spans of its workers are below it."""
 ATTEMPT_NUMBER = "baton.attempt.number"
 ATTEMPT_REASON = "baton.attempt.reason"
 ATTEMPT_MOVED = "baton.attempt.moved"

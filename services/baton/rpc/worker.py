@@ -1,9 +1,9 @@
-"""Serves `baton.v1.Worker`, and converts what it tells.
+"""Serves `baton.v1.Worker`, and converts its messages.
 
-A watcher gets the description first, then the prefix cache of a worker that has one, then cache and
-load: whenever they change, but not more often than every 50 ms, and the load every 500 ms as a sign
-of life. Nothing is queued: a slow watcher gets the newest load, and the cache's changes from where
-it is, or a new snapshot.
+A watcher receives the worker's description, then a snapshot of its prefix cache if it has one, then
+changes of cache and load: at most every 50 ms, and the load at least every 500 ms as a heartbeat.
+Nothing is queued: a slow watcher receives the newest load, and the cache's changes from its last
+position or a new snapshot.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ MAX_WATCHERS = 256
 _USE_FIELDS = ("tenant", "requests", "tokens", "held_requests", "held_tokens")
 
 UseThrough = Callable[[str], tuple[TenantUse, ...]]
-"""What tenants use through other routers than the one of this instance id."""
+"""Takes a router's instance id; returns the tenants' usage through all other routers."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """describe and load are called on the event loop, load up to 20 times a second and watcher.
-    cache: read there as often, None for a worker without one. use: for each load that is told.
+    """Streams description, cache changes and load to each watcher.
+
+    describe, load and use are called on the event loop, and the cache is read there; load up to 20
+    times a second per watcher. cache: None for a worker without one. use: None sends no tenants.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ def worker_service(
     cache: CacheLog | None = None,
     use: UseThrough | None = None,
 ) -> Service:
-    """The Worker service, ready to be given to a ProcessServer."""
+    """The Worker service, for a ProcessServer. See WorkerServicer for the arguments."""
     servicer = WorkerServicer(describe, load, cache, use)
     return Service(
         SERVICE, lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
@@ -153,8 +155,8 @@ def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
 
 
 def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
-    """Raises InvalidArgument where there is no state. A worker whose state is newer than what is
-    known here lives, and gets nothing new."""
+    """Raises InvalidArgument when the state is not set. A state that this version does not know
+    becomes STARTING, so that the worker counts as alive and receives no new work."""
     if message.state == pb.WORKER_STATE_UNSPECIFIED:
         raise InvalidArgument("must be set", field="load.state")
     return WorkerLoad(
@@ -173,7 +175,7 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
 
 
 def _speed_from_proto(message: pb.WorkerSpeed) -> WorkerSpeed:
-    """Raises InvalidArgument for what no worker can have measured."""
+    """Raises InvalidArgument for a value that is negative or not finite."""
     values = {field.name: getattr(message, field.name) for field in fields(WorkerSpeed)}
     for name, value in values.items():
         if not 0.0 <= value < inf:
@@ -191,7 +193,7 @@ def cache_to_proto(batch: CacheBatch) -> pb.CacheEvents:
 
 
 def cache_from_proto(message: pb.CacheEvents) -> CacheBatch:
-    """Raises InvalidArgument for hashes that are not whole."""
+    """Raises InvalidArgument when the bytes are not a whole number of hashes."""
     for name in ("added", "removed"):
         if len(getattr(message, name)) % HASH_BYTES:
             raise InvalidArgument(f"must be {HASH_BYTES} bytes a hash", field=f"cache.{name}")
@@ -199,8 +201,8 @@ def cache_from_proto(message: pb.CacheEvents) -> CacheBatch:
 
 
 def _told(load: WorkerLoad) -> WorkerLoad:
-    """The part whose change is news: a step's age, tenants' counts and the speed change all the
-    time."""
+    """The load without fields that change all the time (step age, tenants, speed): only a change of
+    the rest is sent at once."""
     return replace(load, step_age_us=0, step_predicted_us=0, tenants=(), speed=UNMEASURED)
 
 
