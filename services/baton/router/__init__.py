@@ -1,1 +1,1 @@
-"""The router process: the only place that knows a request's life."""
+"""The router process: runs each request from arrival to its last event."""

@@ -1,4 +1,4 @@
-"""Starts the router process: reads its configuration, wires its parts, serves until stopped."""
+"""Starts the router process: reads its configuration, connects its parts, serves until stopped."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ async def serve(config: RouterConfig) -> int:
             max_connections=config.max_connections,
             max_age_s=config.connection_max_age_s,
             handshake_s=config.head_timeout_s,
-            # A gateway has one connection for all its users, and calls that wait for others to end
-            # would keep its aborts waiting.
+            # A gateway uses one connection for all its users; at a small limit, calls that wait for
+            # others would delay its aborts.
             streams=PUBLIC_STREAMS + (config.max_requests if config.vllm_engine else 0),
         ),
         field="grpc_listen",
@@ -165,7 +165,7 @@ def _authenticator(config: RouterConfig, listen: str) -> Authenticator:
 
 
 async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Fleet) -> None:
-    """Health says what is true: SERVING while a request could be answered."""
+    """Updates the health status: SERVING while a request could be answered."""
     while True:
         server.set_serving(pipeline.ready())
         await fleet.changed.wait(READINESS_S)
@@ -174,16 +174,16 @@ async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Flee
 async def leave(
     pipeline: Pipeline, http: HttpServer, server: ProcessServer, lame_duck_s: float
 ) -> None:
-    """Leaves without losing a request. Returns when no request is left.
+    """Shuts down without losing a request. Returns when no request is left.
 
-    From SIGTERM on the router is not ready. It still takes requests for lame_duck_s, since clients
-    may not know yet; over HTTP each answer is then its connection's last. After that new gRPC
-    connections are refused, and each open one is sent elsewhere as it gets old, so that no call
-    meets a server that is gone (decision 028). HTTP connections without a request end next, and a
-    new request is refused with the advice to try again, at another router. What still runs after
-    drain_timeout_s ends with an error that says to try again (`Pipeline.cut`).
+    From SIGTERM on the router is not ready. It still accepts requests for lame_duck_s, because
+    clients may not have noticed yet; over HTTP each answer is then its connection's last. After
+    that new gRPC connections are refused, and each open one gets a GOAWAY as it ages, so that no
+    call reaches a server that is gone (decision 028). Idle HTTP connections end next, and a new
+    request is refused with the advice to retry at another router. What still runs after
+    drain_timeout_s ends with a retryable error (`Pipeline.cut`).
 
-    lame_duck_s: 0 where there is no other router to go to; then nobody is waited for.
+    lame_duck_s: 0 where there is no other router; then the phase is skipped.
     """
     pipeline.leave()
     http.leave()
@@ -195,12 +195,12 @@ async def leave(
 
 
 def yield_on_one_core() -> None:
-    """Keeps the threads of a process that has one core from interrupting each other.
+    """Keeps the threads of a process on one core from interrupting each other.
 
-    Call it before there are threads: they inherit the policy. A thread of gRPC is woken for every
-    message that is written. On the writer's own core the kernel lets it run at once, which costs
-    two switches a message; under SCHED_BATCH it waits until the writer has nothing left to do, and
-    then handles all. With more cores than one it runs beside the writer.
+    Call it before threads start, because they inherit the policy. A gRPC thread wakes for every
+    message that is written. On the writer's own core the kernel would run it at once, at two
+    context switches per message; under SCHED_BATCH it waits until the writer is idle and then
+    handles all messages. With several cores it runs beside the writer.
     """
     if hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) == 1:
         with suppress(OSError):

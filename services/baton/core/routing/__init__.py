@@ -1,5 +1,4 @@
-"""Which workers run an attempt, what it would cost there, and when a worker gets none.
+"""Which workers run an attempt, the predicted cost, and when a worker gets no attempts.
 
-In: snapshots of workers, demands.
-Out: a decision with its reasons.
+In: snapshots of workers, demands. Out: a decision with its reasons.
 """

@@ -1,7 +1,7 @@
-"""What a router does about failures: breakers, quarantine, a retry budget, a steady verdict.
+"""A router's reaction to failures: circuit breakers, quarantine, a retry budget, a steady verdict.
 
-In: what became of attempts, and readings of the caller's monotonic clock, in seconds.
-Out: which workers get no new attempts, which requests run apart, whether a retry is allowed.
+In: outcomes of attempts, and readings of the caller's monotonic clock, in seconds. Out: which
+workers get no new attempts, which requests run isolated, whether a retry is allowed.
 """
 
 from __future__ import annotations
@@ -14,53 +14,54 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 MAX_IN_A_ROW = 3
-"""Failures one after the other that trip a breaker."""
+"""Consecutive failures that trip a breaker."""
 WINDOW = 20
-"""Outcomes that are remembered of a worker."""
+"""Most recent outcomes that are kept per worker."""
 FEWEST = 10
-"""Outcomes from which on a share of failures is computed."""
+"""Fewest outcomes from which a share of failures is computed."""
 MAX_LOST = 0.5
-"""Share of failures that trips a breaker."""
+"""The share of failures that trips a breaker."""
 MOMENT_S = 0.1
-"""Failures within so long are one piece of evidence."""
+"""Failures within this many seconds count as one."""
 OPEN_S = 0.5
-"""The first time that a breaker stays open."""
+"""Seconds for which a breaker stays open at first."""
 LONGEST_OPEN_S = 4.0
-"""Capacity that is back is used within five seconds; until then it costs an attempt so often."""
+"""The longest time that a breaker stays open. Recovered capacity is used within five seconds; until
+then each probe costs an attempt."""
 FORGET_S = 60.0
-"""A breaker that stays closed for so long starts with OPEN_S again."""
+"""A breaker that stays closed for this many seconds starts with OPEN_S again."""
 MAX_KNOWN = 4096
-"""Instance ids whose breakers are kept."""
+"""Most instance ids whose breakers are kept."""
 
 
 class BreakerState(Enum):
-    """What a worker gets."""
+    """The attempts that a worker gets."""
 
     CLOSED = auto()
-    """Every attempt that is placed on it."""
+    """All attempts that are placed on it."""
     OPEN = auto()
-    """Nothing."""
+    """None."""
     HALF_OPEN = auto()
-    """The next attempt."""
+    """The next attempt, as a probe."""
     PROBING = auto()
-    """Nothing besides the one attempt that it has."""
+    """None besides the probe that it runs."""
 
 
 class BreakerEvent(Enum):
-    """What happens to a breaker."""
+    """An event of a breaker."""
 
     TRIPPED = auto()
-    """Too many attempts were lost."""
+    """Too many attempts failed."""
     COOLED = auto()
-    """It was open for long enough."""
+    """The breaker was open for long enough."""
     PLACED = auto()
-    """An attempt is given to the worker."""
+    """An attempt is placed on the worker."""
     SUCCESS = auto()
-    """An attempt gained a token or an answer there."""
+    """An attempt received a token or an answer from the worker."""
     FAILURE = auto()
-    """An attempt was lost there."""
+    """An attempt failed on the worker."""
     LEFT = auto()
-    """The probe has left with neither."""
+    """The probe ended with neither."""
 
 
 _S, _E = BreakerState, BreakerEvent
@@ -73,39 +74,40 @@ TRANSITIONS: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
     (_S.PROBING, _E.FAILURE): _S.OPEN,
     (_S.PROBING, _E.LEFT): _S.HALF_OPEN,
 }
-"""Any other event changes nothing: what still ran on a worker whose breaker opened is no probe."""
+"""Other events change nothing: attempts that still run on a worker whose breaker opened are no
+probes."""
 
 
 @dataclass(slots=True)
 class Breaker:
-    """A circuit breaker: a worker that loses attempts gets no new ones for a while.
+    """A circuit breaker: a worker that fails attempts gets no new ones for a while.
 
-        CLOSED ──TRIPPED──► OPEN ──COOLED──► HALF_OPEN ──PLACED──► PROBING ──SUCCESS──► CLOSED
-                                                 ▲                  │  └──FAILURE──► OPEN, longer
-                                                 └───────LEFT───────┘
+         CLOSED ──TRIPPED──► OPEN ──COOLED──► HALF_OPEN ──PLACED──► PROBING ──SUCCESS──► CLOSED
+                                                  ▲                  │  └──FAILURE──► OPEN, longer
+                                                  └───────LEFT───────┘
 
-    It trips when attempts are lost one after the other, or when half of the last ones were lost
-    (outlier ejection). Failures of one moment count once: a stream that breaks takes all its
-    attempts with it. A worker that died needs no breaker: its next instance id is another worker.
+    It trips after consecutive failures, or when half of the recent attempts failed (outlier
+    ejection). Failures at the same moment count once, because a broken stream fails all its
+    attempts. A worker that died needs no breaker: its next instance id is another worker.
     """
 
     state: BreakerState = BreakerState.CLOSED
     open_until: float = 0.0
-    """End of the present or the last opening."""
+    """The end of the current or last opening."""
     openings: int = 0
-    """In a row, each twice as long as the one before."""
+    """Consecutive openings, each twice as long as the one before."""
     _outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _in_a_row: int = 0
     _failed_at: float = float("-inf")
 
     def success(self, now: float) -> None:
-        """An attempt gained something on the worker. Call it once per attempt."""
+        """An attempt made progress on the worker. Call it once per attempt."""
         self._outcomes.append(True)
         self._in_a_row = 0
         self._apply(_E.SUCCESS, now)
 
     def failure(self, now: float) -> None:
-        """The worker is to blame for the loss of an attempt."""
+        """An attempt failed through the worker's fault."""
         if now - self._failed_at < MOMENT_S:
             return
         self._failed_at = now
@@ -118,14 +120,14 @@ class Breaker:
             self._apply(_E.TRIPPED, now)
 
     def placed(self) -> bool:
-        """An attempt is placed on the worker. Returns whether it is the probe; call `left` when
-        the probe is over."""
+        """An attempt is placed on the worker. Returns whether it is the probe; if so, call `left`
+        when it is over."""
         probes = self.state is _S.HALF_OPEN
         self._apply(_E.PLACED)
         return probes
 
     def left(self) -> None:
-        """The probe is over, whatever became of it."""
+        """The probe is over, whatever its outcome."""
         self._apply(_E.LEFT)
 
     def refuses(self, now: float) -> bool:
@@ -135,7 +137,7 @@ class Breaker:
         return self.state in (_S.OPEN, _S.PROBING)
 
     def _apply(self, event: BreakerEvent, now: float = 0.0) -> None:
-        """now: needed by events that may open it."""
+        """now: needed by events that may open the breaker."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             return
@@ -150,13 +152,14 @@ class Breaker:
 
 
 class Breakers:
-    """Those of one pool, by instance id. Bounded: the ones that were unused for longest go."""
+    """The breakers of one pool, by instance id. Bounded: the least recently used ones are
+    dropped."""
 
     def __init__(self) -> None:
         self._breakers: OrderedDict[str, Breaker] = OrderedDict()
 
     def of(self, instance_id: str) -> Breaker:
-        """The worker's; a new one is closed."""
+        """Returns the worker's breaker, a closed one for a new worker."""
         breaker = self._breakers.setdefault(instance_id, Breaker())
         self._breakers.move_to_end(instance_id)
         while len(self._breakers) > MAX_KNOWN:
@@ -168,8 +171,8 @@ class Breakers:
         return all(breaker.state is _S.CLOSED for breaker in self._breakers.values())
 
     def ejected(self, live: Collection[str], now: float) -> frozenset[str]:
-        """Of these workers, those that get no new attempt: at most half of them, so the last
-        worker is always used. Of too many, those that stay open for longest."""
+        """Returns those of the workers that get no new attempts: at most half of them, so that the
+        last worker is always used. If more refuse, those that stay open for longest."""
         refusing = [
             (breaker.open_until, instance_id)
             for instance_id in live
@@ -180,15 +183,16 @@ class Breakers:
 
 
 MAX_LONE_DEATHS = 2
-"""Deaths of workers with a lone suspect after which its request ends."""
+"""Deaths of workers with this request as their only suspect, after which the request fails."""
 
 
 @dataclass(slots=True)
 class Suspicion:
     """Whether one request may be what kills workers.
 
-    A request that had gained no token in an attempt whose worker died (or hung) is a suspect. A
-    suspect that gains a token in a later attempt is cleared, whatever it shared a batch with.
+    A request is a suspect when its worker died or hung before the attempt received a token. A
+    suspect that receives a token in a later attempt is cleared, whichever requests shared its
+    batch.
     """
 
     suspect: bool = False
@@ -200,32 +204,33 @@ class Suspicion:
         return self.lone_deaths >= MAX_LONE_DEATHS
 
     def died(self, *, alone: bool) -> None:
-        """A worker died with the request on it, before it had gained a token there. alone: as the
-        only suspect."""
+        """A worker died with the request on it, before the request received a token there. alone:
+        no other suspect was on the worker."""
         self.suspect = True
         self.lone_deaths += alone
 
     def cleared(self) -> None:
-        """It gained a token."""
+        """The request received a token."""
         self.suspect = False
         self.lone_deaths = 0
 
 
 class Quarantine:
-    """Where the suspects of one router run, by instance id: at most one per worker at a time, so
-    that the next death shows which one it was."""
+    """The workers that run suspects of one router, by instance id. A worker runs at most one
+    suspect at a time, so that the next death identifies it."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     @property
     def taken(self) -> frozenset[str]:
-        """Workers that have a suspect."""
+        """The workers that run a suspect."""
         return frozenset(self._taken)
 
     @contextmanager
     def entered(self, instance_ids: Collection[str]) -> Iterator[None]:
-        """A suspect is on these workers while the context is open; none was."""
+        """Marks the workers as running a suspect within the context. None of them runs one
+        before."""
         assert self._taken.isdisjoint(instance_ids), "two suspects on one worker"
         self._taken.update(instance_ids)
         try:
@@ -235,17 +240,17 @@ class Quarantine:
 
 
 class RetryBudget:
-    """How many retries a router may add to the load of a fleet that fails.
+    """Bounds the retries that a router adds to the load of a failing fleet.
 
-    A token bucket (as in "Handling Overload", Site Reliability Engineering, 2016, and as Finagle
-    has it): every request that starts pays in a share of a retry, time pays in a little, so that a
-    quiet router can retry too, and every retry takes one out. An attempt that goes on with output
-    which a client has begun to read is no retry: it needs no budget.
+    A token bucket (as in "Handling Overload", Site Reliability Engineering, 2016, and in Finagle):
+    every started request adds a share of a retry, time adds a little, so that a quiet router can
+    retry too, and every retry takes one. An attempt that resumes output which the client has begun
+    to read is no retry and needs no budget.
     """
 
     def __init__(self, *, share: float, per_s: float, most: float) -> None:
-        """share: retries per request started. per_s: retries per second besides. most: the largest
-        burst."""
+        """share: retries per started request. per_s: additional retries per second. most: the
+        largest burst."""
         self._share = share
         self._per_s = per_s
         self._most = most
@@ -253,11 +258,11 @@ class RetryBudget:
         self._at = math.inf
 
     def started(self) -> None:
-        """A request begins."""
+        """A request starts."""
         self._left = min(self._most, self._left + self._share)
 
     def take(self, now: float) -> bool:
-        """Whether one more retry is allowed; if so, it is taken."""
+        """Takes one retry from the budget; returns whether one was available."""
         self._left = min(self._most, self._left + max(0.0, now - self._at) * self._per_s)
         self._at = now
         if self._left < 1.0:
@@ -268,19 +273,20 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class SteadyVerdict:
-    """A verdict that only several observations in a row against it change. It is good at first.
+    """A verdict that changes only after several consecutive observations against it. It starts as
+    good.
 
-    One observation may be an accident (a pause, a full ring); a verdict that follows every one
-    would send work away and call it back all the time.
+    A single observation may be an accident (a pause, a full ring buffer). A verdict that followed
+    every observation would shift work back and forth.
     """
 
     patience: int = 2
-    """Observations in a row that change it, in either direction."""
+    """Consecutive observations that change the verdict, in either direction."""
     good: bool = True
     _against: int = 0
 
     def observe(self, good: bool) -> bool:
-        """Takes one observation. True when it has changed the verdict."""
+        """Takes one observation; returns whether it changed the verdict."""
         self._against = 0 if good is self.good else self._against + 1
         if self._against < self.patience:
             return False

@@ -1,4 +1,5 @@
-"""A worker as routers see it: how fast it is, what it is, how busy, and what a router gave it."""
+"""A worker as routers see it: its speed, its description, its load, and the work that a router
+placed on it."""
 
 from __future__ import annotations
 
@@ -8,42 +9,44 @@ from enum import Enum
 from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 
 NEAR = 512
-"""Positions that each position attends to at no extra cost: that is part of its own cost."""
+"""Positions that each position attends to at no extra cost, because they are part of its own cost.
+"""
 
 
 def reads(first: int, end: int) -> int:
-    """What positions from `first` up to before `end` attend to beyond NEAR others. Position n
-    attends to n + 1."""
+    """Counts the reads of positions from `first` to before `end`, beyond NEAR each. Position n
+    attends to n + 1 positions."""
     far, from_far = max(0, end - NEAR), max(0, first - NEAR)
     return (far * (far + 1) - from_far * (from_far + 1)) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """How fast a worker is by its own measurements; what was not measured yet is 0.
+    """The speed of a worker by its own measurements; 0 for what was not measured yet.
 
-    The same numbers predict a prompt's time to first token, what it does to sequences that run, and
-    whether a hand-over is worth it.
+    The same numbers predict a prompt's time to first token, its effect on running sequences, and
+    whether a hand-over pays off.
     """
 
     step_s: float = 0.0
-    """A decode step."""
+    """Seconds of a decode step."""
     row_s: float = 0.0
-    """Each sequence in a decode step."""
+    """Additional seconds per sequence in a decode step."""
     context_s: float = 0.0
-    """Each position that those sequences read."""
+    """Additional seconds per position that those sequences read."""
     prefill_step_s: float = 0.0
-    """The prefill part of a step."""
+    """Seconds of the prefill part of a step."""
     prefill_position_s: float = 0.0
-    """Each position of it."""
+    """Additional seconds per prefilled position."""
     prefill_read_s: float = 0.0
-    """Each read of it, as `PrefillCost` counts reads."""
+    """Additional seconds per read, as `PrefillCost` counts reads."""
     prefill_step_tokens: int = 0
-    """Positions that a step prefills at most; 0: any."""
+    """Most positions that a step prefills; 0: no limit."""
     link_bytes_per_s: float = 0.0
-    """Of KV chunks that come in."""
+    """Bytes per second of received KV chunks."""
     handover_s: float = 0.0
-    """A hand-over's end after the prompt is computed, besides reading what is left."""
+    """Seconds of the end of a hand-over after the prompt is computed, besides the transfer of the
+    rest."""
 
     @property
     def prefills(self) -> bool:
@@ -55,7 +58,7 @@ class WorkerSpeed:
         return (self.step_s or self.row_s or self.context_s) > 0.0
 
     def or_else(self, other: WorkerSpeed) -> WorkerSpeed:
-        """With another one's curves in place of those that were not measured here."""
+        """Returns this speed with the other's values where this one has none."""
         speed = self
         if not speed.prefills:
             speed = replace(
@@ -74,7 +77,8 @@ class WorkerSpeed:
         return -(-tokens // most) if most else min(1, tokens)
 
     def prefill_s(self, first: int, end: int) -> float:
-        """Computing the positions from `first` to before `end` of one prompt, alone."""
+        """Returns the seconds to compute the positions from `first` to before `end` of one prompt
+        alone."""
         return (
             self.prefill_steps(end - first) * self.prefill_step_s
             + (end - first) * self.prefill_position_s
@@ -82,7 +86,7 @@ class WorkerSpeed:
         )
 
     def queue_s(self, tokens: int, prompts: int) -> float:
-        """Computing all of a queue, taken as prompts of equal length."""
+        """Returns the seconds to compute a whole queue, taken as prompts of equal length."""
         if not tokens:
             return 0.0
         prompts = max(1, prompts)
@@ -93,11 +97,13 @@ class WorkerSpeed:
         )
 
     def decode_s(self, rows: float, context: float) -> float:
-        """One step of so many sequences that read so many positions together."""
+        """Returns the seconds of one step with this many sequences that read this many positions
+        together."""
         return self.step_s + rows * self.row_s + context * self.context_s
 
     def handover_tail_s(self, num_bytes: int) -> float:
-        """What is left of a hand-over when a last chunk of so many bytes is computed."""
+        """Returns the seconds that remain of a hand-over when its last chunk, of this many bytes,
+        is computed."""
         rate = self.link_bytes_per_s
         return self.handover_s + (num_bytes / rate if rate else 0.0)
 
@@ -105,24 +111,25 @@ class WorkerSpeed:
 UNMEASURED = WorkerSpeed()
 
 NOMINAL = WorkerSpeed(prefill_position_s=1e-4, link_bytes_per_s=1e9)
-"""Stands in while nobody of a role has measured anything: queues then count by their tokens, and KV
-that would have to come by its bytes."""
+"""The default while no worker of a role has measured its speed: queues then count by their tokens,
+and missing KV by its bytes."""
 
 
 class WorkerState(Enum):
     """What a worker can do now."""
 
     STARTING = 1
-    """Not ready (yet, or again): it loads, or its own way for KV does not work."""
+    """Not ready: it loads, or its KV transport does not work."""
     SERVING = 2
     DRAINING = 3
     KV_ONLY = 4
-    """Computes nothing more; KV still waits to be collected."""
+    """Computes nothing; KV still waits to be collected."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker is; the same for its whole instance id. A role leaves out what it has not."""
+    """The constant properties of one instance id. A role leaves out fields that do not apply to
+    it."""
 
     identity: WorkerIdentity
     model: ModelDescription | None = None
@@ -130,17 +137,17 @@ class WorkerDescription:
     transports: tuple[str, ...] = ()
     """Best first."""
     num_blocks: int = 0
-    """Of the pool."""
+    """Of the block pool."""
     block_size: int = 0
-    """Positions of a block."""
+    """Positions per block."""
     kv_bytes_per_position: int = 0
     exact: bool = False
-    """It runs in exact mode."""
+    """Whether it runs in exact mode."""
     max_sequences: int = 0
-    """Sequences that may own blocks at once; of a tokenizer: inputs that it works on at once; 0:
-    not known."""
+    """Most sequences that may own blocks at once; for a tokenizer, most inputs that it processes at
+    once; 0: unknown."""
     standby: bool = False
-    """It gets work only while another is missing."""
+    """Whether it gets work only while another worker is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +156,18 @@ class TenantUse:
 
     tenant: str
     requests: int = 0
-    """That began here, for as long as the worker remembers the tenant."""
+    """Requests that started here, for as long as the worker keeps the tenant."""
     tokens: int = 0
-    """That were prefilled or sampled here, likewise."""
+    """Tokens that were prefilled or sampled here, for as long as the worker keeps the tenant."""
     held_requests: int = 0
-    """That are here now."""
+    """Requests that run here now."""
     held_tokens: int = 0
-    """What these may come to."""
+    """The most tokens that these may reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is."""
+    """The load of a worker."""
 
     state: WorkerState
     waiting_sequences: int = 0
@@ -168,19 +175,20 @@ class WorkerLoad:
     """Prompt tokens that wait to be computed."""
     running_sequences: int = 0
     free_blocks: int = 0
-    """Blocks without an owner, cached ones included."""
+    """Blocks without an owner, including cached ones."""
     step_age_us: int = 0
-    """Of the running step; 0 when idle."""
+    """Age of the running step; 0 when idle."""
     step_predicted_us: int = 0
-    """How long that step was predicted to take."""
+    """The predicted duration of that step."""
     tenants: tuple[TenantUse, ...] = ()
-    """What they use through other routers than the one that gets this report."""
+    """The use through routers other than the recipient of this report."""
     speed: WorkerSpeed = UNMEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A worker at one moment, with what a router has given it: a report is always a little old."""
+    """A worker at one moment, with what this router placed on it, because a report is always
+    slightly old."""
 
     identity: WorkerIdentity
     model: ModelDescription
@@ -195,19 +203,19 @@ class WorkerSnapshot:
     standby: bool = False
     """As in WorkerDescription."""
     number: int = -1
-    """In the prefix index; below 0: it has no place there."""
+    """Its number in the prefix index; below 0: none."""
     since: float = 0.0
-    """When it was met, on the clock of `decide`'s now."""
+    """When it was first seen, on the clock of `decide`'s now."""
     placed_sequences: int = 0
-    """Given by this router and not done yet."""
+    """Placed by this router and not finished."""
     placed_tokens: int = 0
-    """To prefill, likewise."""
+    """Prompt tokens to prefill of the placed sequences."""
     fresh_sequences: int = 0
-    """Given after the newest report came; a part of the placed ones."""
+    """Placed after the newest report; a part of placed_sequences."""
     fresh_tokens: int = 0
-    """To prefill, likewise."""
+    """Prompt tokens to prefill of the fresh sequences."""
     fresh_positions: int = 0
-    """That need blocks, likewise."""
+    """Positions that need blocks, of the fresh sequences."""
 
     @property
     def num_sequences(self) -> int:
@@ -229,24 +237,24 @@ class WorkerSnapshot:
 
 
 BATCHES = 2
-"""What may wait at a worker, in steps' worth of prompt tokens: one more would only wait there
-instead of here, where it is still in order."""
+"""Most prompt tokens that may wait at a worker, in steps' worth. More would wait there in arrival
+order instead of here in fair order."""
 
 
 @dataclass(slots=True)
 class WorkerLedger:
-    """What a router has given to one worker, and when that worker is full.
+    """What a router has placed on one worker, and when that worker is full.
 
-    A worker's report is a little old and covers the work of all routers. What this router has given
-    to a worker it knows exactly; what others have there is taken from the newest report, less what
-    was this router's when it came. So room that comes free here is used at once, and not only when
-    the worker reports it.
+    A worker's report is slightly old and covers the work of all routers. This router knows exactly
+    what it placed itself; the others' work is taken from the newest report, less this router's
+    share at that time. So room that this router frees is used at once, before the worker reports
+    it.
     """
 
     computing: int = 0
-    """Prompt tokens that this router gave it to compute and that are not answered."""
+    """Prompt tokens that this router placed there and that are not answered."""
     kv: int = 0
-    """Positions that this router reserved there and whose KV is not known to have come."""
+    """Positions that this router reserved there and whose KV is not known to have arrived."""
     others_waiting: int = 0
     """Prompt tokens of other routers that wait there."""
     others_sequences: int = 0
@@ -259,7 +267,8 @@ class WorkerLedger:
         return not self.computing and not self.kv
 
     def read(self, load: WorkerLoad | None, placed_sequences: int) -> None:
-        """Takes the newest report, if it is new. placed_sequences: this router's, there now."""
+        """Takes the newest report, if it is new. placed_sequences: this router's sequences there
+        now."""
         if load is not None and load is not self.load:
             self.load = load
             self.others_waiting = max(0, load.waiting_tokens - self.computing)
@@ -267,15 +276,16 @@ class WorkerLedger:
             self.others_sequences = max(0, here - placed_sequences)
 
     def is_full(self, placed_sequences: int, max_sequences: int) -> bool:
-        """Whether it should get nothing more now. max_sequences: that it can run, 0: any."""
+        """Whether the worker should get nothing more now. max_sequences: the most that it can run;
+        0: no limit."""
         most = BATCHES * self.load.speed.prefill_step_tokens if self.load is not None else 0
         if most and self.computing + self.others_waiting >= most:
             return True
         return 0 < max_sequences <= placed_sequences + self.others_sequences
 
     def has_kv(self, placed_sequences: int, block_size: int, positions: int) -> bool:
-        """Whether a decode worker has free blocks for so many positions more. One that runs nothing
-        takes whatever it can take at all."""
+        """Whether a decode worker has free blocks for this many more positions. An idle worker
+        accepts anything that fits it at all."""
         load = self.load
         if load is None or (not placed_sequences and not load.running_sequences):
             return True

@@ -1,14 +1,14 @@
-"""PrefixIndex, which workers hold which prefixes.
+"""PrefixIndex: which workers hold which prefixes.
 
-Fed by every worker's numbered cache events (see `core.cache_log`). One dictionary has for each unit
-the workers that hold it, as the bits of an int: what a prompt's hashes have in common with a
-thousand workers is then found with a handful of look-ups. A unit's key is the first half of its
-hash. Workers hold prefixes from the start on, so a unit that is found stands for all before it; by
-those that are left out here a worker's prefix only looks shorter than it is.
+Its input is every worker's numbered cache events (see `core.cache_log`). One dictionary maps each
+unit to the workers that hold it, as the bits of an int, so a few look-ups match a prompt's hashes
+against a thousand workers. A unit's key is the first half of its hash. Workers hold prefixes from
+the start, so a unit that is found implies all before it; a unit that is left out only makes a
+worker's prefix look shorter than it is.
 
-Bounded: a worker may fill an equal share of the index, and never more than max_per_worker. What
-comes beyond that is left out, and when more workers come and shares shrink, what came last goes:
-what came first are the beginnings, which most prompts have in common.
+The index is bounded: a worker may fill an equal share of it, and never more than max_per_worker.
+Later units beyond that are left out. When more workers join and shares shrink, the newest units are
+dropped; the oldest are the beginnings, which most prompts have in common.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from baton.core.kvcache.prefix import HASH_BYTES
 
 MAX_ENTRIES = 262_144
 MAX_PER_WORKER = 32_768
-"""Two million tokens."""
+"""In units; about two million tokens."""
 
 BYTES_PER_ENTRY = 320
-"""What an entry takes at most, with a thousand workers."""
+"""Most bytes of an entry, with a thousand workers."""
 
 _WORDS = HASH_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What workers hold of one prompt. groups: (units, workers as bits), most units first; no
-    worker is in two of them, and those that hold nothing are in none."""
+    """What workers hold of one prompt."""
 
     groups: tuple[tuple[int, int], ...] = ()
+    """(units, workers as bits), most units first. A worker is in at most one group; workers without
+    any unit are in none."""
 
     def units(self, worker: int) -> int:
-        """How many units of the prompt a worker holds. A negative number is no worker."""
+        """Returns the units of the prompt that a worker holds; 0 for a negative number, which is no
+        worker."""
         if worker >= 0:
             for units, workers in self.groups:
                 if workers >> worker & 1:
@@ -48,7 +50,8 @@ class Overlap:
         return 0
 
     def most(self, count: int, start: int) -> set[int]:
-        """Up to so many workers that hold the most, those from number `start` on first."""
+        """Returns up to `count` workers that hold the most units; among equals, those from number
+        `start` on first."""
         found: set[int] = set()
         for _, workers in self.groups:
             above = workers >> start << start
@@ -63,11 +66,12 @@ NO_OVERLAP = Overlap()
 
 
 class _Holding:
-    """What is known of one worker. number: of the next event; None: unknown since a gap."""
+    """What is known about one worker."""
 
     __slots__ = ("bit", "in_snapshot", "number", "units")
 
     def __init__(self, worker: int) -> None:
+        """`number` is that of the next event; None: unknown since a gap."""
         self.bit = 1 << worker
         self.units: dict[int, None] = {}
         self.number: int | None = None
@@ -75,14 +79,13 @@ class _Holding:
 
 
 class PrefixIndex:
-    """Workers are small numbers, given by `join` and given again after `leave`.
-
-    max_entries: pairs of a worker and a unit that it holds.
-    """
+    """Maps units to workers. Workers are small numbers that `join` returns and reuses after
+    `leave`."""
 
     def __init__(
         self, max_entries: int = MAX_ENTRIES, max_per_worker: int = MAX_PER_WORKER
     ) -> None:
+        """max_entries: most pairs of a worker and a unit that it holds."""
         self._max_entries = max_entries
         self._max_per_worker = max_per_worker
         self._holders: dict[int, int] = {}
@@ -92,14 +95,15 @@ class PrefixIndex:
         self._share = max_per_worker
         self._entries = 0
         self.gaps = 0
-        """How often something was missing."""
+        """How often events were missing."""
 
     def __len__(self) -> int:
-        """Entries."""
+        """The number of entries."""
         return self._entries
 
     def join(self) -> int:
-        """A worker of which nothing is known yet. Returns its number, the smallest there is."""
+        """Adds a worker about which nothing is known yet. Returns its number, the smallest free
+        one."""
         number = heappop(self._numbers) if self._numbers else len(self._holdings)
         self._holdings[number] = holding = _Holding(number)
         self._everyone |= holding.bit
@@ -107,15 +111,15 @@ class PrefixIndex:
         return number
 
     def leave(self, worker: int) -> None:
-        """Forgets a worker and all it held."""
+        """Removes a worker and all its entries."""
         self._clear(self._holdings[worker])
         self._everyone ^= self._holdings.pop(worker).bit
         heappush(self._numbers, worker)
         self._share_out()
 
     def apply(self, worker: int, batch: CacheBatch) -> bool:
-        """False when something is missing before a batch: nothing is known of the worker then,
-        until the next snapshot."""
+        """Applies cache events of a worker. Returns False when events before the batch are missing;
+        the worker then has no entries until its next snapshot."""
         holding = self._holdings[worker]
         if batch.snapshot:
             if not holding.in_snapshot or batch.first_number != holding.number:
@@ -134,10 +138,11 @@ class PrefixIndex:
         return True
 
     def find(self, hashes: bytes) -> Overlap:
-        """What workers hold of a prompt. hashes: of its units, concatenated.
+        """Returns what workers hold of a prompt. hashes: of its units, concatenated.
 
-        Bisects for all workers at once: the number of look-ups grows with the different lengths
-        found, times the logarithm of the prompt's, whatever the number of workers.
+        Bisects for all workers at once: the number of look-ups grows with the number of different
+        lengths found, times the logarithm of the prompt's length, independent of the number of
+        workers.
         """
         units = memoryview(hashes).cast("Q")
         holders = self._holders
@@ -158,7 +163,7 @@ class PrefixIndex:
         return Overlap(tuple(groups))
 
     def check(self) -> None:
-        """Raises InvariantBroken when the books disagree. For tests."""
+        """Raises InvariantBroken when the data structures are inconsistent. For tests."""
         expected: dict[int, int] = {}
         for holding in self._holdings.values():
             if len(holding.units) > self._share:
@@ -179,7 +184,7 @@ class PrefixIndex:
             if unit not in held:
                 held[unit] = None
                 known = holders.get(unit)
-                # The worker's own int, shared by all units that only it holds.
+                # Units that only this worker holds share one int object.
                 holders[unit] = bit if known is None else known | bit
                 room -= 1
                 self._entries += 1

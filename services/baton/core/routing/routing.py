@@ -1,9 +1,9 @@
-"""Which workers run an attempt: filter, score, pick, as pure functions over worker snapshots.
+"""Chooses the workers of an attempt: filter, score, pick, as pure functions over worker snapshots.
 
-Conditional disaggregation: a prompt gets a prefill worker of its own when that takes all who are
-concerned less time, by the speeds that the workers have measured themselves; while they have not, a
-long enough prompt gets one. A prefill worker that is merely busy is waited for: its load must not
-spill over into decode's steps.
+Conditional disaggregation: a prompt gets a separate prefill worker when that takes less time in
+total, for the attempt and for the sequences that it slows down, by the workers' measured speeds.
+Without measurements, a long enough prompt gets one. The router waits for a prefill worker that is
+merely busy: its load must not spill over into decode's steps.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from baton.core.routing.load import NOMINAL, WorkerSnapshot, WorkerSpeed, Worker
 from baton.core.routing.prefix_index import NO_OVERLAP, Overlap
 
 SEQUENCE_S = 0.0016
-"""What a sequence on a worker counts besides what it was measured to cost: sequences spread also
-over workers for which one more costs next to nothing."""
+"""Seconds that a sequence on a worker counts in addition to its measured cost, so that sequences
+spread even over workers for which one more costs almost nothing."""
 
 SHORTAGE_COST = 8
-"""A position without a free block counts as prefilling so many: room comes before queues."""
+"""A position without a free block counts as this many prefilled positions: memory takes precedence
+over queues."""
 
 EXPECTED_OUTPUT = 128
-"""Output tokens that a request counts for when it does not say that it wants fewer."""
+"""Output tokens that are assumed for a request without a smaller limit."""
 
 NOISE = 0.2
-"""Steps that take a share more or less than a middling worker's count as its: over a whole output,
-differences that are chance would outweigh what a worker has cached."""
+"""Step times that differ from the median worker's by up to this share count as equal: over a whole
+output, random differences would outweigh what a worker has cached."""
 
 NEW_SHARE = 0.1
-"""Of a worker that was met just now. A worker's share grows to 1 while it is new; what is on it
-counts as so many times more, so it gets about that share of what others have. What it is asked to
-take does not: while others are idle, too, a new worker is as good as they are. And where nobody is
-older there is nobody who could have more."""
+"""The initial share of a new worker. The share grows to 1 while the worker is new, and its load
+counts as that much larger, so that it gets about that share of what others get. The attempt's own
+cost is not scaled: among idle workers a new one is as good as the others, and a fleet of new
+workers only is used fully."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Demand:
 
     request_id: str
     input_tokens: int
-    """Of the prompt and the accepted output."""
+    """Tokens of the prompt and of the accepted output."""
     choices: int
     needs_decode: bool
     """False: every choice ends at token 0."""
@@ -56,64 +57,64 @@ class Demand:
     model_digest: str = ""
     tokenizer_digest: str = ""
     failed: frozenset[str] = frozenset()
-    """Instance ids that lost an attempt of this request a moment ago."""
+    """Instance ids that recently lost an attempt of this request."""
     busy: frozenset[str] = frozenset()
-    """Instance ids that refused one as overloaded a moment ago."""
+    """Instance ids that recently refused one as overloaded."""
     ejected: frozenset[str] = frozenset()
     """Instance ids whose circuit breaker is open."""
     quarantined: frozenset[str] = frozenset()
-    """Instance ids with a suspect, where the attempt's request is a suspect, too."""
+    """Instance ids that run a suspect; set when the attempt's request is a suspect, too."""
     prefix_hashes: bytes = b""
-    """Of the prompt's units."""
+    """Hashes of the prompt's units."""
     output_tokens: int = EXPECTED_OUTPUT
-    """At most so many will be made."""
+    """The most output tokens that are expected."""
 
 
 class Cost(NamedTuple):
-    """What an attempt would cost on a worker, in predicted seconds, and why.
+    """The predicted cost of an attempt on a worker, in seconds, by cause.
 
-    All seconds count the same: those that the attempt itself waits and those by which it holds up
-    sequences that run already. Tokens that a worker has cached cost nothing.
+    All seconds count equally: those that the attempt waits and those by which it delays running
+    sequences. Tokens that a worker has cached cost nothing.
     """
 
     total: float
-    """What is compared."""
+    """The value that is compared."""
     queue_s: float
-    """Until the first token, by what is before the attempt."""
+    """Until the first token, caused by the work ahead of the attempt."""
     compute_s: float
-    """Until the first token, by the attempt's own uncached tokens."""
+    """Until the first token, caused by the attempt's own uncached tokens."""
     crowd_s: float
-    """The steps that its output takes with the others there."""
+    """The decode steps of its output, shared with the other sequences there."""
     harm_s: float
-    """Added to others: to sequences that run, or to hand-overs over the same link."""
+    """The delay of others: running sequences, or hand-overs over the same link."""
     shortage_s: float
     """For blocks that are not free."""
     share: float
-    """Below 1 for a worker that is new."""
+    """Below 1 for a new worker."""
     uncached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What holds for all workers while one decision is made."""
+    """What is the same for all workers during one decision."""
 
     overlap: Overlap
     now: float
     slow_start_s: float
-    """For how long a worker counts as new."""
+    """Seconds for which a worker counts as new."""
     default_speed: WorkerSpeed
-    """A middling speed; it stands in for a worker that has not measured its own."""
+    """A median speed, used for a worker that has not measured its own."""
     first_met: float = 0.0
-    """When the oldest worker was met."""
+    """When the oldest worker was first seen."""
 
 
 def uncached_tokens(demand: Demand, worker: WorkerSnapshot, overlap: Overlap) -> int:
-    """Input tokens that the worker would compute; the last one always."""
+    """Returns the input tokens that the worker would compute, at least one."""
     return max(1, demand.input_tokens - UNIT_TOKENS * overlap.units(worker.number))
 
 
 def prefill_cost(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Cost:
-    """For computing the input there and handing its KV over."""
+    """Returns the cost of computing the input on the worker and handing its KV over."""
     known = worker.load.speed
     speed = known if known.prefills else moment.default_speed
     uncached = uncached_tokens(demand, worker, moment.overlap)
@@ -127,7 +128,8 @@ def prefill_cost(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Cost
 
 
 def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tuple[Cost, Cost]:
-    """For decoding there with the input computed there, too, and with KV that comes."""
+    """Returns the costs of decoding on the worker: with the input computed there, and with KV from
+    another worker."""
     speed = worker.load.speed.or_else(moment.default_speed)
     uncached = uncached_tokens(demand, worker, moment.overlap)
     share, sequences = _share(worker, moment), worker.num_sequences
@@ -143,7 +145,7 @@ def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tupl
     total = queue_s / share + crowd_s + shortage_s + link_s
     collecting = Cost(total, queue_s, 0.0, crowd_s, link_s, shortage_s, share, uncached)
     added_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
-    # Chunks share their steps with what runs; alone they are larger.
+    # A chunk shares its steps with running sequences; alone it is larger.
     step_s = speed.decode_s(sequences, used)
     queue_s += speed.prefill_steps(waiting) * step_s
     compute_s = added_s + (speed.prefill_steps(uncached) if sequences else 1) * step_s
@@ -156,7 +158,7 @@ def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tupl
 def handover_tail_s(
     demand: Demand, prefill: WorkerSnapshot, receiver: WorkerSnapshot, uncached: int
 ) -> float:
-    """How long after token 0 the KV that prefill computed is with the receiver."""
+    """Returns the seconds after token 0 until the receiver has the KV that prefill computed."""
     speed = prefill.load.speed
     chunk = min(uncached, speed.prefill_step_tokens or uncached)
     num_bytes = chunk * receiver.kv_bytes_per_position
@@ -164,7 +166,7 @@ def handover_tail_s(
 
 
 def shortage(demand: Demand, worker: WorkerSnapshot) -> int:
-    """Positions that would have no free block."""
+    """Returns the positions that would have no free block."""
     return max(0, demand.input_tokens + demand.choices - worker.free_positions)
 
 
@@ -173,8 +175,8 @@ def _shortage_s(demand: Demand, worker: WorkerSnapshot, speed: WorkerSpeed) -> f
 
 
 def _link_s(worker: WorkerSnapshot, uncached: int, moment: Moment) -> float:
-    """How long KV that the worker lacks takes up its link. The attempt itself hardly waits: most of
-    it comes while the prompt is computed."""
+    """Returns the seconds for which the missing KV occupies the worker's link. The attempt itself
+    hardly waits, because most KV is transferred while the prompt is computed."""
     speeds = (worker.load.speed, moment.default_speed, NOMINAL)
     rate = next(speed.link_bytes_per_s for speed in speeds if speed.link_bytes_per_s)
     return uncached * worker.kv_bytes_per_position / rate
@@ -195,7 +197,8 @@ def _grown(since: float, moment: Moment) -> float:
 
 
 MAX_DRAWN = 12
-"""The best of so many is among a pool's best tenth almost three times out of four."""
+"""Most workers that are sampled from a pool. The best of this many is among the pool's best tenth
+in almost three of four cases."""
 
 MAX_HOLDERS = 6
 
@@ -206,12 +209,12 @@ class PoolSnapshot(NamedTuple):
     workers: Sequence[WorkerSnapshot]
     overlap: Overlap = NO_OVERLAP
     missing: bool = False
-    """A worker that is no standby is expected there and takes no work: it is silent, gone,
-    draining, or starting."""
+    """Whether an expected worker that is no standby takes no work: it is silent, gone, draining, or
+    starting."""
 
 
 class FilterReason(Enum):
-    """What became of a candidate."""
+    """The result of filtering a candidate."""
 
     PICKED = "picked"
     OUTSCORED = "outscored"
@@ -227,27 +230,28 @@ class FilterReason(Enum):
 
 
 PASSING = (FilterReason.BUSY, FilterReason.QUARANTINED)
-"""What a prefill worker is waited for."""
+"""Reasons that pass: the router waits for such a prefill worker."""
 
 
 class Candidate(NamedTuple):
-    """Why a worker was or was not picked. cost: None when it was filtered."""
+    """A worker that was considered, and why it was or was not picked."""
 
     identity: WorkerIdentity
     filter_reason: FilterReason
     cost: Cost | None = None
+    """None when the worker was filtered."""
     detail: str = ""
 
 
 class Filtered(NamedTuple):
-    """Workers that can run it, and the fates of the others that were looked at."""
+    """Workers that can run the attempt, and the results for the others that were considered."""
 
     fitting: Sequence[WorkerSnapshot]
     others: Sequence[Candidate]
 
 
 class ScoredWorker(NamedTuple):
-    """A worker that could run it, and what that would cost."""
+    """A worker that can run the attempt, and its cost."""
 
     cost: Cost
     worker: WorkerSnapshot
@@ -256,21 +260,21 @@ class ScoredWorker(NamedTuple):
 def filtered(
     demand: Demand, pool: PoolSnapshot, receiver: WorkerSnapshot | None = None
 ) -> Filtered:
-    """The workers of a pool that can run an attempt.
+    """Returns the workers of a pool that can run an attempt.
 
-    Of a large pool only some are looked at, and all of them when none of those fits: those that
-    hold most of the prompt, and some drawn by the request's id. Drawing also keeps routers whose
-    reports are equally old from all picking the one worker that looked best; what a router placed
+    Of a large pool a sample is considered: the workers that hold most of the prompt, and some drawn
+    by the request's id; all workers when none of the sample fits. Drawing also keeps routers with
+    equally old reports from all picking the one worker that looked best; what a router placed
     itself counts at once (`WorkerSnapshot.fresh_tokens`).
 
     A standby is a candidate in two cases only:
 
-        another of its pool is missing      it is a worker like all others, until that one is back
+        another of its pool is missing      it counts as a normal worker until that one is back
         no other could run the attempt,     it takes what would fail or wait in vain
         not even once it is less busy
 
-    A pool that is merely busy gets no help: a standby is there for deaths. receiver: the worker
-    that takes the KV, if any.
+    A pool that is merely busy gets no help, because a standby is reserved for deaths. receiver: the
+    worker that takes the KV, if any.
     """
     some = _some(demand, pool)
     found = _sift(demand, some, receiver, pool.missing)
@@ -280,8 +284,8 @@ def filtered(
 
 
 def ranked(demand: Demand, scored: Iterable[ScoredWorker]) -> list[ScoredWorker]:
-    """Best first. Equal ones are in the order of a hash of request and worker, so that requests
-    spread without a counter."""
+    """Sorts scored workers, best first. Equal ones are in the order of a hash of request and
+    worker, so that requests spread without a counter."""
     ranked = sorted(scored, key=_total)
     best = [entry for entry in ranked if entry.cost.total == ranked[0].cost.total]
     if len(best) > 1:
@@ -291,12 +295,12 @@ def ranked(demand: Demand, scored: Iterable[ScoredWorker]) -> list[ScoredWorker]
 
 
 def tie_break(request_id: str, worker: WorkerIdentity) -> bytes:
-    """Tells workers apart that are equally good for a request; each request in another order."""
+    """Returns the sort key of a worker among equally good ones; the order differs by request."""
     return blake2b(f"{request_id} {worker.instance_id}".encode(), digest_size=8).digest()
 
 
 def told(ranked: Sequence[ScoredWorker], *, picked: bool = True) -> tuple[Candidate, ...]:
-    """The fates of scored workers."""
+    """Returns the results for scored workers, as candidates."""
     fates = [FilterReason.OUTSCORED] * len(ranked)
     if picked and fates:
         fates[0] = FilterReason.PICKED
@@ -309,8 +313,8 @@ def told(ranked: Sequence[ScoredWorker], *, picked: bool = True) -> tuple[Candid
 
 
 def default_speed(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed:
-    """The speed of a worker that has not measured its own: of each kind of work a middling one of
-    those that have."""
+    """Returns the speed for a worker that has not measured its own: for each kind of work the
+    median of those that have."""
     speeds = [worker.load.speed for worker in workers]
     prefilling = sorted((s for s in speeds if s.prefills), key=lambda s: s.prefill_position_s)
     decoding = sorted((s for s in speeds if s.decodes), key=lambda s: s.step_s)
@@ -359,7 +363,7 @@ def _sift(
 def _filter_reason(
     demand: Demand, worker: WorkerSnapshot, receiver: WorkerSnapshot | None
 ) -> tuple[FilterReason | None, str]:
-    """Why the worker cannot be used at all, or None."""
+    """Returns why the worker cannot be used at all, or None."""
     instance_id = worker.identity.instance_id
     if worker.load.state is not WorkerState.SERVING:
         return FilterReason.NOT_SERVING, worker.load.state.name.lower()
@@ -400,24 +404,25 @@ def _total(entry: ScoredWorker) -> float:
 
 
 SHORT_INPUT = 32
-"""What counts as short enough to prefill on decode while speeds are unknown: uncached tokens."""
+"""Most uncached tokens of an input that is prefilled on decode while speeds are unknown."""
 
 ALONE = "every choice ends at token 0"
 SHORT = "short enough to prefill on decode"
 NO_PREFILL = "no prefill worker fits: prefill on decode"
 CHEAPER = "prefilling on decode takes less time"
 APART = "prefill and decode apart"
-"""Reasons of decisions that say where an attempt runs."""
+"""One of the reasons of decisions that say where an attempt runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPolicy:
-    """local_prefill_tokens: inputs with at most so many uncached tokens are prefilled on decode;
-    below 0: those for which it takes less time. slow_start_s: for how long a worker counts as new.
-    """
+    """The operator's settings for routing."""
 
     local_prefill_tokens: int = -1
+    """Inputs with at most this many uncached tokens are prefilled on decode; below 0: inputs for
+    which that takes less time."""
     slow_start_s: float = 0.0
+    """Seconds for which a worker counts as new."""
 
     @property
     def by_speed(self) -> bool:
@@ -425,34 +430,35 @@ class RoutingPolicy:
 
     @property
     def short(self) -> int:
-        """Inputs with at most so many uncached tokens never wait for a prefill worker."""
+        """Inputs with at most this many uncached tokens never wait for a prefill worker."""
         return SHORT_INPUT if self.by_speed else self.local_prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where an attempt runs, and why. At least one of the two is set, or `wait` says to try later.
-
-    reason: one sentence on the shape of the decision. uncached_tokens: what whoever prefills will
-    compute. first_token_s: predicted, None when that worker has not measured its speed. local_s,
-    remote_s: what was compared, if it was.
-    """
+    """Where an attempt runs, and why. At least one of `prefill` and `decode` is set; otherwise
+    `wait` is true."""
 
     prefill: WorkerIdentity | None
     decode: WorkerIdentity | None
     reason: str
+    """One sentence on the shape of the decision."""
     candidates: tuple[Candidate, ...]
     uncached_tokens: int = 0
+    """Tokens that the prefilling worker will compute."""
     first_token_s: float | None = None
+    """Predicted seconds; None when that worker has not measured its speed."""
     local_s: float | None = None
+    """The compared seconds on decode alone; None when not compared."""
     remote_s: float | None = None
+    """The compared seconds with prefill and decode apart; None when not compared."""
 
     @property
     def wait(self) -> bool:
         return self.prefill is None and self.decode is None
 
     def lines(self) -> list[str]:
-        """The whole choice in words."""
+        """Returns the decision as text, line by line."""
         said = [self.reason]
         if self.local_s is not None and self.remote_s is not None:
             said[0] += f": {self.local_s:.4f} s on decode, {self.remote_s:.4f} s apart"
@@ -471,7 +477,7 @@ def decide(
     policy: RoutingPolicy,
     now: float = 0.0,
 ) -> Decision:
-    """Filter, score, pick. now: on the clock by which workers were met."""
+    """Filters, scores and picks. now: on the clock of `WorkerSnapshot.since`."""
     if not demand.needs_decode:
         alone = _prefill(demand, prefills, policy, now)
         if alone.best is not None:
@@ -506,8 +512,8 @@ def decide(
 def receiver_for(
     demand: Demand, decodes: Iterable[WorkerSnapshot], sender: WorkerSnapshot
 ) -> WorkerIdentity | None:
-    """Where sequences that run on a worker can go on with their KV. None: nowhere is room for all
-    of them now; they are better off where they are."""
+    """Returns a worker where running sequences can continue with their KV. None: no worker has room
+    for all of them now, and they stay where they are."""
     if sender.layout is None:
         return None
     roomy = [w for w in decodes if not shortage(demand, w) and _has_places(demand, w)]
@@ -519,12 +525,14 @@ def receiver_for(
 
 
 def is_stalled(step_age_us: int, step_predicted_us: int) -> bool:
-    """Whether a worker's running step is so old that the worker counts as dead."""
+    """Whether a worker's running step is so old that the worker counts as dead. Arguments in
+    microseconds."""
     return step_age_us > max(2_000_000, 3 * step_predicted_us)
 
 
 class _Choice(NamedTuple):
-    """One pool's part: workers that can do it, best first, and the fates of others."""
+    """The result for one pool: workers that can run the attempt, best first, and the results for
+    the others."""
 
     scored: Sequence[ScoredWorker]
     others: Sequence[Candidate]
@@ -560,13 +568,13 @@ def _moment(
 def _compared(
     demand: Demand, here: ScoredWorker, there: ScoredWorker, apart: ScoredWorker
 ) -> tuple[float, float] | None:
-    """Seconds on decode alone, and with prefill and decode apart; None when somebody's speed is
-    not known."""
+    """Returns the seconds on decode alone and with prefill and decode apart; None when a speed is
+    unknown."""
     decode, receiver, prefill = (entry.worker.load.speed for entry in (here, there, apart))
     if not (decode.prefills and prefill.prefills and receiver.handover_s):
         return None
     tail_s = handover_tail_s(demand, apart.worker, there.worker, apart.cost.uncached_tokens)
-    # KV on the link holds up nobody who computes; the tail is what is waited for.
+    # KV on the link delays no computation; only the tail is waited for.
     collecting_s = there.cost.total - there.cost.harm_s
     return here.cost.total, apart.cost.total + tail_s + collecting_s
 
@@ -574,7 +582,8 @@ def _compared(
 def _on_decode(
     here: _Choice, apart: _Choice | None, reason: str, times: tuple[float, float] | None = None
 ) -> Decision:
-    """Prefill and decode on one worker. apart: what was looked at for prefill."""
+    """Decides for prefill and decode on one worker. apart: the result for the prefill pool, if
+    considered."""
     seen = here.told() if apart is None else (*here.told(), *apart.told(picked=False))
     return _decision(None, here.best, here.best, reason, seen, times)
 
@@ -582,7 +591,8 @@ def _on_decode(
 def _on_prefill(
     apart: _Choice, there: _Choice | None, reason: str, times: tuple[float, float] | None = None
 ) -> Decision:
-    """there: who decodes what prefill hands over."""
+    """Decides for a separate prefill worker. there: the result for the decode pool, if it is
+    needed."""
     decode = None if there is None else there.best
     seen = apart.told() if there is None else (*there.told(), *apart.told())
     return _decision(apart.best, decode, apart.best, reason, seen, times)
@@ -622,13 +632,12 @@ def model_for(
     tokenizers: Collection[str],
     detokenizers: Collection[str],
 ) -> ModelDescription | None:
-    """The model that a new request runs on: one that decode workers serve under this name.
+    """Returns the model that a new request runs on: one that decode workers serve under this name.
 
-    While another version of a model rolls out under the same name, there are two of it for a time;
-    each is picked as often as it has workers. A request keeps its model from its start: a stream
-    never goes on with another model's tokens. So a new request is not given to a model whose last
-    workers leave, or that has no tokenizer. tokenizers, detokenizers: the tokenizer digests of
-    those that serve.
+    During the rollout of a new version under the same name there are two models; each is picked in
+    proportion to its workers. A request keeps its model from its start, because a stream cannot
+    continue with another model's tokens. So a new request avoids a model whose last workers leave,
+    or that has no tokenizer. tokenizers, detokenizers: the tokenizer digests of serving workers.
     """
     named = [worker for worker in decodes if worker.model.name == name]
     if len({worker.model.digest for worker in named}) > 1:
@@ -641,9 +650,9 @@ def model_for(
 def replacement_model(
     model: ModelDescription, decodes: Iterable[WorkerSnapshot]
 ) -> ModelDescription:
-    """What a request that has no token yet may run on in place of its model, whose workers have
-    left: one of the same name for which its prompt and its parameters mean the same. Else the
-    model itself. Looks no further than to the first worker that still serves it."""
+    """Returns a model that can replace the model of a request without tokens, whose workers have
+    left: one of the same name for which the prompt and the parameters have the same meaning.
+    Otherwise returns the model itself. Stops at the first worker that still serves it."""
     replacement = model
     for worker in decodes:
         other = worker.model
@@ -660,13 +669,13 @@ def replacement_model(
 def has_texts(
     model: ModelDescription, tokenizers: Collection[str], detokenizers: Collection[str]
 ) -> bool:
-    """Whether texts become tokens of this model, and tokens texts."""
+    """Whether workers can tokenize and detokenize texts of this model."""
     return _among(model, tokenizers) and _among(model, detokenizers)
 
 
 def models_of(workers: Sequence[WorkerSnapshot]) -> list[ModelDescription]:
-    """The models served, each name once, in order of name; of several of one name, one that is not
-    about to leave."""
+    """Returns the models served, one per name, sorted by name; among several of one name, one that
+    is not draining."""
     found: dict[str, ModelDescription] = {}
     for worker in workers:
         if worker.model.name not in found or worker.load.state is WorkerState.SERVING:

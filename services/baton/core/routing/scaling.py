@@ -1,10 +1,10 @@
-"""How many workers each pool needs for the load that is predicted.
+"""How many workers each pool needs for the predicted load.
 
 In: signals of the fleet, and the time. Out: a number of workers per pool.
 
-The rule goes by signals that lead: prompt tokens that wait are work that is still to be done, and
-KV that grows shows what decode will hold once a worker that is requested now has started. How busy
-workers are shows neither: decode is as busy with one sequence as with a hundred.
+The rule uses leading signals: waiting prompt tokens are work still to be done, and growing KV shows
+what decode will hold once a worker that is requested now has started. Utilization shows neither:
+decode is as busy with one sequence as with a hundred.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.core.routing.load import WorkerSpeed
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Workers of a pool, both included."""
+    """The fewest and the most workers of a pool, both included."""
 
     least: int
     most: int
@@ -37,21 +37,21 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPolicy:
-    """What a fleet is scaled for. Raises InvalidArgument."""
+    """The targets of scaling. Raises InvalidArgument."""
 
     first_token_s: float
-    """Target."""
+    """The target in seconds."""
     between_tokens_s: float
-    """Target."""
+    """The target in seconds."""
     busy: float = 0.7
-    """Share of a worker's time and of its KV that is planned with."""
+    """The planned share of a worker's time and of its KV."""
     lead_s: float = 30.0
     """From the request for a worker until it takes work."""
     trend_s: float = 20.0
-    """Over which growth is measured."""
+    """The period over which growth is measured."""
     hold_s: float = 300.0
-    """A pool keeps what it needed at any moment of so long, so that it does not shrink between two
-    bursts."""
+    """A pool keeps the most that it needed within this period, so that it does not shrink between
+    two bursts."""
 
     def __post_init__(self) -> None:
         for name in ("first_token_s", "between_tokens_s", "trend_s"):
@@ -66,32 +66,32 @@ class ScalingPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSignals:
-    """In seconds of one worker's time."""
+    """Work of the prefill pool, in seconds of one worker's time."""
 
     arrived_s: float
-    """All prefill work that ever came."""
+    """All prefill work that ever arrived."""
     queued_s: float
-    """What waits, in routers and on workers."""
+    """The work that waits, in routers and on workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSignals:
-    """Of the decode pool."""
+    """The state of the decode pool."""
 
     rows: float
-    """Sequences that run or wait to, on all workers."""
+    """Sequences that run or wait to run, on all workers."""
     positions: float
-    """Of KV that they hold."""
+    """KV positions that they hold."""
     speed: WorkerSpeed
     """Of one worker."""
     room: int
     """Positions that one worker holds."""
     places: int = 0
-    """Sequences that one worker runs at most; 0: any."""
+    """Most sequences that one worker runs; 0: no limit."""
 
 
 class ScalingRule:
-    """One for a fleet. `prefill` and `decode` are each asked now and then, at times that grow."""
+    """The rule of one fleet. Call `prefill` and `decode` repeatedly, with times that grow."""
 
     def __init__(self, policy: ScalingPolicy, prefill: Bounds, decode: Bounds) -> None:
         self._policy = policy
@@ -100,22 +100,23 @@ class ScalingRule:
         self._decode = _Held(decode, policy.hold_s)
 
     def prefill(self, now: float, signals: PrefillSignals) -> int:
-        """For the work that comes, and to be through with what waits within the target."""
+        """Returns the workers for the arriving work and for finishing the queue within the
+        target."""
         policy = self._policy
         coming = max(0.0, self._arrived.per_second(now, signals.arrived_s))
         need = coming / policy.busy + signals.queued_s / policy.first_token_s
         return self._prefill.target(now, need)
 
     def decode(self, now: float, signals: DecodeSignals) -> int:
-        """For what a worker holds and how long its step is, once one that is asked for now is
-        there."""
+        """Returns the workers for the KV and the step time that are predicted for when a worker
+        that is requested now has started."""
         policy, speed = self._policy, signals.speed
         positions = self._foreseen(self._positions, now, signals.positions)
         rows = self._foreseen(self._rows, now, signals.rows)
         needs = [positions / (policy.busy * signals.room) if signals.room else 0.0]
         if signals.places:
             needs.append(rows / (policy.busy * signals.places))
-        # Rows and positions are spread over workers, the step's own time is each one's.
+        # Rows and positions spread over workers; the step's own time is per worker.
         work_s = rows * speed.row_s + positions * speed.context_s
         if work_s:
             left_s = policy.between_tokens_s - speed.step_s
@@ -127,14 +128,14 @@ class ScalingRule:
 
 
 class Trend:
-    """How fast a value grows, over the last so many seconds."""
+    """The growth of a value over the last `over_s` seconds."""
 
     def __init__(self, over_s: float) -> None:
         self._over_s = over_s
         self._known: deque[tuple[float, float]] = deque()
 
     def per_second(self, now: float, value: float) -> float:
-        """0 at first. now: never before the time of the last call."""
+        """Returns the growth per second; 0 at first. now: not before the last call's."""
         known = self._known
         known.append((now, value))
         while len(known) > 2 and known[1][0] <= now - self._over_s:
@@ -144,12 +145,12 @@ class Trend:
 
 
 class _Held:
-    """Grows at once; shrinks to the most that was needed in a while."""
+    """A target that grows at once and shrinks to the most that was needed within hold_s."""
 
     def __init__(self, bounds: Bounds, hold_s: float) -> None:
         self._bounds, self._hold_s = bounds, hold_s
         self._falling: deque[tuple[float, int]] = deque()
-        """Of past targets those that no later one reached."""
+        """Past targets that no later one reached."""
 
     def target(self, now: float, need: float) -> int:
         falling, wanted = self._falling, self._bounds.within(need)

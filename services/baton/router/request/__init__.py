@@ -1,5 +1,4 @@
-"""One request's way through the fleet: admission, placement, attempts, text.
+"""A request's path through the router: admission, placement, attempts, text.
 
-In: a core Request.
-Out: its events, in order, until it ends.
+In: a core Request. Out: its events, in order, until it ends.
 """

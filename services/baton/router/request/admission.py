@@ -1,9 +1,9 @@
-"""Where every request of every public route is admitted: core's admission with this router's clock
-and fleet.
+"""Admission of every request of every public route: core's admission with this router's clock and
+fleet.
 
-`receive` comes first, before the bytes of a request are read, or, over gRPC, before they are looked
-at. An admitted request gets a RequestContext, which holds everything that it was granted until it
-is released.
+`receive` comes first, before the bytes of a request are read or, over gRPC, before they are parsed.
+An admitted request gets a RequestContext, which holds everything that it was granted until it is
+released.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ from baton.router.workers.fleet import Fleet
 from baton.router.workers.tokenizers import AskedBy
 
 MAX_QUEUED_TOKENS = 1 << 20
-"""Tokens that all requests which wait for their turn may be expected to come to."""
+"""Most expected tokens of all queued requests together."""
 
 LOOK_S = 0.5
-"""Between two looks at what workers report of other routers: they tell it as often."""
+"""Seconds between two readings of what workers report about other routers; workers report as often.
+"""
 
 SPECIAL_TOKENS = 16
-"""That a tokenizer may add to a text; and to each message of a conversation, for its role."""
+"""Most tokens that a tokenizer adds to a text, and to each message of a conversation for its role.
+"""
 
 _CLIENTS_FAULTS = frozenset(
     {
@@ -74,9 +76,9 @@ _CLIENTS_FAULTS = frozenset(
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """What goes with one admitted request on all of its way.
+    """The state of one admitted request for its whole life.
 
-    Whoever gets it from the AdmissionController releases it.
+    The code that gets it from the AdmissionController releases it.
     """
 
     request: Request
@@ -84,9 +86,9 @@ class RequestContext:
     deadline: float
     """When it must have ended, on the running loop's clock."""
     input_bytes: int
-    """Of its prompt and its grammar, at most, as a tokenizer gets them."""
+    """Most bytes of its prompt and its grammar, as they are sent to a tokenizer."""
     charge: AdmissionCharge
-    """What it was granted of the router's and its tenant's budgets."""
+    """What is charged to the router's and its tenant's budgets."""
     stages: StageTimer
     """Its stages, its trace and its record."""
     controller: AdmissionController
@@ -96,12 +98,12 @@ class RequestContext:
 
     @property
     def caller(self) -> AskedBy:
-        """The request as a tokenizer's client gets it."""
+        """The identity of the request for the tokenizer client."""
         trace = self.stages.trace.stage_context
         return AskedBy(self.request_id, self.request.tenant, self.deadline, trace)
 
     def settle(self, prompt: int, stop: StopParams) -> None:
-        """Charges for the prompt, which is encoded now, and the longest output. Raises Refusal."""
+        """Charges for the encoded prompt and the longest output. Raises Refusal."""
         self.controller.settle(self, prompt, stop)
 
     def on_placed(self) -> None:
@@ -111,15 +113,15 @@ class RequestContext:
         self.placed.set()
 
     def release(self, output: int, error: BaseException | None) -> None:
-        """Gives back all that is held, once or more. output: tokens of all its choices. error: how
-        the request failed, or None."""
+        """Returns all that is held; idempotent. output: tokens of all its choices. error: the
+        request's failure, or None."""
         now, at_fault = self.controller.dispatcher.now(), is_clients_fault(error, self.request)
         self.charge.release(output, now, finished=error is None, at_fault=at_fault)
         self.placed.set()
 
 
 class AdmissionController:
-    """One per router. live_replicas: routers that share tenants' limits, this one among them."""
+    """The admission of one router."""
 
     def __init__(
         self,
@@ -128,6 +130,7 @@ class AdmissionController:
         metrics: RouterMetrics,
         live_replicas: Callable[[], int],
     ) -> None:
+        """live_replicas: returns the routers that share tenants' limits, including this one."""
         self.queue: FairQueue[PendingAttempt] = FairQueue(
             max_tokens=MAX_QUEUED_TOKENS, max_entries=config.max_queued
         )
@@ -155,7 +158,7 @@ class AdmissionController:
 
     @property
     def held(self) -> dict[str, int]:
-        """What requests hold here, by kind; 0 each when there are none."""
+        """What requests hold here, by kind; each is 0 when there are no requests."""
         admission = self._admission
         return {
             "granted_requests": admission.requests.total,
@@ -166,19 +169,19 @@ class AdmissionController:
         }
 
     def precheck(self, tenant: Tenant, priority: int) -> None:
-        """Raises Refusal when not even the least request of a tenant would be let in."""
+        """Raises Refusal when even the smallest request of the tenant would be refused."""
         now = self.dispatcher.now()
         with self._counted(tenant):
             self._admission.precheck(tenant, priority, self._outlook(tenant, now), now)
 
     def receive(self, tenant: Tenant, size: int) -> Holding:
-        """Room for so many bytes of a request. Raises Refusal."""
+        """Reserves room for this many bytes of a request. Raises Refusal."""
         now = self.dispatcher.now()
         with self._counted(tenant):
             return self._admission.receive(tenant, size, self._outlook(tenant, now), now)
 
     def fault(self, tenant: Tenant) -> None:
-        """A request was not let in because of what its client sent; it counts all the same."""
+        """Counts a request that was not admitted because of the client's own fault."""
         now = self.dispatcher.now()
         self._admission.fault(tenant, self._outlook(tenant, now), now)
 
@@ -193,9 +196,9 @@ class AdmissionController:
     ) -> RequestContext:
         """Admits a request whose prompt is not encoded yet.
 
-        holding: of its bytes, the context's from now on; None: it is taken here. generates: the
-        prompt is not only encoded or decoded. Raises Refusal, or InvalidArgument for a priority
-        that the tenant may not have.
+        holding: the room of its bytes, which the context takes over; None: it is reserved here.
+        generates: False when text is only encoded or decoded. Raises Refusal, or InvalidArgument
+        for a priority that the tenant may not use.
         """
         now = self.dispatcher.now()
         least, most, input_bytes = prompt_bounds(request.prompt)
@@ -223,7 +226,7 @@ class AdmissionController:
         )
 
     def settle(self, context: RequestContext, prompt: int, stop: StopParams) -> None:
-        """See `RequestContext`."""
+        """See `RequestContext.settle`."""
         now, tenant = self.dispatcher.now(), context.request.tenant
         longest = context.request.n * stop.max_tokens
         outlook = self._outlook(tenant, now)
@@ -235,7 +238,7 @@ class AdmissionController:
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
-        """A refusal is counted by its limit."""
+        """Counts a refusal by its limit."""
         try:
             yield
         except Refusal as refusal:
@@ -252,7 +255,7 @@ class AdmissionController:
         )
 
     def _look(self, now: float) -> None:
-        """At what the workers report."""
+        """Reads what the workers report."""
         if now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
@@ -278,17 +281,17 @@ class RouterServices:
     metrics: RouterMetrics
     dispatcher: Dispatcher
     budget: RetryBudget
-    """Bounds the retries of requests that have not started."""
+    """Bounds the retries of requests that have no token yet."""
     load: LoadMonitor
     deferred_calls: DeferredCalls
     background: Callable[[Coroutine[None, None, None]], object]
-    """Runs what must outlive its request, such as a worker's cancellation."""
+    """Runs what must outlive its request, such as the cancellation on a worker."""
     quarantine: Quarantine = field(default_factory=Quarantine)
 
 
 def is_clients_fault(error: BaseException | None, request: Request) -> bool:
-    """Whether a request failed because of what its client sent, or because that left or gave it too
-    little time."""
+    """Whether a request failed because of its content, because its client left, or because its
+    client set too short a deadline."""
     if isinstance(error, BatonError):
         too_soon = error.reason is Reason.DEADLINE_EXCEEDED and request.deadline_s is not None
         return too_soon or error.reason in _CLIENTS_FAULTS
@@ -296,8 +299,8 @@ def is_clients_fault(error: BaseException | None, request: Request) -> bool:
 
 
 def prompt_bounds(prompt: Prompt) -> tuple[int, int, int]:
-    """The fewest and the most tokens it can have, and its bytes: no token stands for less than a
-    byte, but for those that are added."""
+    """Returns the fewest and the most tokens of the prompt, and its bytes. A token covers at least
+    one byte, except for special tokens that are added."""
     match prompt:
         case TokenPrompt(token_ids=ids):
             return len(ids), len(ids), TOKEN_ID_BYTES * len(ids)
@@ -310,7 +313,7 @@ def prompt_bounds(prompt: Prompt) -> tuple[int, int, int]:
 
 
 def _texts(chat: ChatPrompt) -> Iterator[str]:
-    """All that its template may write."""
+    """Yields all texts that the template may render."""
     yield chat.template_kwargs
     yield chat.template
     for message in chat.messages:

@@ -1,11 +1,11 @@
-"""Dispatcher, where attempts wait for workers with room, in fair order.
+"""Dispatcher: the queue in which attempts wait for workers, in fair order.
 
 An attempt gets workers when it is its turn in the FairQueue, the router's ConcurrencyLimiter has
-room, and there are workers that fit it and are not full. What it takes of them until its first
-token is a Claim, so that the next one sees it before any worker has reported it.
+room, and matching workers are not full. Its load on them until its first token is a Claim, so that
+the next attempt accounts for it before a worker reports it.
 
-Who waits here for too long, or would have to, is refused as soon as that can be foreseen; but not
-while workers are missing that may come back.
+An attempt whose wait is, or is predicted to be, too long is refused early, except while workers are
+missing that may come back.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ REFRESH_S = 0.005
 
 
 class FleetLedger:
-    """full: instance ids of workers that should get nothing more now."""
+    """The load that this router placed on each worker."""
 
     def __init__(self, fleet: Fleet) -> None:
+        """`full` has the instance ids of workers that should get nothing more now."""
         self.full: set[str] = set()
         self._fleet = fleet
         self._books: dict[str, WorkerLedger] = {}
@@ -44,7 +45,7 @@ class FleetLedger:
 
     @property
     def held(self) -> dict[str, int]:
-        """What attempts without a first token have with all workers, by kind."""
+        """What attempts without a first token hold on all workers, by kind."""
         books = list(self._books.values())
         return {
             "computing_tokens": sum(one.computing for one in books),
@@ -52,7 +53,7 @@ class FleetLedger:
         }
 
     def refresh(self, now: float) -> None:
-        """Takes the newest reports, if that was not done a moment ago."""
+        """Takes the newest reports, unless that was done a moment ago."""
         if now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now
@@ -66,14 +67,14 @@ class FleetLedger:
             del self._books[gone]
 
     def update(self, worker: Worker[Any]) -> None:
-        """What the worker has may have changed."""
+        """Recomputes whether the worker is full."""
         if self._is_full(worker, self._read(worker)):
             self.full.add(worker.identity.instance_id)
         else:
             self.full.discard(worker.identity.instance_id)
 
     def take(self, place: Placement, input_tokens: int, choices: int) -> Callable[[], None]:
-        """The workers get an attempt's input. Returns what undoes it."""
+        """Counts an attempt's input on its workers. Returns a function that undoes it."""
         computes = place.prefill or place.decode
         assert computes is not None
         computing = self._book(computes.identity.instance_id)
@@ -90,8 +91,8 @@ class FleetLedger:
         return undo
 
     def has_kv(self, worker: Worker[Any], positions: int) -> bool:
-        """Whether a decode worker has free blocks for so many more. One that runs nothing takes
-        whatever it can take at all."""
+        """Whether a decode worker has free blocks for this many more positions. An idle worker
+        accepts anything that fits it at all."""
         books = self._read(worker)
         block_size = worker.description.block_size
         return books.has_kv(worker.placed_sequences, block_size, positions)
@@ -111,19 +112,19 @@ class FleetLedger:
 
 @dataclass(slots=True)
 class Placement:
-    """Live workers for an attempt, and why these. claim: what is taken of them until the first
-    token. Whoever has it releases it.
-    """
+    """Live workers for an attempt, with the decision that chose them. The code that receives it
+    releases it."""
 
     prefill: Worker[PrefillClient] | None
     decode: Worker[DecodeSession] | None
     decision: Decision
     claim: Claim | None = None
+    """The load on the workers until the first token."""
     held: ExitStack = field(default_factory=ExitStack)
     quarantine: Quarantine | None = None
-    """Of a suspect."""
+    """Set for a suspect."""
     apart: ExitStack = field(default_factory=ExitStack)
-    """Keeps other suspects off these workers, until this one is cleared."""
+    """Keeps other suspects off these workers until this one is cleared."""
     computing: Placed | None = None
 
     @property
@@ -138,8 +139,8 @@ class Placement:
         return frozenset(phase for phase, worker in phases.items() if worker is not None)
 
     def hold(self, sequences: int, tokens: int) -> None:
-        """The attempt counts as placed on its workers, until `release`; its uncached tokens where
-        they are computed, until `prefilled`. tokens: of its input."""
+        """Counts the attempt as placed on its workers until `release`, and its uncached tokens
+        where they are computed until `prefilled`. tokens: of its input."""
         uncached = self.decision.uncached_tokens
         if self.prefill is not None:
             self.computing = self.prefill.place(sequences, uncached, tokens)
@@ -149,11 +150,11 @@ class Placement:
             self.held.enter_context(here)
             self.computing = self.computing or here
         if self.quarantine is not None:
-            # Not later: the next one may be placed before this attempt knows of its place.
+            # This must happen now: the next attempt may be placed before this one runs.
             self.apart.enter_context(self.quarantine.entered(self.instance_ids))
 
     def prefilled(self) -> None:
-        """The input is computed, or will not be there."""
+        """The input is computed, or never will be."""
         if self.computing is None:
             return
         if self.prefill is not None:
@@ -162,7 +163,7 @@ class Placement:
             self.computing.computed()
 
     def answered(self, queue_s: float = 0.0, compute_s: float = 0.0) -> None:
-        """See `Claim`."""
+        """See `Claim.answered`."""
         if self.claim is not None:
             self.claim.answered(queue_s, compute_s)
 
@@ -176,9 +177,9 @@ class Placement:
 LOOK_AGAIN_S = 0.05
 SWEEP_S = 0.1
 PATIENCE = 2.0
-"""A queue that drains more slowly than it was foretold costs nobody more than this times the wait
-that is allowed for. As much as a forecast may be off: with less, some who were let in would wait
-for nothing."""
+"""A queued attempt waits at most this multiple of the allowed wait, in case the queue drains more
+slowly than predicted. It is as large as the error of a prediction: with a smaller factor some
+admitted attempts would wait in vain."""
 
 
 class Blocked(Enum):
@@ -190,12 +191,13 @@ class Blocked(Enum):
 
 
 class WorkerClass(NamedTuple):
-    """What says which workers would do. needs_decode: prefill alone would not. short: decode
-    prefills it while prefill is busy."""
+    """Identifies attempts that the same workers suit."""
 
     model: str
     needs_decode: bool
+    """Prefill alone is not enough."""
     short: bool
+    """Decode prefills it while prefill is busy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,31 +205,31 @@ class PendingAttempt:
     """An attempt that waits for workers."""
 
     find: Callable[[frozenset[str]], Placement | Blocked]
-    """Workers for it outside of those that are full. Returns at once."""
+    """Returns workers for it outside the given full ones. Does not block."""
     over: Callable[[], bool]
     """Whether it has ended meanwhile."""
     kind: WorkerClass
-    """The same for all attempts that want the same workers."""
+    """Equal for all attempts that need the same workers."""
     input_tokens: int
     choices: int
     give_up: float
-    """When it does not wait any longer, whatever the reason; on the loop's clock."""
+    """The time at which it stops waiting in any case, on the loop's clock."""
     future: asyncio.Future[Placement | Blocked | None]
     blocked: Blocked | None = field(default=None)
     waited: bool = False
-    """Whether there was no place for it at once."""
+    """Whether it had to wait at all."""
 
     @property
     def gone(self) -> bool:
-        """Whether it needs no workers any more. An attempt that is cancelled is gone at once,
-        though its task takes it out of the queue only when it runs again, which may be after the
-        next places were given."""
+        """Whether it needs no workers any more. A cancelled attempt is gone at once, although its
+        task removes it from the queue only when it runs again, possibly after the next places were
+        assigned."""
         return self.future.cancelled() or self.over()
 
 
 class Claim:
-    """What an attempt takes of its workers until its first token. Release it, once or more; the
-    last time when its sequences are gone from there."""
+    """An attempt's load on its workers until its first token. `release` is idempotent; the last
+    call comes when its sequences have left the workers."""
 
     __slots__ = ("_began", "_dispatcher", "_tokens", "_undo", "_workers")
 
@@ -246,8 +248,8 @@ class Claim:
         self._update()
 
     def answered(self, queue_s: float = 0.0, compute_s: float = 0.0) -> None:
-        """The first token is there, or all KV. queue_s: how long the input waited at its worker;
-        compute_s: how long it then took."""
+        """The first token or all KV has arrived. queue_s: seconds that the input waited at its
+        worker; compute_s: seconds that it then took."""
         if self._undo is not None:
             now, window = self._dispatcher.now(), self._dispatcher.window
             window.answered(self._tokens, now - self._began)
@@ -268,9 +270,7 @@ class Claim:
 
 
 class Dispatcher:
-    """One per router. max_queue_s: see RouterConfig. retry_after_s: when one that is refused should
-    come back, from the seconds that the queue takes.
-    """
+    """Assigns workers to the waiting attempts of one router."""
 
     def __init__(
         self,
@@ -282,6 +282,8 @@ class Dispatcher:
         max_queue_s: float,
         retry_after_s: Callable[[float], float],
     ) -> None:
+        """max_queue_s: see RouterConfig. retry_after_s: returns when a refused client should retry,
+        from the seconds that the queue takes."""
         self.window = window
         self._fleet = fleet
         self._queue = queue
@@ -299,9 +301,10 @@ class Dispatcher:
         return asyncio.get_running_loop().time()
 
     async def wait(self, entry: Entry[PendingAttempt]) -> Placement | Blocked | None:
-        """A place, which the caller releases; None when the attempt was over before; ITSELF when it
-        is its turn and it wants none of the workers there are: it must not hold up others. Raises
-        Refusal when there will be none in time, Overloaded or Unavailable at give_up."""
+        """Waits for a place, which the caller releases. Returns None when the attempt is over, and
+        ITSELF when it is its turn and none of the workers suits it, so that it does not hold up
+        others. Raises Refusal when there will be no place in time, Overloaded or Unavailable at
+        give_up."""
         pending_attempt = entry.item
         self._queue.add(entry)
         try:
@@ -317,7 +320,7 @@ class Dispatcher:
                 not pending_attempt.future.cancelled()
                 and pending_attempt.future.exception() is None
             ):
-                # Served, and cancelled before it could know.
+                # The attempt was served and then cancelled before its task ran.
                 place = pending_attempt.future.result()
                 if place is not None and not isinstance(place, Blocked):
                     place.release()
@@ -325,7 +328,7 @@ class Dispatcher:
 
     @property
     def held(self) -> dict[str, int]:
-        """What is taken of workers, and who waits, by kind; 0 each when no request runs."""
+        """The load on workers and the waiting attempts, by kind; each is 0 when no request runs."""
         return {
             "waiting": len(self._queue),
             "window_tokens": self.window.tokens,
@@ -333,16 +336,16 @@ class Dispatcher:
         }
 
     def refused(self) -> None:
-        """A worker refused what it was given here."""
+        """A worker refused an attempt that was placed here."""
         self.window.congested(self.now())
 
     def turn_soon(self) -> None:
-        """There may be more room."""
+        """Schedules a turn: there may be more room."""
         if self._soon is None and len(self._queue):
             self._soon = asyncio.get_running_loop().call_soon(self._turn)
 
     async def close(self) -> None:
-        """Whoever waits is ended by its own request."""
+        """Stops assigning places. Waiting attempts are ended by their own requests."""
         if self._soon is not None:
             self._soon.cancel()
         if self._turning is not None:
@@ -358,7 +361,7 @@ class Dispatcher:
             self._turning = None
 
     def _turn(self) -> None:
-        """Gives places to as many as there is room for, in order."""
+        """Assigns places in order, as far as there is room."""
         self._soon = None
         now = self.now()
         self._sweep(now)
@@ -371,9 +374,9 @@ class Dispatcher:
     def _next(
         self, blocked: set[WorkerClass]
     ) -> tuple[Entry[PendingAttempt], Placement | Blocked | None] | None:
-        """The first one that need not wait here any longer, and what it gets. Nobody passes another
-        one who wants the same workers and comes before. Who is gone gets no place: nobody would
-        give it back."""
+        """Returns the first attempt that stops waiting, and its place. An attempt never overtakes
+        an earlier one that needs the same workers. A gone attempt gets no place, because its task
+        would not return it."""
         for entry in self._queue.heads():
             pending_attempt = entry.item
             if pending_attempt.gone:
@@ -402,7 +405,7 @@ class Dispatcher:
         )
 
     def _sweep(self, now: float) -> None:
-        """Ends the waiting of those who are gone, or for whom it is in vain."""
+        """Ends the waiting of attempts that are gone or would wait in vain."""
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
@@ -414,14 +417,15 @@ class Dispatcher:
                 self._end(entry, None, now)
             elif now >= entry.item.give_up:
                 self._fail(entry, self._nowhere(entry.item, heads), now)
-        # Whoever was let in has waited already: it is refused early only when it is certain.
+        # These were admitted and have waited already, so they are refused early only when it is
+        # certain.
         late = self._queue.hopeless(self._drain.least_wait_s, self._latest, now)
         for entry in late:
             self._fail(entry, self._too_late(), now)
 
     def _latest(self, entry: Entry[PendingAttempt]) -> float:
-        """When it must have its place. While workers are missing nothing can be foretold: how fast
-        the queue went says nothing of when they are back."""
+        """Returns the latest time for a place. While workers are missing there is no prediction:
+        the past drain rate does not say when they come back."""
         if self._present_since == self._swept_at:
             return math.inf
         patience = max(entry.arrived, self._present_since) + PATIENCE * self._max_queue_s
@@ -443,14 +447,14 @@ class Dispatcher:
         return Overloaded("All workers are busy.", retry_after_s=self._retry_after_s(1.0))
 
     def _note_waiting(self, now: float) -> None:
-        # Those that go on say nothing: they come first, and cost the queue nothing.
+        # Resumed entries do not count: they come first and use none of the queue's bounds.
         bounded = self._queue.num_bounded
         self._drain.waiting(now, self._queue.tokens / bounded if bounded else None)
 
     def _end(
         self, entry: Entry[PendingAttempt], found: Placement | Blocked | None, now: float
     ) -> None:
-        """What was found is the pending attempt's from here on, also to release."""
+        """Ends the waiting with a result, which the pending attempt then owns and releases."""
         self._leave(entry, served=found is not None and not isinstance(found, Blocked), now=now)
         if not entry.item.future.cancelled():
             entry.item.future.set_result(found)

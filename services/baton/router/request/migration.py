@@ -1,8 +1,8 @@
-"""Migrates what runs on workers that drain to others: sequences with their KV, and texts.
+"""Migrates work off draining workers: sequences with their KV, and texts.
 
-Texts are opened again elsewhere from the token log, all at once. Of the sequences of one worker a
-few migrate at a time, so that both staging pools and both engines keep serving the rest; the others
-go on where they are until it is their turn. What cannot migrate ends there.
+Texts are reopened elsewhere from the token log, all at once. Of the sequences of one worker a few
+migrate at a time, so that both staging pools and both engines keep serving the rest; the others
+keep running until their turn. Sequences that cannot migrate end on the draining worker.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from baton.router.workers.decode_session import (
 from baton.router.workers.fleet import Fleet, Worker
 
 AT_ONCE = 4
-"""Sequences of one worker that move at the same time."""
+"""Sequences of one worker that migrate at the same time."""
 
 LOOK_AGAIN_S = 0.25
 
 STAYED_S = 0.25
-"""A sequence that could not be given away is not asked for again for so long."""
+"""Seconds before a sequence that could not migrate is tried again."""
 
 FAILED_S = 5.0
-"""A worker that did not get a sequence's KV is passed over for so long."""
+"""Seconds for which a receiver that did not get a sequence's KV is skipped."""
 
 PATIENCE_S = 60.0
-"""A move that takes longer does not keep others waiting; what it waits for ends by itself."""
+"""A migration that takes longer no longer blocks others; it ends by itself."""
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """A worker that drains. Times are when a thing may be tried again, on the loop's clock."""
+    """The migrations off one draining worker. Times are when to try again, on the loop's clock."""
 
     moves: dict[Migration, int] = field(default_factory=dict)
-    """Under way, with the positions of each."""
+    """Migrations in progress, with the positions of each."""
     stayed: dict[SequenceKey, float] = field(default_factory=dict)
     failed: dict[str, float] = field(default_factory=dict)
 
 
 class Migrator:
-    """One per router. `run` until cancelled."""
+    """Migrates work off the draining workers of one router while `run` runs."""
 
     def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
         self._fleet = fleet
@@ -81,7 +81,8 @@ class Migrator:
             self._move_some(worker, self._leaving.setdefault(instance_id, _Leaving()))
 
     def _move_texts(self) -> None:
-        """Where no other detokenizer has the same tokenizer, texts end where they are."""
+        """Moves texts to another detokenizer. Without one that has the same tokenizer they end
+        where they are."""
         pool = self._fleet.detokenizers
         able = {worker.model.tokenizer_digest for worker in pool.serving()}
         for worker in pool.workers():
@@ -113,7 +114,7 @@ class Migrator:
             return None
         demand = Demand(
             request_id=sender.identity.instance_id,
-            # Those under way may not be in anybody's load yet.
+            # The load of receivers may not include the migrations in progress yet.
             input_tokens=positions + sum(leaving.moves.values()),
             choices=1 + len(leaving.moves),
             needs_decode=True,
@@ -144,7 +145,7 @@ class Migrator:
 def _movable(
     sender: Worker[DecodeSession], leaving: _Leaving
 ) -> Iterator[tuple[SequenceSink, SequenceKey, int]]:
-    """What runs there and is not on its way, with its positions."""
+    """Yields sequences that run there and are not migrating, with their positions."""
     for sink in sender.client.sinks():
         for key, positions in sink.movable().items():
             if key not in leaving.stayed:

@@ -1,8 +1,8 @@
-"""How often a client gets an event while the router has no time for one a token, and the gaps that
-it sees between tokens.
+"""Coalesces a stream's events while the router is short of CPU time, and measures the gaps between
+tokens.
 
-What an event costs hardly depends on how many tokens are in it. With time to spare every token goes
-out as it comes; without, a short wait makes one event of several.
+The cost of an event hardly depends on its number of tokens. With spare CPU every token is sent as
+it arrives; without, a short wait combines several tokens in one event.
 """
 
 from __future__ import annotations
@@ -17,61 +17,63 @@ from baton.core.observe.timings import Durations
 from baton.core.request.attempt import TokenLog
 
 LOOK_S = 0.5
-"""Between two looks at the CPU time of this process."""
+"""Seconds between two readings of the process's CPU time."""
 
 FIRST_S = 0.05
-"""Less apart than this, hardly two tokens of a stream meet."""
+"""The shortest interval in use: within less, a stream rarely has two tokens."""
 
 LONGEST_S = 1.0
-"""A reader notices more."""
+"""The longest interval: readers notice more."""
 
 _RELIEF = 0.75
-"""Busy below this share of the limit, events come closer together: not at once below it, for the
-limit is where they belong."""
+"""Below this share of the limit the interval shrinks. It is below 1 because the limit itself is the
+intended load."""
 
 _MOST_CLOSER = 10.0
-"""Times, at once."""
+"""The largest factor by which the interval shrinks at once."""
 
 
 class LoadMonitor:
-    """limit: how busy the process may be before it saves events, in cores."""
+    """Derives the interval between events of a stream from the process's CPU load."""
 
     def __init__(self, limit: float) -> None:
+        """limit: the CPU load, in cores, above which events are coalesced."""
         self.interval_s = 0.0
-        """Least time between two events of a stream; 0: they come as they come."""
+        """Least seconds between two events of a stream; 0: no coalescing."""
         self._limit = limit
 
     def observe(self, busy: float) -> None:
-        """Told at even distances: cores that the process has used since."""
+        """Takes the CPU load in cores since the last call. Call it at regular intervals."""
         if busy > self._limit:
             self.interval_s = min(LONGEST_S, max(FIRST_S, 2 * self.interval_s))
         elif busy < _RELIEF * self._limit:
-            # As close as makes it about as busy as that, were events all that it is busy with: then
-            # what made it busy is forgotten as soon as it is over, and never overshot.
+            # The new interval would bring the load to that share if events were the only load. So a
+            # load from another cause is forgotten soon after it ends, without overshooting.
             closer = self.interval_s * max(busy / (_RELIEF * self._limit), 1 / _MOST_CLOSER)
             self.interval_s = closer if closer >= FIRST_S else 0.0
 
 
 TICK_S = 0.05
-"""What is due within one is done at its end."""
+"""The resolution of the timer in seconds; calls run at the end of their tick."""
 
 
 class DeferredCalls:
-    """Of one event loop. There is a timer only while something is to be done."""
+    """Runs calls at later times on one event loop. A timer exists only while calls are pending."""
 
     def __init__(self) -> None:
         self._due: dict[int, list[Callable[[], None]]] = {}
-        """By the tick at which it is done."""
+        """By the tick at which they run."""
         self._timer: asyncio.TimerHandle | None = None
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """when: on the running loop's clock. call: must neither wait nor raise."""
+        """Schedules a call. when: on the running loop's clock. call: must neither block nor
+        raise."""
         self._due.setdefault(ceil(when / TICK_S), []).append(call)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def close(self) -> None:
-        """What is not done yet never is."""
+        """Drops the pending calls."""
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -87,7 +89,7 @@ class DeferredCalls:
 
 
 async def keep(monitor: LoadMonitor) -> None:
-    """Feeds a monitor with the CPU time that this process uses, until cancelled."""
+    """Feeds a monitor with the CPU time of this process until cancelled."""
     spent, at = time.process_time(), time.monotonic()
     while True:
         await asyncio.sleep(LOOK_S)
@@ -97,13 +99,14 @@ async def keep(monitor: LoadMonitor) -> None:
 
 
 class TokenGaps:
-    """Of one request. logs: the output of each choice. times: of all requests."""
+    """Measures the gaps between the tokens of one request."""
 
     def __init__(self, logs: Sequence[Sized], times: Durations) -> None:
+        """logs: the output of each choice. times: the histogram of all requests."""
         self._logs = logs
         self._times = times
         self._last: dict[int, tuple[int, float]] = {}
-        """Of each choice that began: its length, and when it came to that."""
+        """For each choice that began: its length, and when it reached that length."""
 
     def came(self, choice: int, now: float) -> None:
         """A choice's log may have grown."""
@@ -119,7 +122,7 @@ class TokenGaps:
 
 
 class TokenCoalescer:
-    """ask: has the text of a choice's new tokens asked for. searched: there are stop strings."""
+    """Decides when the new tokens of a choice are sent to the detokenizer."""
 
     def __init__(
         self,
@@ -130,6 +133,7 @@ class TokenCoalescer:
         *,
         searched: bool,
     ) -> None:
+        """ask: requests the text of a choice's new tokens. searched: there are stop strings."""
         self._logs = logs
         self._ask = ask
         self._pace = pace
@@ -145,13 +149,13 @@ class TokenCoalescer:
 
     @property
     def early_s(self) -> float:
-        """How much too early it would be to tell the client more now; 0 or less: it is not."""
+        """Returns the seconds until the next event is due; 0 or less: now."""
         if not (self._emitted_at and self._pace.interval_s):
             return 0.0
         return self._emitted_at + self._pace.interval_s - self._clock()
 
     def came(self, choice: int) -> None:
-        """A choice's log has grown or ended. Neither the first tokens wait nor the last."""
+        """A choice's log has grown or ended. The first tokens and the last are not delayed."""
         if self._pace.interval_s and not (self._searched or self._logs[choice].ended):
             if choice in self._waiting:
                 return

@@ -1,7 +1,7 @@
-"""The way of one request from top to bottom; the only place that starts one.
+"""The pipeline of every request; the only place that starts one.
 
-room for its bytes → precheck → validate → admit → prepare (`preparation`) → RequestRunner
-(`runner`: its turn, attempts on prefill and decode, tokens to text) → EventStream
+reserve bytes → precheck → validate → admit → prepare (`preparation`) → RequestRunner (`runner`:
+queue, attempts on prefill and decode, tokens to text) → EventStream
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ from baton.router.workers.tokenizers import EncodedPrompt
 from baton.rpc.tracing import OFF, Tracer, now
 
 COALESCE_ABOVE_CORES = 0.6
-"""CPU that a router may use, in cores, before it sends tokens of a stream together."""
+"""CPU load in cores above which tokens of a stream are coalesced."""
 
 
 def left() -> BatonError:
-    """What a request ends with, or is refused with, because its router leaves."""
+    """Returns the error of requests that end or are refused because their router shuts down."""
     return Unavailable("This router is leaving.", retry_after_s=1.0)
 
 
 RETRIES_PER_S = 10.0
-"""Of requests that have not started, whatever share of all requests they are."""
+"""Retries per second of requests without tokens, in addition to the share of started requests."""
 
 
 class EventStream(AsyncIterator[Event]):
-    """What a client reads of one request: Accepted, deltas, Finished.
+    """The events of one request for its client: Accepted, deltas, Finished.
 
-    There is no queue: all that is new since the last event becomes one delta a choice when the next
-    event is read. A slow reader gets fewer, larger deltas, and so does everyone while the router is
-    too busy to send each token by itself.
+    There is no queue: when the next event is read, all that is new becomes one delta per choice. A
+    slow reader gets fewer, larger deltas, as do all clients while the router is too busy to send
+    each token by itself.
 
-    runner, task: of the request, which this object cancels. `aclose` may be called at any time, and
-    more than once.
+    `aclose` may be called at any time, and more than once.
     """
 
     def __init__(
@@ -64,6 +63,7 @@ class EventStream(AsyncIterator[Event]):
         made: Prepared,
         on_first_token: Callable[[], None],
     ) -> None:
+        """runner, task: of the request, which this object cancels."""
         self._runner = runner
         self._task = task
         self._events: deque[Event] = deque([made.accepted])
@@ -73,7 +73,8 @@ class EventStream(AsyncIterator[Event]):
         self._ended = False
 
     async def __anext__(self) -> Event:
-        """Raises BatonError when the request failed; the events before it have been returned."""
+        """Returns the next event. Raises BatonError when the request failed, after all earlier
+        events."""
         while not self._events:
             if self._ended:
                 raise StopAsyncIteration
@@ -88,7 +89,7 @@ class EventStream(AsyncIterator[Event]):
             await self._runner.news.wait()
             early_s = self._runner.coalescer.early_s
             if early_s > 0:
-                # Lets more tokens come for the next event; the end of an answer does not wait.
+                # Waits for more tokens for the next event; the end of an answer is not delayed.
                 await asyncio.wait((self._task,), timeout=early_s)
         return self._events.popleft()
 
@@ -99,12 +100,12 @@ class EventStream(AsyncIterator[Event]):
         return self._runner.cached_tokens
 
     def call_off(self) -> None:
-        """Ends the request if it still runs: deltas that are there are returned before Cancelled is
-        raised."""
+        """Cancels the request if it still runs. Deltas that have arrived are returned before
+        Cancelled is raised."""
         self._runner.cancel()
 
     async def aclose(self) -> None:
-        """Ends the request if it still runs; returns when all that it held is given back."""
+        """Ends the request if it still runs; returns when all its resources are released."""
         self._ended = True
         self._events.clear()
         self._task.cancel()
@@ -113,7 +114,7 @@ class EventStream(AsyncIterator[Event]):
     def _raise_failure(self) -> None:
         """Raises the failure of the task, which is over."""
         if self._task.cancelled():
-            # By the router, which closes: a reader ends its request by `aclose`.
+            # Cancelled by the router's shutdown: readers end a request through `aclose`.
             error = left()
             error.request_id = self._runner.context.request_id
             raise error
@@ -124,7 +125,7 @@ class EventStream(AsyncIterator[Event]):
             raise
 
     def _collect(self) -> bool:
-        """Takes what is new of every choice; returns whether there is anything."""
+        """Collects what is new of every choice; returns whether there is anything."""
         for output in self._runner.outputs:
             delta = output.take_delta()
             if delta is not None:
@@ -140,7 +141,7 @@ class EventStream(AsyncIterator[Event]):
 
 
 class EmptyStream(AsyncIterator[Event]):
-    """Of a request that generates nothing: every choice has reached its length."""
+    """The events of a request that generates nothing: every choice has reached its length."""
 
     cached_tokens: Final = 0
 
@@ -155,7 +156,7 @@ class EmptyStream(AsyncIterator[Event]):
         return self._events.popleft()
 
     def call_off(self) -> None:
-        """Nothing runs that could be."""
+        """Does nothing, because nothing runs."""
 
     async def aclose(self) -> None:
         self._events.clear()
@@ -165,10 +166,7 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """Runs requests on a fleet. The fleet is started and closed by whoever made it.
-
-    live_replicas: routers that share tenants' limits, this one among them.
-    """
+    """Runs requests on a fleet. The creator of the fleet starts and closes it."""
 
     def __init__(
         self,
@@ -179,6 +177,7 @@ class Pipeline:
         tracer: Tracer = OFF,
         usage: UsageSink | None = None,
     ) -> None:
+        """live_replicas: returns the routers that share tenants' limits, including this one."""
         self._fleet = fleet
         self._tracer = tracer
         self._config = config
@@ -213,8 +212,8 @@ class Pipeline:
 
     @property
     def held(self) -> dict[str, int]:
-        """What requests hold of this router and count as given to workers, by kind; 0 each when
-        there are no requests."""
+        """What requests hold of this router and on workers, by kind; each is 0 when there are no
+        requests."""
         pools = (self._fleet.prefills, self._fleet.decodes, self._fleet.detokenizers)
         workers = [worker for pool in pools for worker in pool.workers()]
         return {
@@ -225,36 +224,37 @@ class Pipeline:
         }
 
     def running_by_model(self) -> Counter[str]:
-        """Requests whose prompts are encoded and that have not ended, those that wait for workers
-        included."""
+        """Requests with encoded prompts that have not ended, including those that wait for
+        workers."""
         return Counter(runner.model.name for runner in self._runners)
 
     def models(self) -> list[ModelDescription]:
-        """The models that can be asked for now."""
+        """The models that can be requested now."""
         return self._preparation.models()
 
     def ready(self) -> bool:
-        """Whether requests should be sent here: they would be taken and could be answered now."""
+        """Whether requests should be sent here: they would be accepted and could be answered
+        now."""
         return not self._leaving and self._fleet.ready
 
     def turn_away(self, tenant: Tenant, priority: int) -> None:
-        """Raises BatonError when nothing that a tenant could ask for now would be taken, so that
-        its request need not even be read. priority: as urgent as the request may be."""
+        """Raises BatonError when any request of the tenant would be refused now, so that this one
+        need not be read. priority: the most urgent that the request may have."""
         self._check_open()
         with self._counted(tenant):
             self.gate.precheck(tenant, priority)
 
     def receive(self, tenant: Tenant, size: int) -> Holding:
-        """Room for so many bytes of a tenant's request, which the caller releases. It comes first
-        on every route: before the bytes are read, where that is still open. Raises BatonError."""
+        """Reserves room for this many bytes of a tenant's request, which the caller releases. It
+        comes first on every route, if possible before the bytes are read. Raises BatonError."""
         self._check_open()
         with self._counted(tenant):
             return self.gate.receive(tenant, size)
 
     @contextmanager
     def reading(self, tenant: Tenant) -> Iterator[None]:
-        """Around what reads a request of a tenant. A request that cannot be read is its client's
-        fault, and counts as one all the same."""
+        """Wraps the code that reads a request. A request that cannot be read is the client's fault
+        and counts as one."""
         try:
             yield
         except Refusal:
@@ -266,11 +266,11 @@ class Pipeline:
     async def open(
         self, request: Request, holding: Holding | None = None
     ) -> EventStream | EmptyStream:
-        """Starts a request; returns when its first attempt has workers. Raises BatonError when it
-        is refused or fails before; nothing then remains of it.
+        """Starts a request; returns when its first attempt has workers. Raises BatonError when the
+        request is refused or fails earlier; it then holds nothing.
 
-        holding: of its bytes, this request's from now on; None: it is asked for here. The caller
-        closes the stream, also when the client is gone.
+        holding: the room of its bytes, which this request takes over; None: it is reserved here.
+        The caller closes the stream, also when the client is gone.
         """
         loop = asyncio.get_running_loop()
         arrival, began = loop.time(), now()
@@ -339,8 +339,8 @@ class Pipeline:
             raise DeadlineExceeded("The request ran out of time.") from None
 
     def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
-        """What is remembered of a request that was let in: of a tenant's own, or for an operator of
-        anybody's. Raises NotFound."""
+        """Returns the record of an admitted request: the tenant's own, or any for an operator.
+        Raises NotFound."""
         return self.records.find(request_id, tenant)
 
     async def tokenize(
@@ -349,17 +349,17 @@ class Pipeline:
         holding: Holding | None = None,
         on_names: Callable[[Sequence[str]], None] | None = None,
     ) -> tuple[EncodedPrompt, ModelDescription]:
-        """A request's prompt as tokens, of the model named with them. on_names: gets the tokens'
-        names in the vocabulary, some at a time. holding: of its bytes, which stays the caller's: an
-        answer of this kind is larger than its request. Raises BatonError."""
+        """Returns a request's prompt as tokens, and the model. on_names: receives the tokens' names
+        in the vocabulary, in parts. holding: the room of the request's bytes, which stays the
+        caller's, because such an answer is larger than its request. Raises BatonError."""
 
         return await self._text_only(
             request, holding, lambda context: self._preparation.tokenize(context, on_names)
         )
 
     async def detokenize(self, request: Request, holding: Holding | None = None) -> str:
-        """The text of a request's TokenPrompt, special tokens included. holding: as above. Raises
-        BatonError."""
+        """Returns the text of a request's TokenPrompt, including special tokens. holding: as in
+        `tokenize`. Raises BatonError."""
         return await self._text_only(request, holding, self._preparation.detokenize)
 
     async def _text_only(
@@ -368,7 +368,7 @@ class Pipeline:
         holding: Holding | None,
         work: Callable[[RequestContext], Awaitable[T]],
     ) -> T:
-        """A request that takes no turn and no worker but a tokenizer, let in as others are."""
+        """Runs a request that needs only a tokenizer; it is admitted as others are."""
         error: BaseException | None = None
         with self.reading(request.tenant):
             validate(request)
@@ -386,16 +386,17 @@ class Pipeline:
             self._metrics.ended(error, request.tenant)
 
     def leave(self) -> None:
-        """Not ready from now on; requests are still taken, for not everybody knows it yet."""
+        """Reports not ready from now on; requests are still accepted, because clients may not have
+        noticed."""
         self._leaving = True
 
     async def drain(self) -> None:
-        """Takes no new requests; returns when the running ones have ended."""
+        """Stops accepting requests; returns when the running ones have ended."""
         self._leaving = self._draining = True
         await self._idle.wait()
 
     def cut(self) -> None:
-        """Ends what still runs, with an error that says to try again elsewhere."""
+        """Ends all running requests with a retryable error."""
         self._leaving = self._draining = self._cut = True
         for preparing in self._preparing:
             preparing.reschedule(asyncio.get_running_loop().time())
@@ -403,7 +404,7 @@ class Pipeline:
             runner.fail(left())
 
     async def close(self) -> None:
-        """Cancels what still runs."""
+        """Cancels all running requests."""
         self.cut()
         while self._tasks:
             for task in self._tasks:
@@ -419,7 +420,7 @@ class Pipeline:
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
-        """A request that is refused here ends here."""
+        """Counts a request that is refused here as ended."""
         try:
             yield
         except BatonError as error:
@@ -449,7 +450,7 @@ class Pipeline:
         runner: RequestRunner | None = None,
         model: str = "",
     ) -> None:
-        """The request is over; model: that ran it, where no runner did."""
+        """Ends the request. model: the one that ran it, when there was no runner."""
         stages, tenant = context.stages, context.request.tenant
         logs = runner.state.logs if runner is not None else ()
         num_tokens = sum(map(len, logs))

@@ -1,4 +1,4 @@
-"""Finds workers for the attempts of one request; they wait for their turn at the Dispatcher."""
+"""Finds workers for the attempts of one request; attempts wait for their turn at the Dispatcher."""
 
 from __future__ import annotations
 
@@ -25,21 +25,18 @@ from baton.router.workers.decode_session import DecodeSession
 from baton.router.workers.fleet import Worker
 
 BUSY_S = 0.1
-"""A worker that refused as overloaded is passed over for this long, or for as long as it says."""
+"""Seconds for which a worker that refused as overloaded is skipped, unless it names a time."""
 
 RETRY_S = 0.25
-"""Pause before a request is run again on a decode worker that lost it, which may be the only one;
-doubled each time. A prefill worker that lost it is not asked again: decode can prefill instead."""
+"""Pause in seconds before a request returns to a decode worker that lost it, which may be the only
+one; doubled each time. A prefill worker that lost it is not used again, because decode can prefill
+instead."""
 
 MAX_DOUBLINGS = 4
 
 
 class Placer:
-    """Finds workers for the attempts of one request, and passes over those that failed it.
-
-    demand: what an attempt needs, without the workers that are passed over. on_placed: called
-    whenever an attempt gets workers.
-    """
+    """Finds workers for the attempts of one request, and skips those on which it failed."""
 
     def __init__(
         self,
@@ -48,6 +45,8 @@ class Placer:
         demand: Callable[[AttemptRun], Demand],
         on_placed: Callable[[], None],
     ) -> None:
+        """demand: returns what an attempt needs, without the workers to skip. on_placed: called
+        whenever an attempt gets workers."""
         self._services = services
         self._fleet = services.fleet
         self._context = context
@@ -60,9 +59,9 @@ class Placer:
         self._decode_failures = 0
 
     async def find(self, run: AttemptRun) -> Placement | None:
-        """Workers for the attempt, which the caller releases, or None when it was over before.
+        """Returns workers for the attempt, which the caller releases, or None when it is over.
 
-        Raises Refusal when there will be none in time, Unavailable or Overloaded when there were
+        Raises Refusal when there will be no place in time, Unavailable or Overloaded when there was
         none for wait_timeout_s.
         """
         loop = asyncio.get_running_loop()
@@ -76,13 +75,14 @@ class Placer:
             now = loop.time()
             if now >= give_up:
                 raise Unavailable("No worker is ready for this model.", retry_after_s=1.0)
-            # Breakers and quarantine say nothing of when they end.
+            # Breakers and quarantine have no known end.
             ends = [*self._failed.values(), *self._busy.values(), give_up, now + LOOK_AGAIN_S]
             await self._fleet.changed.wait(max(0.001, min(ends) - now))
         return None
 
     def _entry(self, run: AttemptRun, give_up: float) -> Entry[PendingAttempt]:
-        """Only a request's first attempt waits its turn; later ones have had it."""
+        """Builds the queue entry. Only a request's first attempt waits its turn; later ones have
+        had it."""
         request, demand = self._context.request, self._demand(run)
         resumed = run.attempt.attempt > 0
         again = demand.input_tokens if run.attempt.position else 0
@@ -139,8 +139,8 @@ class Placer:
         )
 
     def at(self, receiver: WorkerIdentity, tokens: int) -> Placement | None:
-        """The decode worker that a sequence of so many tokens moves to, which the caller releases,
-        or None when it is gone."""
+        """Returns the decode worker to which a sequence of this many tokens migrates, which the
+        caller releases, or None when the worker is gone."""
         decode = self._fleet.decodes.get(receiver.instance_id)
         if decode is None:
             return None
@@ -183,7 +183,7 @@ class Placer:
 
 
 def _current(until: dict[str, float], now: float) -> frozenset[str]:
-    """The workers still passed over; forgets the others."""
+    """Returns the workers that are still skipped; drops the others."""
     for instance_id in [i for i, end in until.items() if end <= now]:
         del until[instance_id]
     return frozenset(until)

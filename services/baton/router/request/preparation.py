@@ -1,7 +1,7 @@
 """Prepares an admitted request: from the Request to a RequestRunner that is not started yet.
 
-choose the model → encode → does it fit the model → draw what the client left open → settle what
-it was admitted for → score the prompt, if the client wants that → RequestRunner
+choose the model → encode → check the model's limits → draw the seed → settle the admission charge →
+score the prompt, if requested → RequestRunner
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from baton.rpc.tracing import SCORE, now
 from baton.v1.detokenizer_pb2 import OpenText
 
 WORDED_AT_ONCE = 1024
-"""Entries that are put into words before others get their turn."""
+"""Log-probability entries that are converted to text before the event loop yields."""
 
 
 def check_size(request: Request, num_prompt: int) -> None:
-    """Raises InvalidArgument for more than is told of one prompt."""
+    """Raises InvalidArgument when the requested information about one prompt is too large."""
     num_top = request.prompt_logprobs
     if num_top is not None and entries_bytes(num_prompt, num_top) > MAX_BYTES:
         most = MAX_BYTES // entries_bytes(1, num_top)
@@ -73,7 +73,8 @@ async def _worded(
 
 
 def resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> StopParams:
-    """Checks that prompt and output fit the model, and fills in the longest output."""
+    """Checks that prompt and output fit the model, and fills in the longest output. Raises
+    InvalidArgument."""
     if num_prompt == 0:
         raise InvalidArgument("The prompt has no tokens.", field="prompt")
     room = model.max_model_len - num_prompt
@@ -99,7 +100,8 @@ def resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> 
 
 
 def check_vocabulary(request: Request, model: ModelDescription) -> None:
-    """Token ids that a worker would index with."""
+    """Raises InvalidArgument for token ids outside the vocabulary, which a worker would use as
+    indices."""
     fields = {
         "stop_token_ids": request.stop_token_ids,
         "allowed_token_ids": request.sampling.allowed_token_ids,
@@ -115,7 +117,7 @@ def check_vocabulary(request: Request, model: ModelDescription) -> None:
 def truncated(
     request: Request, prompt: tuple[int, ...], prefix_hashes: bytes, model: ModelDescription
 ) -> tuple[tuple[int, ...], bytes]:
-    """The prompt as far as the request wants it, and the hashes that still hold of it."""
+    """Returns the prompt truncated as requested, and the hashes that still apply to it."""
     most = request.truncate_prompt_tokens
     if most == -1:
         most = model.max_model_len - max(1, request.max_tokens or 1)
@@ -127,23 +129,24 @@ def truncated(
 
 
 NAMED_AT_ONCE = 4096
-"""Tokens whose names are asked for together."""
+"""Tokens whose names are requested together."""
 
 SEED_BITS = 53
-"""Of the seeds drawn here: every JSON reader keeps them exact."""
+"""Bits of a drawn seed: every JSON reader represents them exactly."""
 
 
 class Prepared(NamedTuple):
-    """runner: runs the request; None when there is nothing to generate. parts: what each choice's
-    deltas are put through; empty: nothing."""
+    """A request that is ready to run."""
 
     runner: RequestRunner | None
+    """Runs the request; None when there is nothing to generate."""
     accepted: Accepted
     parts: tuple[AnswerDeltas, ...] = ()
+    """The splitter of each choice's deltas; empty: deltas are passed on unchanged."""
 
 
 class Preparation:
-    """One per router."""
+    """Prepares the requests of one router."""
 
     def __init__(self, services: RouterServices) -> None:
         self._services = services
@@ -152,7 +155,7 @@ class Preparation:
         self._tokenizers = Tokenizers(services.fleet, config, services.budget)
 
     def models(self) -> list[ModelDescription]:
-        """The models that can be asked for now."""
+        """The models that can be requested now."""
         wanted = self._services.config.model
         return [model for model in self._services.fleet.models() if wanted in ("", model.name)]
 
@@ -248,7 +251,7 @@ class Preparation:
     async def tokenize(
         self, context: RequestContext, on_names: Callable[[Sequence[str]], None] | None
     ) -> tuple[EncodedPrompt, ModelDescription]:
-        """See `Pipeline`. Raises BatonError."""
+        """See `Pipeline.tokenize`. Raises BatonError."""
         model = await self._model(context)
         encoded = await self._tokenizers.encode(
             context.request.prompt,
@@ -260,7 +263,7 @@ class Preparation:
         )
         ids = encoded.token_ids
         context.charge.encoded(len(ids))
-        # In parts: all names of a long text at once would be too much for this loop.
+        # In parts: all names of a long text at once would block the event loop.
         for start in range(0, len(ids) if on_names is not None else 0, NAMED_AT_ONCE):
             some = ids[start : start + NAMED_AT_ONCE]
             names = await self._tokenizers.names(some, model, context.caller)
@@ -269,7 +272,8 @@ class Preparation:
         return encoded, model
 
     async def detokenize(self, context: RequestContext) -> str:
-        """The text of a request's TokenPrompt, special tokens included. Raises BatonError."""
+        """Returns the text of a request's TokenPrompt, including special tokens. Raises
+        BatonError."""
         model = await self._model(context)
         assert isinstance(context.request.prompt, TokenPrompt)
         return await self._tokenizers.decode(
@@ -281,15 +285,16 @@ class Preparation:
         )
 
     async def close(self) -> None:
-        """The tasks that wait for a tokenizer are ended by their own requests."""
+        """Stops the tokenizer queue. Waiting tasks are ended by their own requests."""
         await self._tokenizers.close()
 
     async def _check_tools(
         self, context: RequestContext, shortest: tuple[int, ...], model: ModelDescription
     ) -> None:
-        """Raises InvalidArgument (`tools`) where the tools give no grammar.
+        """Raises InvalidArgument (`tools`) when the tools yield no valid grammar.
 
-        The grammar depends on the prompt, so it is checked after it, with the shortest prompt.
+        The grammar depends on the prompt, so it is checked after encoding, with the shortest
+        prompt.
         """
         try:
             await self._tokenizers.encode(
@@ -308,7 +313,7 @@ class Preparation:
     async def _echoed(
         self, context: RequestContext, prompt: tuple[int, ...], model: ModelDescription
     ) -> str:
-        """The prompt's text, if the request asks for it."""
+        """Returns the prompt's text, if the request asks for it."""
         request = context.request
         if not request.echo:
             return ""
@@ -321,12 +326,12 @@ class Preparation:
     async def _score(
         self, context: RequestContext, first: Attempt, model: ModelDescription
     ) -> tuple[TokenLogprobs, ...]:
-        """The log-probabilities of the prompt's tokens, if the request asks for them; the first
-        entry has no meaning.
+        """Returns the log-probabilities of the prompt's tokens, if the request asks for them; the
+        first entry has no meaning.
 
-        They come from a run of their own before the request's, on the same fleet. It generates one
-        token that nobody sees, reuses no cached KV, because the logits of every position are
-        needed, and leaves its own in the prefix cache for the run that follows.
+        They come from a separate run before the request's own, on the same fleet. It generates one
+        token that is discarded, reuses no cached KV, because the logits of every position are
+        needed, and leaves its own KV in the prefix cache for the run that follows.
         """
         num_top = context.request.prompt_logprobs
         if num_top is None:
@@ -356,7 +361,8 @@ class Preparation:
             await runner.run()
             found = runner.prompt_logprobs
             if found is None:
-                # The stream of a decode worker broke in between; its token alone came again.
+                # The stream of the decode worker broke meanwhile, and only its token was sent
+                # again.
                 raise Unavailable("The prompt's log-probabilities were lost.", retry_after_s=1.0)
             words = TokenBytes(chain(prompt, found.alternatives()))
             digest = model.tokenizer_digest
@@ -369,7 +375,7 @@ class Preparation:
             stages.over(None)
 
     async def _model(self, context: RequestContext) -> ModelDescription:
-        """The model to use; waits while there is no worker."""
+        """Returns the model to use; waits while there is no worker."""
         name, config, fleet = context.request.model, self._services.config, self._services.fleet
         if name and config.model and name != config.model:
             raise ModelNotFound("There is no such model here.", field="model")
@@ -379,7 +385,8 @@ class Preparation:
             models = self.models()
             for model in models:
                 if name in ("", model.name):
-                    # One more look: of one name there may be two, of which this request gets one.
+                    # Looks again: of one name there may be two models, and this request gets one of
+                    # them.
                     return fleet.model_for(context.request_id, model.name) or model
             if models:
                 raise ModelNotFound("There is no such model here.", field="model")

@@ -1,7 +1,7 @@
 """Runs one request on the fleet: attempts on workers, tokens to text, until every choice has ended.
 
-RequestState (core) decides; RequestRunner starts the attempts that it wants, and AttemptRunner, one
-for each, reports to it what happens.
+RequestState (core) decides; RequestRunner starts the attempts that it returns, and one
+AttemptRunner per attempt reports events to it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestRunner:
-    """Runs one request until all its choices have ended, and owns its attempts.
-
-    opening: how the text of a choice begins at a detokenizer. prefix_hashes: of the prompt's units.
-    on_placed: called whenever an attempt gets workers.
-    """
+    """Runs one request until all its choices have ended, and owns its attempts."""
 
     def __init__(
         self,
@@ -67,19 +63,21 @@ class RequestRunner:
         prefix_hashes: bytes,
         on_placed: Callable[[], None],
     ) -> None:
+        """opening: how the text of a choice begins at a detokenizer. prefix_hashes: of the prompt's
+        units. on_placed: called whenever an attempt gets workers."""
         self.services = services
         self.context = context
         self.stages = context.stages
         self.state = state
         self.model = model
         self.max_unconfirmed = services.config.max_unconfirmed if opening.stop_strings else 0
-        """Tokens that decode may be ahead of the search for stop strings; 0: any number."""
+        """Most tokens that decode may be ahead of the search for stop strings; 0: no limit."""
         self.news = Broadcast()
         """Set when there is something for the client."""
         self.cached_tokens = 0
         """Prompt tokens that the first attempt found in a prefix cache."""
         self.prompt_logprobs: PromptLogprobs | None = None
-        """Of the prompt's tokens, when the state asks for them and an attempt has answered."""
+        """Set when the request asks for them and an attempt has answered."""
         self.placer = Placer(services, context, self._demand, on_placed)
         shown = frozenset(context.request.stop_token_ids)
         self.outputs = [ChoiceOutput(log, opening, shown, self._stopped) for log in state.logs]
@@ -94,14 +92,14 @@ class RequestRunner:
             searched=bool(opening.stop_strings),
         )
         self.migrations: dict[int, Migration] = {}
-        """By choice: those on offer that no attempt has taken over yet."""
+        """By choice: migrations that are offered and that no attempt has taken over yet."""
         self._gaps = TokenGaps(state.logs, services.metrics.between_tokens[model.name])
         self._prefix_hashes = prefix_hashes
         self._attempts: dict[int | None, AttemptRunner] = {}
         self._turn = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when every choice has ended and all its text is here. Raises BatonError."""
+        """Returns when every choice has ended and all its text has arrived. Raises BatonError."""
         try:
             async with asyncio.timeout_at(self.context.deadline):
                 await self._run()
@@ -122,7 +120,7 @@ class RequestRunner:
             raise self._cause(failures) from failures
 
     async def _run_attempts(self, group: asyncio.TaskGroup) -> None:
-        """Starts attempts as the request state wants them."""
+        """Starts the attempts that the request state returns."""
         loop = asyncio.get_running_loop()
         while not self.state.done:
             for run in self.state.next_attempts():
@@ -144,7 +142,7 @@ class RequestRunner:
         self.coalescer.came(choice)
 
     def turn(self) -> None:
-        """Something happened that may have ended an attempt or the request."""
+        """An event may have ended an attempt or the request."""
         for runner in list(self._attempts.values()):
             runner.notice()
         self._turn.set()
@@ -154,7 +152,8 @@ class RequestRunner:
         self._attempts.pop(run.attempt.attempt, None)
 
     def kv_complete(self, run: AttemptRun, cached_tokens: int) -> None:
-        """The KV of an attempt is there; so many of its input tokens were in a prefix cache."""
+        """The KV of an attempt is complete. cached_tokens: input tokens that were in a prefix
+        cache."""
         if run.attempt.attempt == 0:
             self.cached_tokens = min(cached_tokens, len(self.state.prompt))
 
@@ -164,7 +163,7 @@ class RequestRunner:
             self.prompt_logprobs = prompt_logprobs
 
     def finished(self, reasoning_tokens: int) -> Finished:
-        """Of a request that has ended well."""
+        """Returns the last event of a request that ended well."""
         times = self.stages.times() if self.services.config.timings else None
         if times is not None and not self.context.request.tenant.operator:
             times = times.without_addresses()
@@ -186,7 +185,8 @@ class RequestRunner:
         self.turn()
 
     def _stopped(self, choice: int, position: int, stop_string: str) -> None:
-        """Raises PositionGap when the detokenizer names a token that there is not."""
+        """A stop string was found. Raises PositionGap when the detokenizer names a token that does
+        not exist."""
         attempt = self.state.stopped(choice, position, stop_string)
         if attempt is not None:
             self._attempts[attempt].cancel_choice(choice)
@@ -216,7 +216,7 @@ class RequestRunner:
         )
 
     def _cause(self, failures: ExceptionGroup[Exception]) -> BatonError:
-        """The failure a client is told: the first of ours, else that something of ours is wrong."""
+        """Returns the failure for the client: the first BatonError, otherwise Internal."""
         for failure in failures.exceptions:
             if isinstance(failure, BatonError):
                 return failure
@@ -226,15 +226,15 @@ class RequestRunner:
 
 
 PREFILL_TELLS_S = 0.25
-"""How long decode's word that a hand-over failed waits for prefill's own, which may be its death:
-decode often is the first to see that, and only that tells who may have caused it."""
+"""Seconds to wait for prefill's own report after decode reports a failed hand-over. Decode often
+detects prefill's death first, but only prefill's failure shows which request may have caused it."""
 
 
 class AttemptRunner:
-    """Runs one attempt: places it, starts its phases, and frees what they hold when it is over.
+    """Runs one attempt: places it, starts its phases, and frees their resources when it is over.
 
     It is the attempt's sink at the decode session. RequestState decides when the attempt is over
-    and which workers still hold something for it.
+    and which workers still hold resources for it.
     """
 
     def __init__(self, request: RequestRunner, run: AttemptRun) -> None:
@@ -247,22 +247,22 @@ class AttemptRunner:
         self._over = asyncio.Event()
         self._place: Placement | None = None
         self._leaving: dict[int, Migration] = {}
-        """Choices that their worker is asked to give away."""
+        """Migrations of choices that their worker is asked to give up."""
         self._taking: Migration | None = None
-        """How the attempt's KV comes, if it moves here."""
+        """The source of the attempt's KV, if it migrates here."""
         self._prefilling: asyncio.Task[None] | None = None
         self._hearing: asyncio.Task[None] | None = None
-        """Waits for prefill's word before decode's counts."""
+        """Waits for prefill's report before decode's counts."""
         self._proved = False
-        """Whether decode was seen to compute."""
+        """Whether decode has computed something."""
         self._began: float | None = None
-        """On the loop's clock, until the first token came."""
+        """Start on the loop's clock, until the first token arrives."""
         self._lost: BatonError | None = None
-        """What went wrong with it last."""
+        """The last failure of the attempt."""
         self._span: Span = NO_SPAN
 
     async def run(self) -> None:
-        """Returns when the attempt is over. Raises BatonError when no worker can be had."""
+        """Returns when the attempt is over. Raises BatonError when no worker is available."""
         try:
             if self._run.moved:
                 self._place = self._take_over()
@@ -278,14 +278,14 @@ class AttemptRunner:
             self._request.forget(self._run)
 
     def _give_back(self, move: Migration) -> None:
-        """Without effect when it has arrived."""
+        """Ends a migration that has not arrived; no effect when it has."""
         if self._run.state is AttemptState.FAILED and self._state.failure is None:
             move.failed()
         else:
             move.dropped()
 
     def _take_over(self) -> Placement | None:
-        """Where the KV is meant to go. Without that worker there is no such attempt."""
+        """Returns the placement at the receiver of the KV, or None when that worker is gone."""
         (choice,) = self._run.attempt.choices
         self._taking = self._request.migrations.pop(choice)
         tokens = len(self._run.attempt.token_ids)
@@ -320,7 +320,8 @@ class AttemptRunner:
                 await self._free(place, attempt)
 
     def _final_attempt(self) -> Attempt:
-        """The attempt as its workers get it, now that it has a place."""
+        """Returns the attempt as it is sent to its workers, with its remaining time. Raises
+        DeadlineExceeded."""
         remaining_s = self._request.context.deadline - asyncio.get_running_loop().time()
         if remaining_s <= 0:
             raise DeadlineExceeded("The request ran out of time.")
@@ -336,7 +337,7 @@ class AttemptRunner:
         self._stages.attempt_over(self._run, well=well)
 
     def _start(self, place: Placement, attempt: Attempt) -> None:
-        """Both phases at once. The id binds them and is never used again."""
+        """Starts both phases at once. The handover id ties them together and is never reused."""
         self._began = asyncio.get_running_loop().time()
         prefill, decode = place.prefill, place.decode
         self._stages.started(self._run, place)
@@ -345,7 +346,7 @@ class AttemptRunner:
             handover_id, sender = self._taking.handover_id, self._taking.sender
         elif prefill and decode:
             handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
-        # Prefill first: the first token waits for it.
+        # Prefill first, because the first token depends on it.
         if prefill is not None:
             instance_id = decode.identity.instance_id if decode else ""
             self._prefilling = asyncio.create_task(
@@ -473,7 +474,7 @@ class AttemptRunner:
         }
 
     def cancel_choice(self, choice: int) -> None:
-        """The choice has ended by a stop string; the attempt's others go on."""
+        """The choice has ended by a stop string; the attempt's others continue."""
         self._forget_ended()
         if self._place is not None and self._place.decode is not None:
             self._place.decode.client.cancel(self._run.attempt.key, choice)
@@ -492,7 +493,7 @@ class AttemptRunner:
             self._prove()
 
     def _prove(self) -> None:
-        """Decode is told once that it computed."""
+        """Reports once to the decode worker's breaker that it has computed something."""
         place = self._place
         if self._proved or place is None or place.decode is None:
             return
@@ -512,13 +513,14 @@ class AttemptRunner:
             self._metrics.predicted(predicted_s, took_s, remotely=remotely)
 
     def _forget_ended(self) -> None:
-        """Whoever ended here while it was asked for does not leave."""
+        """Cancels the migrations of choices that have ended here."""
         if self._leaving:
             for choice in self._leaving.keys() - self._run.running:
                 self._leaving.pop(choice).stayed()
 
     def _blame(self, phase: Phase, error: BatonError) -> None:
-        """Tells the workers at fault, and keeps them out of this request's next placement."""
+        """Reports the failure to the breakers of the workers at fault, and keeps them out of this
+        request's next placement."""
         placer, place, state = self._request.placer, self._place, self._run.state
         if place is None:
             return
@@ -534,11 +536,12 @@ class AttemptRunner:
         if phase is Phase.PREFILL and place.prefill is not None:
             placer.blame_prefill(place.prefill, error)
         if phase is Phase.DECODE and place.decode is not None:
-            # While KV is on its way, decode may only be reporting what became of the sender.
+            # During a transfer, decode's failure may only reflect the sender's.
             handing_over = state in (AttemptState.PAIRED, AttemptState.HANDING_OVER)
             if place.prefill is not None and handing_over and error.reason is not Reason.OVERLOADED:
                 placer.blame_prefill(place.prefill, error)
-            # Two that do not fit are parted by keeping prefill out; decode can prefill by itself.
+            # An incompatible pair is separated by excluding prefill, because decode can prefill by
+            # itself.
             if error.reason not in (Reason.HANDOVER_FAILED, Reason.INCOMPATIBLE):
                 placer.blame_decode(place.decode, error)
 
@@ -547,7 +550,7 @@ class AttemptRunner:
         log.log(level, text, extra={**about, **extra})
 
     async def _free(self, place: Placement, attempt: Attempt) -> None:
-        """Everyone who holds something is told, whether anyone listens or not."""
+        """Notifies every worker that holds resources of the attempt."""
         holders = self._run.to_cancel
         for move in self._leaving.values():
             move.stayed()
@@ -562,8 +565,8 @@ class AttemptRunner:
 
 
 def _read(answer: RunResponse) -> tuple[list[ChoiceTokens], PromptLogprobs | None]:
-    """What prefill computed. An answer that cannot be read is no fault of the request: raises
-    Internal."""
+    """Returns the tokens and prompt log-probabilities that prefill computed. Raises Internal for an
+    invalid answer, which is not the request's fault."""
     try:
         tokens = [choice_tokens_from_proto(entry) for entry in answer.choices]
         if not answer.HasField("prompt_logprobs"):

@@ -1,7 +1,7 @@
 """The texts of one request: each choice's tokens go to a detokenizer and come back as deltas.
 
-`ChoiceOutput` is a cursor over the token log of a choice on each side. `Texts` keeps them at one
-detokenizer and moves them to another when it is lost.
+`ChoiceOutput` is a cursor over the token log of a choice in both directions. `Texts` keeps them at
+one detokenizer and moves them to another when it is lost.
 """
 
 from __future__ import annotations
@@ -26,25 +26,21 @@ from baton.v1.detokenizer_pb2 import AppendTokens, OpenText, TextDelta
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
-"""Before a lost text is opened again: a worker may fail each time at once."""
+"""Pause in seconds before a lost text is opened again, because a worker may fail each time at once.
+"""
 
 MAX_DELTA_TOKENS = 128
 MAX_DELTA_CHARACTERS = 1 << 14
-"""Of one delta. A slow reader's next one would else be as large as all that it has missed, and with
-log-probabilities larger than any message."""
+"""Most characters of one delta. Otherwise the next delta of a slow reader would be as large as all
+that it has missed, and with log-probabilities larger than any message may be."""
 
 PROMPT_TAIL = 8
-"""Prompt tokens that a detokenizer sees: more than any tokenizer's text depends on."""
+"""Prompt tokens that a detokenizer gets: more than any tokenizer's text depends on."""
 
 
 class ChoiceOutput:
-    """The output of one choice on its way to the client: tokens go to a detokenizer, their text
-    comes back, both leave as deltas.
-
-    opening: how its text begins at any detokenizer. shown_stop_token_ids: the stop tokens that the
-    client named; only those are reported to it. on_stop: called with the choice, the position and
-    the string when a stop string is complete; raises PositionGap for a position that there is not.
-    """
+    """The output of one choice on its way to the client: its tokens go to a detokenizer, their text
+    comes back, and both leave as deltas."""
 
     def __init__(
         self,
@@ -53,23 +49,27 @@ class ChoiceOutput:
         shown_stop_token_ids: Collection[int],
         on_stop: Callable[[int, int, str], None],
     ) -> None:
+        """opening: how its text begins at any detokenizer. shown_stop_token_ids: the stop tokens
+        that the client named; only those are reported to it. on_stop: called with the choice, the
+        position and the string when a stop string is complete; raises PositionGap for a position
+        that does not exist."""
         self.choice = log.choice
         self.texts: Texts
         """Set by the Texts that this output belongs to."""
         self.log = log
         self.ended = False
-        """All of its text is here."""
+        """Whether all of its text has arrived."""
         self.num_tokens = 0
-        """Tokens whose text came back in full."""
+        """Tokens whose text has arrived in full."""
         self.searched_tokens = 0
         """Tokens within which no stop string ends."""
         self.finished = False
-        """The last delta was taken."""
+        """Whether the last delta was taken."""
         self._opening = opening
         self._shown_stop_token_ids = shown_stop_token_ids
         self._on_stop = on_stop
         self._sent = 0
-        """Tokens that the detokenizer has."""
+        """Tokens that were sent to the detokenizer."""
         self._end_sent = False
         self._delivered_bytes = 0
         """UTF-8 bytes of text that the detokenizer has returned."""
@@ -80,10 +80,10 @@ class ChoiceOutput:
         self._spelled: dict[int, bytes] = {}
         """The bytes of tokens by their id."""
         self._spelling: list[int] = []
-        """Tokens of which the detokenizer owes the bytes, in order."""
+        """Tokens whose bytes are requested from the detokenizer, in order."""
         self._spell_from = 0
-        """Tokens before this position have had their bytes asked for: a reader that is far behind
-        must not make every step look at all that it has missed."""
+        """The bytes of tokens before this position have been requested. It keeps each step from
+        scanning all that a slow reader has missed."""
 
     @property
     def begun(self) -> bool:
@@ -91,9 +91,8 @@ class ChoiceOutput:
         return len(self.log) > 0 or self.log.ended
 
     def open_text(self, text: OpenText) -> None:
-        """With all tokens that may lie behind the delivered text. A stop token is no part of the
-        text: it is appended as the last token, never opened with.
-        """
+        """Fills in all tokens that may belong to the delivered text. A stop token is not part of
+        the text: it is always appended as the last token."""
         self._sent = min(self._sent, len(self.log) - (self.log.stop_token_id is not None))
         self._end_sent = False
         self._spelling.clear()
@@ -152,10 +151,9 @@ class ChoiceOutput:
             self.texts.lose(error)
 
     def take_delta(self) -> Delta | None:
-        """What the client does not have yet, as one delta, or None when there is nothing. There may
-        be more: of one that fell far behind, text and tokens come in pieces.
-        """
-        # Asked at every turn of a stream, and mostly there is nothing.
+        """Returns what is new for the client as one delta, or None when there is nothing. More may
+        remain: after a long delay, text and tokens are returned in pieces."""
+        # This runs at every turn of a stream, and usually there is nothing.
         if self.finished or not (self._unsent or self.ended or self.num_tokens > self._emitted):
             return None
         told, upto = self._emitted, self._tellable(self._emitted + MAX_DELTA_TOKENS)
@@ -178,7 +176,8 @@ class ChoiceOutput:
         )
 
     def _tellable(self, limit: int) -> int:
-        """Tokens the client may see: their text is out, and their log-probabilities have texts."""
+        """Returns the number of tokens that the client may receive: their text is out, and their
+        log-probabilities have texts."""
         limit = min(limit, self.num_tokens)
         if self.ended or not self.log.has_logprobs:
             return limit
@@ -191,7 +190,7 @@ class ChoiceOutput:
         return limit
 
     def _unspelled(self) -> tuple[int, ...]:
-        """Tokens whose own bytes are wanted, not known and not asked for: each only once."""
+        """Returns the tokens whose bytes are needed, unknown and not requested, each once."""
         start, self._spell_from = max(self._emitted, self._spell_from), len(self.log)
         entries = self.log.logprobs(start)
         token_ids = self.log.token_ids(start)
@@ -224,7 +223,7 @@ def _tokens_of(token_id: int, entry: Logprobs) -> Sequence[int]:
 
 
 class KeptText(TextSource, Protocol):
-    """One text that a Texts keeps."""
+    """A text that a Texts keeps."""
 
     choice: int
     texts: Texts
@@ -236,10 +235,8 @@ class KeptText(TextSource, Protocol):
 
 
 class Texts:
-    """Keeps the texts of one request at a detokenizer, and moves them to another when it is lost.
-
-    on_progress: called with the choice when more of its text is here.
-    """
+    """Keeps the texts of one request at a detokenizer, and moves them to another when it is
+    lost."""
 
     def __init__(
         self,
@@ -249,6 +246,7 @@ class Texts:
         tokenizer_digest: str,
         on_progress: Callable[[int], None],
     ) -> None:
+        """on_progress: called with the choice when more of its text has arrived."""
         for text in kept:
             text.texts = self
         self._kept = kept
@@ -260,13 +258,14 @@ class Texts:
         self._lost: BatonError | None = None
         self._woken = asyncio.Event()
         self._worker: Worker[DetokenizerSession] | None = None
-        """Where the texts are, or None while they are nowhere."""
+        """The detokenizer that has the texts, or None."""
         self._proved = False
         """Whether that worker has returned any text."""
         self._ids: dict[int, int] = {}
         """The session's id of the text of each choice."""
         self._passed_over: set[str] = set()
-        """Instance ids that lost or refused these texts; used again when there are no others."""
+        """Instance ids that lost or refused these texts; used again only when there are no others.
+        """
 
     def touch(self, choice: int) -> None:
         """There is more to send to the detokenizer for a choice, or its log has ended."""
@@ -275,7 +274,7 @@ class Texts:
             self._worker.client.touch(text_id)
 
     async def keep(self) -> None:
-        """Returns when all texts have ended. Raises BatonError when they cannot be had."""
+        """Returns when all texts have ended. Raises BatonError when no detokenizer is available."""
         config, fleet = self._services.config, self._services.fleet
         while running := [text for text in self._kept if not text.ended]:
             worker = await pick_detokenizer(
@@ -305,7 +304,7 @@ class Texts:
     async def _keep_at(
         self, worker: Worker[DetokenizerSession], running: Sequence[KeptText]
     ) -> BatonError | None:
-        """Returns None when these texts have ended, or why they are lost."""
+        """Returns None when these texts have ended, or the reason why they are lost."""
         self._woken.clear()
         self._lost = None
         self._proved = False
@@ -327,7 +326,7 @@ class Texts:
             self._ids.clear()
 
     def progressed(self, text: KeptText) -> None:
-        """More of a text is here, or its end."""
+        """More of a text has arrived, or its end."""
         self._fruitless_attempts = 0
         if self._worker is not None and not self._proved:
             self._proved = True
@@ -338,13 +337,13 @@ class Texts:
         self._on_progress(text.choice)
 
     def lose(self, error: BatonError) -> None:
-        """The detokenizer has forgotten a text, or breaks the protocol."""
+        """The detokenizer has lost a text, or violates the protocol."""
         self._lost = error
         self._woken.set()
 
 
 SPELLED_AT_ONCE = 1024
-"""Tokens in one message: other texts of the session do not wait for all of them."""
+"""Tokens per message, so that other texts of the session do not wait for all of them."""
 
 
 class TokenBytes:
